@@ -1,1 +1,1 @@
-"""What the command line does: ``build-horovod`` and ``doctor``."""
+"""Commands of the command line: ``build-horovod`` and ``doctor``."""

@@ -1,9 +1,9 @@
-"""Build Horovod for the frameworks of this interpreter, keep the wheel, and install it.
+"""Build Horovod for the frameworks of this interpreter, cache the wheel, and install it.
 
-``hvd-estimators build-horovod`` is the command. What a build needs for given versions is in
-`build_recipe`, how the machine is asked for them in `build_tools`, what is changed in the source in
-`build_mends` and in the wheel afterwards in `build_redirect`; here is the run: the cache, pip, and
-what is said meanwhile.
+``hvd-estimators build-horovod`` is the command. This module runs the build: the cache, pip and
+progress reports. `toolchain` determines the requirements of a build and finds them on the machine.
+`source_patches` changes the source before the build, and `wheel_redirect` changes the wheel after
+it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _SIGN_OF_LIFE_SECONDS = 15.0
 _ERROR = re.compile(r"\berror\b:|CMake Error", re.IGNORECASE)
 
 
-_PROGRESS = re.compile(rb"^\s*(\[ *\d+%\] [^\r\n]*)$", re.MULTILINE)  # a line of CMake's
+_PROGRESS = re.compile(rb"^\s*(\[ *\d+%\] [^\r\n]*)$", re.MULTILINE)  # a progress line of CMake
 
 
 def run_logged(
@@ -86,10 +86,10 @@ def run_logged(
     report: Report,
     what: str,
 ) -> None:
-    """Run `command` with its output in a file, and say now and then how far it is."""
+    """Run `command` with its output in a file, and report its progress periodically."""
     log = Path(output.name)
     started = time.monotonic()
-    # A group of its own, so that make and its compilers end with pip when the build is stopped.
+    # A separate process group, so that make and its compilers end with pip if the build is stopped.
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -118,7 +118,7 @@ def run_logged(
 
 
 def _digest(log: Path) -> str:
-    """Return the first compiler errors and the end of a log, with its long commands cut."""
+    """Return the first compiler errors and the end of a log, with long lines cut."""
     lines = [line.strip()[:_LINE_LENGTH] for line in log.read_text(errors="replace").splitlines()]
     end = lines[-_TAIL_LINES:]
     errors = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)][:_FIRST_ERRORS]
@@ -155,16 +155,17 @@ def build_horovod(
     gpu : {'auto', 'none', 'cuda'}
         ``auto`` builds for CUDA if torch was built with it and a CUDA toolkit is found.
     cache_dir : Path, optional
-        Where wheels are kept; `default_cache_dir` by default.
+        The cache folder for wheels; `default_cache_dir` by default.
     force : bool
-        Build although the cache has the wheel.
+        Build even if the cache has the wheel.
     install : bool
         Install the wheel into this interpreter's environment.
     jobs : int, optional
-        Compilers to run at the same time; by default as many as cores and memory allow.
+        Number of compilers to run in parallel; by default as many as cores and memory allow.
     with_compat : bool, optional
-        Whether the wheel's ``horovod.spark`` is `hvd_estimators.compat`'s, or raises an ImportError
-        that says where to go. By default as it is in the Horovod that is installed.
+        Whether the wheel's ``horovod.spark`` is that of `hvd_estimators.compat`. Otherwise it
+        raises an ImportError that names the replacements. By default the setting of the installed
+        Horovod.
     report : callable
         Called with each line of progress.
 
@@ -176,9 +177,9 @@ def build_horovod(
     Raises
     ------
     DependencyError
-        No framework, or no pip, is installed in this environment.
+        If no framework, or no pip, is installed in this environment.
     BuildError
-        The build could not start or failed; the message ends with the end of its log.
+        If the build could not start or failed; the message ends with the end of the build's log.
     """
     if find_spec("pip") is None:
         raise DependencyError(
@@ -212,7 +213,7 @@ def build_horovod(
 
 
 def _finished(wheel: Path, with_compat: bool) -> Path:
-    """Return the wheel that is installed, which is made of the compiled one if need be."""
+    """Return the wheel to install, and create it from the compiled wheel if necessary."""
     finished = wheel.parent / finished_folder(with_compat) / wheel.name
     if not finished.exists() or finished.stat().st_mtime_ns < wheel.stat().st_mtime_ns:
         finished.parent.mkdir(exist_ok=True)
@@ -236,16 +237,16 @@ def build_wheel(
     report: Report = print,
     pip: Sequence[str] = (sys.executable, "-m", "pip"),
 ) -> Path:
-    """Build the recipe's wheel and move it into `folder`, where it appears whole or not at all.
+    """Build the recipe's wheel and move it into `folder` atomically.
 
     Parameters
     ----------
     recipe : BuildRecipe
-        What to build.
+        The recipe to build.
     folder : Path
         Folder of the cache that receives the wheel and ``build.log``.
     jobs : int, optional
-        Compilers to run at the same time.
+        Number of compilers to run in parallel.
     report : callable
         Called with each line of progress.
     pip : sequence of str
@@ -254,13 +255,13 @@ def build_wheel(
     Raises
     ------
     BuildError
-        A tool is missing, or pip failed; the message ends with the end of the log.
+        If a tool is missing, or pip failed; the message ends with the end of the log.
     """
     compiler = find_compiler()
     check_system(recipe, compiler)
     jobs = jobs or default_jobs()
     log = folder / "build.log"
-    # Within the cache, so that the move at the end stays on one file system.
+    # Inside the cache, so that the move at the end stays on one file system.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as scratch:
         work = Path(scratch)
         environment = _prepare(work, recipe, compiler, jobs)
@@ -275,7 +276,8 @@ def build_wheel(
             if recipe.cuda:
                 report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEMS_NCCL}")
             command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
-            # pip's own cache knows a wheel by its name alone, not by the framework it is for.
+            # pip's cache identifies a wheel by its name alone, not by the framework it was built
+            # for.
             command += ["--no-cache-dir", "--wheel-dir", scratch, str(source)]
             run_logged(command, environment, output, report, f"Building for {_describe(recipe)}")
         built = _wheel_in(work)
@@ -288,12 +290,12 @@ def build_wheel(
 
 
 def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -> None:
-    """Install `wheel` into this interpreter's environment, unless this very build is there.
+    """Install `wheel` into this interpreter's environment, unless this exact build is installed.
 
     Raises
     ------
     BuildError
-        pip failed, or Horovod cannot be imported afterwards.
+        If pip failed, or Horovod cannot be imported afterwards.
     """
     if _is_installed(wheel) and _import_error(recipe) is None:
         report("already installed")
@@ -322,7 +324,7 @@ def _fetch_source(
     output: BinaryIO,
     report: Report,
 ) -> Path:
-    """Let pip fetch Horovod's source, unpack it and mend it; return its folder."""
+    """Download Horovod's source with pip, unpack it and patch it; return its folder."""
     archives, unpacked = work / "archives", work / "source"
     unpacked.mkdir()
     command = [*pip, "download", "--no-build-isolation", "--no-deps", "--no-binary", "horovod"]
@@ -337,7 +339,7 @@ def _fetch_source(
 
 
 def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[str, str]:
-    """Write the compiler's wrapper into `work` and return the whole environment of the build."""
+    """Write the compiler wrapper into `work` and return the environment of the build."""
     cxx = work / "cxx"
     cxx.write_text(recipe.compiler_wrapper(compiler))
     cxx.chmod(0o755)
@@ -346,7 +348,7 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
     nccl = find_nccl(recipe.cuda) if recipe.cuda else None
     nccl_home = str(_linkable(nccl, work / "nccl")) if nccl else None
     tools = work / _TOOLS
-    # What a user's shell says about frameworks and GPUs is dropped: the recipe has decided.
+    # The recipe determines frameworks and GPUs, so the user's variables for them are dropped.
     decided = ("HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS")
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(decided)}
     return {
@@ -359,7 +361,7 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
 
 
 def _linkable(nccl: Path, folder: Path) -> Path:
-    """Return a folder of links in which a linker finds NCCL; its package has no ``libnccl.so``."""
+    """Return a folder of links for the linker, because NCCL's package has no ``libnccl.so``."""
     (folder / "lib").mkdir(parents=True)
     (folder / "include").symlink_to(nccl / "include")
     (folder / "lib" / "libnccl.so").symlink_to(nccl / "lib" / NCCL_LIBRARY)
@@ -378,7 +380,7 @@ def _wheel_in(folder: Path) -> Path | None:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold an exclusive lock, which the system lets go even if this process is killed."""
+    """Hold an exclusive lock, which the system releases even if this process is killed."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -389,7 +391,7 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
 
 
 def _is_installed(wheel: Path) -> bool:
-    """Whether this environment's Horovod was installed from exactly this file."""
+    """Return whether this environment's Horovod was installed from exactly this file."""
     try:
         origin = metadata.distribution("horovod").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -400,7 +402,7 @@ def _is_installed(wheel: Path) -> bool:
 
 
 def _import_error(recipe: BuildRecipe) -> str | None:
-    """Import Horovod in a process of its own and return the end of its error, if there is one."""
+    """Import Horovod in a separate process and return the end of its error, if any."""
     modules = ", ".join(f"horovod.{name}" for name in recipe.frameworks)
     done = subprocess.run(
         [sys.executable, "-c", f"import {modules}"], text=True, capture_output=True

@@ -1,11 +1,8 @@
 """Check the installation and suggest fixes.
 
-What the doctor imports may crash, hang or hold a GPU's memory, so it happens in such a process.
-
-Nothing here judges what it finds: `hvd_estimators.commands.doctor` does.
-
-``hvd-estimators doctor`` is the command. `doctor_probes` finds the facts; the functions here turn
-them into rows, and know nothing of the machine.
+``hvd-estimators doctor`` is the command. `collect` finds the facts about this machine and does not
+judge them. `diagnose` turns facts into rows and does not inspect the machine. Imports run in
+separate processes, because they may crash, hang or hold GPU memory.
 """
 
 from __future__ import annotations
@@ -50,11 +47,11 @@ __all__ = [
     "two_rank_allreduce",
 ]
 
-_SUMS = ["3.0", "3.0"]  # ranks 0 and 1 give 1 and 2
+_SUMS = ["3.0", "3.0"]  # ranks 0 and 1 contribute 1 and 2
 
 
 class ProbeError(HvdEstimatorsError):
-    """Something that was tried did not work; the message ends with what it said last."""
+    """A failed check of this machine; the message ends with the last line of its output."""
 
 
 def run_python(
@@ -63,23 +60,24 @@ def run_python(
     seconds: float,
     what: str = "process",
 ) -> str:
-    """Run a Python program and return the last line of what it prints.
+    """Run a Python program and return the last line of its output.
 
     Parameters
     ----------
     *arguments : str
-        Of the interpreter: ``"-c", code`` or ``"-m", module`` and the program's own.
+        Arguments of the interpreter: ``"-c", code`` or ``"-m", module``, and the program's
+        arguments.
     environment : mapping, optional
-        Variables to lay over this process's own.
+        Variables to add to this process's environment.
     seconds : float
         Time limit.
     what : str
-        What the program is called in an error.
+        Name of the program in error messages.
 
     Raises
     ------
     ProbeError
-        The program failed or did not end in time; the message has the last line that it said.
+        If the program failed or did not end in time. The message has the last line of its output.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
         with _process(arguments, environment or {}, output, errors) as process:
@@ -93,19 +91,19 @@ def run_python(
 
 
 def two_rank_allreduce(framework: str, *, seconds: float) -> float:
-    """Let two ranks of a `LocalBackend` reduce a tensor, and return the seconds it took.
+    """Let two ranks of a `LocalBackend` reduce a tensor, and return the duration in seconds.
 
     Parameters
     ----------
     framework : {'torch', 'tensorflow'}
-        Whose tensors are reduced.
+        The framework of the tensor.
     seconds : float
         Time limit.
 
     Raises
     ------
     ProbeError
-        The ranks failed, got a wrong sum or did not end in time.
+        If the ranks failed, got a wrong sum or did not end in time.
     """
     started = time.monotonic()
     module = "hvd_estimators.commands.doctor_allreduce"
@@ -119,7 +117,7 @@ def two_rank_allreduce(framework: str, *, seconds: float) -> float:
 def _process(
     arguments: Sequence[str], environment: Mapping[str, str], output: IO[str], errors: IO[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run Python in a process group of its own, which is gone when the block ends."""
+    """Run Python in a separate process group, which is killed when the block ends."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
@@ -141,7 +139,7 @@ def _last_line(file: IO[str]) -> str:
     return next((line.strip() for line in reversed(file.readlines()) if line.strip()), "")
 
 
-# Component as shown, and the distributions that may bring it, the first found counting.
+# Displayed component to the distributions that may provide it; the first match counts.
 _COMPONENTS = {
     "pyspark": ("pyspark", "pyspark-connect", "pyspark-client"),
     "pyarrow": ("pyarrow",),
@@ -182,9 +180,9 @@ class HorovodFacts:
     built_for : str or None
         The framework's version that the wheel was compiled against.
     features : tuple of str
-        Those of gloo, mpi, nccl and cuda that it was built with.
+        The features of the build, out of gloo, mpi, nccl and cuda.
     error : str or None
-        Why it cannot be imported.
+        The error of the import, if it failed.
     """
 
     built_for: str | None = None
@@ -194,7 +192,7 @@ class HorovodFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found on this machine.
+    """Facts about this machine.
 
     Parameters
     ----------
@@ -205,15 +203,15 @@ class Facts:
     versions : mapping of str to str
         Version of each installed component.
     import_errors : mapping of str to str
-        What each installed component that cannot be imported says last.
+        Last line of the error of each installed component that cannot be imported.
     horovod : mapping of str to HorovodFacts
         Per installed framework; empty without Horovod.
     horovod_mends : int
-        Revision of the changes that Horovod was compiled with; 0 without them.
+        Revision of the source patches of the installed Horovod; 0 without patches.
     horovod_spark : str or None
-        What ``horovod.spark`` is, see `installed_horovod_spark`.
+        The kind of ``horovod.spark``, see `installed_horovod_spark`.
     allreduce : float or ProbeError or None
-        Seconds that two ranks took to start and reduce, or why they did not; None if not tried.
+        Seconds that two ranks took to start and reduce, or the error; None if not tried.
     gpus : tuple of str
         Names of NVIDIA GPUs.
     torch_cuda : bool
@@ -233,7 +231,7 @@ class Facts:
 
 
 def collect() -> Facts:
-    """Look at this machine; takes some seconds, most of them importing frameworks."""
+    """Collect the facts about this machine; importing frameworks takes some seconds."""
     found = {name: installed_version(*names) for name, names in _COMPONENTS.items()}
     versions = {name: version for name, version in found.items() if version}
     frameworks = [name for name in DISTRIBUTIONS if name in versions]
@@ -291,7 +289,7 @@ def _horovod_facts(framework: str) -> HorovodFacts:
 
 
 def _built_for(framework: str) -> str | None:
-    """Return the version that Horovod's build noted down in its package."""
+    """Return the framework version that Horovod's build stored in its package."""
     note = Path(str(metadata.distribution("horovod").locate_file("horovod/metadata.json")))
     if not note.is_file():
         return None
@@ -327,7 +325,7 @@ _JAVA_FOR_PYSPARK = {3: (8, 11, 17), 4: (17, 21)}
 
 
 class Status(str, Enum):
-    """How a component is judged."""
+    """Judgement of a component."""
 
     OK = "ok"
     WARNING = "warning"
@@ -342,13 +340,13 @@ class Row:
     Parameters
     ----------
     component : str
-        What was looked at.
+        Name of the component.
     found : str
-        What was found: a version, or what is wrong.
+        A version, or a description of the problem.
     status : Status
         The judgement.
     remedy : str
-        The command that mends a problem or installs what is absent; empty where all is well.
+        The command that fixes a problem or installs a missing component; empty if all is well.
     """
 
     component: str
@@ -365,7 +363,8 @@ def main(*, as_json: bool = False, facts: Facts | None = None) -> int:
     as_json : bool
         Print a list of objects with the rows' fields instead of a table.
     facts : Facts, optional
-        What to judge; by default this machine is looked at, which takes some seconds.
+        The facts to judge. By default they are collected from this machine, which takes some
+        seconds.
     """
     rows = diagnose(facts or collect())
     print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else _table(rows))
@@ -373,7 +372,7 @@ def main(*, as_json: bool = False, facts: Facts | None = None) -> int:
 
 
 def diagnose(facts: Facts) -> list[Row]:
-    """Return one row per component, each problem with the command that mends it."""
+    """Return one row per component, each problem with the command that fixes it."""
     return [
         _python(facts),
         _java(facts),
@@ -406,7 +405,7 @@ def _java(facts: Facts) -> Row:
 
 
 def _java_major(version: str) -> int:
-    """Return 8 for ``1.8.0_392`` and 17 for ``17.0.15``."""
+    """Return Java's major version, such as 8 for ``1.8.0_392`` and 17 for ``17.0.15``."""
     numbers = version.split(".")
     return int(numbers[1] if numbers[0] == "1" else numbers[0].split("-")[0])
 
@@ -497,9 +496,9 @@ def _horovod_spark(facts: Facts) -> Iterator[Row]:
 
 
 def _same_version(one: str, other: str) -> bool:
-    """Return whether two versions are the same, as far as both tell."""
+    """Return whether two versions are equal in the parts that both specify."""
     a, b = Version(one), Version(other)
-    # A package that came from an index is 2.11.0 there, and 2.11.0+cu130 to itself.
+    # A package index may list 2.11.0 for a package whose own version is 2.11.0+cu130.
     return a.public == b.public and (a.local == b.local or None in (a.local, b.local))
 
 
@@ -526,7 +525,7 @@ def _gpus(facts: Facts) -> Row:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Lay the rows out in columns, the remedies below what they mend."""
+    """Format the rows as a table, with each remedy below its row."""
     component = max(len(row.component) for row in rows)
     status = max(len(row.status.value) for row in rows)
     lines = []

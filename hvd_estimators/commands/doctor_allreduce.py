@@ -1,7 +1,7 @@
-"""The doctor's trial: two ranks on this machine reduce a tensor, as training does.
+"""The doctor's allreduce check: two ranks on this machine reduce a tensor, as in training.
 
-A program of its own (``python -m hvd_estimators.commands.doctor_allreduce FRAMEWORK``), so that who
-starts it can end it when its time is up.
+It is a separate program (``python -m hvd_estimators.commands.doctor_allreduce FRAMEWORK``), so that
+the caller can end it after a timeout.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["main"]
 
 
 def main(framework: str) -> list[float]:
-    """Run the trial and return what each rank got.
+    """Run the check and return the result of each rank.
 
     Parameters
     ----------
     framework : {'torch', 'tensorflow'}
-        Whose tensors are reduced.
+        The framework of the tensors.
     """
-    # The trial is of Horovod, and the GPUs may be in use.
+    # The check is for Horovod only, and the GPUs may be in use.
     backend = LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""})
     return backend.run(_allreduce, (framework,))
 
@@ -38,7 +38,7 @@ def _allreduce(framework: str) -> float:
 
 
 def _in_a_line(error: HvdEstimatorsError) -> str:
-    """Return an error's cause: where a rank failed, the last line of its traceback."""
+    """Return an error's cause, which is the last line of the traceback if a rank failed."""
     if not isinstance(error, WorkerFailedError):
         return str(error)
     told = str(error).partition("\nThe end of its output:")[0]

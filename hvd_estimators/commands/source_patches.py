@@ -1,25 +1,26 @@
-"""What is changed in Horovod's source before it is compiled, and how a wheel tells that it was.
+"""Patches of Horovod's source before it is compiled, and the marker of a patched wheel.
 
-Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
+Each patch replaces a text that occurs exactly once in Horovod 0.28.1:
 
-* Gloo listens on the address in ``HVD_ESTIMATORS_GLOO_ADDRESS``, and without one on the interface
-  in ``HOROVOD_GLOO_IFACE``, for the first process set too. As released, that one is left without
-  an interface, so that every rank takes the address that its host's name resolves to: it crashes
-  where there is none, and cannot be reached where that is ``127.0.1.1``. An interface alone would
-  not do: Gloo takes the first of its addresses, which need not be one that others reach.
-* A host name that does not resolve is an error with a message, and no use of memory that was never
-  written.
-* The ranks of a process set are stored in a vector of their number, and not, as released, behind
-  the end of an empty one: so Horovod's check for stalled ranks, which takes its length, found none.
-* Every request to the rendezvous server carries the job's secret, from
+* Gloo listens on the address in ``HVD_ESTIMATORS_GLOO_ADDRESS``. Without this variable it listens
+  on the interface in ``HOROVOD_GLOO_IFACE``, for the first process set too. The release gives that
+  process set no interface, so every rank uses the address of its host's name. The rank crashes if
+  there is no such address, and cannot be reached if it is ``127.0.1.1``. An interface alone is not
+  sufficient: Gloo uses its first address, which other ranks may not reach.
+* A host name that does not resolve is an error with a message. The release uses uninitialised
+  memory.
+* The ranks of a process set are stored in a vector of the correct length. The release writes them
+  behind the end of an empty vector. Horovod's check for stalled ranks uses the vector's length, and
+  therefore found no ranks.
+* Every request to the rendezvous server carries the job's secret from
   ``HVD_ESTIMATORS_RENDEZVOUS_TOKEN``.
-* TensorFlow's stream tells its CUDA stream itself. As released, Horovod declares a function of
-  TensorFlow's for that, ``AsGpuStreamValue``, which today's TensorFlow does not export, so that a
-  module compiled for CUDA cannot be loaded.
-* A build for CPUs does not look for CUDA. As released, it does where torch has CUDA and there is an
+* TensorFlow's stream itself provides its CUDA stream. The release declares a TensorFlow function
+  for that, ``AsGpuStreamValue``, which current TensorFlow versions do not export. A module compiled
+  for CUDA therefore cannot be loaded.
+* A CPU build does not look for CUDA. The release looks for CUDA if torch has CUDA and there is an
   ``nvcc``, and fails without the rest of the toolkit.
-* The copy assignment of flatbuffers' ``span`` is the default one. As released, it assigns to
-  constant members and returns nothing; GCC 14 rejects it, although nothing calls it.
+* The copy assignment of flatbuffers' ``span`` is the default one. The release assigns to constant
+  members and returns nothing. GCC 14 rejects that, although the function is never called.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class SourcePatch:
     path : str
         The file, relative to the source's folder.
     before, after : str
-        The text, which is there exactly once, and what takes its place.
+        The text, which must occur exactly once, and its replacement.
     """
 
     path: str
@@ -233,12 +234,12 @@ def unpack_source(archive: Path, folder: Path) -> Path:
     archive : Path
         A ``.tar.gz`` as pip downloads it.
     folder : Path
-        An empty folder to unpack into.
+        An empty folder for the unpacked files.
 
     Raises
     ------
     BuildError
-        The archive cannot be read or is not a source distribution.
+        If the archive cannot be read or is not a source distribution.
     """
     try:
         with tarfile.open(archive) as packed:
@@ -255,7 +256,7 @@ def unpack_source(archive: Path, folder: Path) -> Path:
 
 
 def patch_source(source: Path) -> None:
-    """Change Horovod's source, and let what is built from it say so.
+    """Patch Horovod's source, and mark the packages that are built from it.
 
     Parameters
     ----------
@@ -265,7 +266,7 @@ def patch_source(source: Path) -> None:
     Raises
     ------
     BuildError
-        The source is not that of the version that the mends are for. Nothing is changed then.
+        If the source is not the version that the patches are for. In this case nothing is changed.
     """
     texts: dict[Path, str] = {}
     for mend in MENDS:

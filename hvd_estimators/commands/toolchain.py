@@ -1,19 +1,20 @@
 """Toolchain of a Horovod build: frameworks, compiler, CUDA, build tools, and the recipe.
 
-Horovod's last release, 0.28.1, is older than today's frameworks and does not compile against
-them as it stands. Four things stop it, and each is mended from outside its source (what is wrong
-in the source itself is changed there by `hvd_estimators.commands.source_patches`):
+Horovod's last release, 0.28.1, is older than today's frameworks and does not compile against them
+unchanged. Four problems are solved outside its source; `hvd_estimators.commands.source_patches`
+fixes errors in the source:
 
-* its CMake files ask for C++14, where torch 2.1 needs C++17 and torch 2.13 C++20, and they strip
-  ``-std=`` from ``CXXFLAGS``: the compiler is wrapped in a script that appends the standard last;
-* ``xla_mpi_ops.cc`` includes XLA headers that TensorFlow 2.18 moved: the script hides TensorFlow
-  from that one file, whose operations are for GPUs only and off by default;
-* its minimum CMake version is one that CMake 4 refuses: ``CMAKE_POLICY_VERSION_MINIMUM``;
-* it uses headers of the C++ library that g++ before 13 included by the way: the script includes
+* Its CMake files request C++14, but torch 2.1 needs C++17 and torch 2.13 needs C++20. They also
+  remove ``-std=`` from ``CXXFLAGS``. A wrapper script around the compiler therefore appends the
+  standard last.
+* ``xla_mpi_ops.cc`` includes XLA headers that TensorFlow 2.18 moved. The script hides TensorFlow
+  from this file, whose operations are for GPUs only and off by default.
+* CMake 4 rejects its minimum CMake version; ``CMAKE_POLICY_VERSION_MINIMUM`` overrides it.
+* It uses headers of the C++ library that g++ before 13 included implicitly. The script includes
   them first.
 
-Frameworks are asked for their metadata and never imported: that would take seconds, and would
-hold a GPU's memory while the compiler runs.
+Framework versions come from package metadata. Frameworks are never imported, because an import
+takes seconds and would hold GPU memory while the compiler runs.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ __all__ = [
 HOROVOD_VERSION = "0.28.1"
 
 
-# Part of the cache key: raise it when a change below, or a mend of the source, makes another wheel
-# of the same versions.
+# Part of the cache key. Increment it if a change below, or a source patch, changes the wheel of the
+# same versions.
 RECIPE_REVISION = 3
 
 
-# Used by Horovod's and Gloo's sources, and not included by them.
+# Horovod's and Gloo's sources use these headers without including them.
 _CXX_HEADERS = ("cstdint", "stdexcept", "string")
 
 
@@ -82,14 +83,14 @@ exec {compiler} "$@" $extra
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """The versions that a Horovod wheel is built for, and what follows from them.
+    """Versions that a Horovod wheel is built for, and the resulting build settings.
 
     Parameters
     ----------
     tag : str
-        The interpreter's most specific wheel tag, as ``packaging.tags`` gives it.
+        The interpreter's most specific wheel tag, as returned by ``packaging.tags``.
     torch, tensorflow : str or None
-        The installed versions; None where the framework is not installed.
+        The installed versions; None if the framework is not installed.
     cuda : str or None
         The CUDA version to build for; None builds for CPUs.
     horovod : str
@@ -104,7 +105,7 @@ class BuildRecipe:
 
     @property
     def key(self) -> str:
-        """Name of the cache folder: two builds share it exactly if their wheels are the same."""
+        """Name of the cache folder; two builds share it exactly if their wheels are the same."""
         parts = [f"horovod-{self.horovod}", self.tag]
         if self.torch:
             parts.append(f"torch-{self.torch}")
@@ -121,7 +122,7 @@ class BuildRecipe:
 
     @property
     def cxx_standard(self) -> int:
-        """The C++ standard that the frameworks' headers ask for."""
+        """The C++ standard that the frameworks' headers require."""
         if _at_least(self.torch, "2.13"):
             return 20
         if _at_least(self.torch, "2.1") or _at_least(self.tensorflow, "2.10"):
@@ -130,25 +131,25 @@ class BuildRecipe:
 
     @property
     def hides_xla(self) -> bool:
-        """Whether ``xla_mpi_ops.cc`` has to be compiled as if TensorFlow were absent."""
+        """True if ``xla_mpi_ops.cc`` must be compiled as if TensorFlow were absent."""
         return _at_least(self.tensorflow, "2.18")
 
     def environment(
         self, *, cxx: str, jobs: int, cuda_home: str | None = None, nccl_home: str | None = None
     ) -> dict[str, str]:
-        """Environment variables of the build, to be laid over the caller's own.
+        """Return the environment variables of the build, to be added to the caller's environment.
 
         Parameters
         ----------
         cxx : str
-            Path of the script that `compiler_wrapper` is the text of.
+            Path of a script with the text from `compiler_wrapper`.
         jobs : int
-            Compilers to run at the same time.
+            Number of compilers to run in parallel.
         cuda_home : str or None
             The CUDA toolkit's folder, for a CUDA build.
         nccl_home : str or None
-            A folder with NCCL's ``include`` and a shared library in ``lib``, for a CUDA build. By
-            default Horovod looks for it among the system's.
+            A folder with NCCL's ``include`` and a shared library in ``lib``, for a CUDA build.
+            By default Horovod searches the system's folders.
         """
         variables = {
             "CXX": cxx,
@@ -163,7 +164,8 @@ class BuildRecipe:
         if self.cuda:
             variables["HOROVOD_GPU_OPERATIONS"] = "NCCL"
             if cuda_home:
-                # Torch, which is asked for its libraries, takes the folder above nvcc's otherwise.
+                # Otherwise torch, which Horovod queries for libraries, uses the folder above
+                # nvcc's.
                 variables |= {"HOROVOD_CUDA_HOME": cuda_home, "CUDA_HOME": cuda_home}
             if nccl_home:
                 variables["HOROVOD_NCCL_INCLUDE"] = f"{nccl_home}/include"
@@ -172,15 +174,15 @@ class BuildRecipe:
         return variables
 
     def compiler_wrapper(self, compiler: str) -> str:
-        """Text of the shell script that stands in for `compiler`.
+        """Return the text of the shell script that wraps `compiler`.
 
         Parameters
         ----------
         compiler : str
             The C++ compiler as a shell would run it: a path, or a command such as ``ccache g++``.
         """
-        # Without debug symbols the build is faster and the wheel smaller; the warnings of a
-        # released package are for nobody, and bury the error that a reader of the log looks for.
+        # Without debug symbols the build is faster and the wheel smaller. Warnings of a released
+        # package are not useful, and hide the errors in the log.
         headers = " ".join(f"-include {name}" for name in _CXX_HEADERS)
         flags = f"-std=gnu++{self.cxx_standard} -g0 -w {headers}"
         cases = [f'        *.cc) extra="{flags}" ;;']
@@ -210,7 +212,7 @@ DISTRIBUTIONS = {
 }
 
 
-# Where a framework's wheel writes down the CUDA version that it was built with.
+# The file of each framework with the CUDA version of its build, and a pattern for the version.
 _CUDA_NOTES = {
     "torch": ("version.py", r"^cuda\b.*?=\s*'([\d.]+)'"),
     "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
@@ -224,7 +226,7 @@ _MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a
 
 
 def detect_recipe(gpu: str = "auto") -> BuildRecipe:
-    """Return the recipe of a Horovod for the frameworks installed beside this interpreter.
+    """Return the recipe of a Horovod for the frameworks in this interpreter's environment.
 
     Parameters
     ----------
@@ -234,9 +236,9 @@ def detect_recipe(gpu: str = "auto") -> BuildRecipe:
     Raises
     ------
     DependencyError
-        Neither torch nor TensorFlow is installed.
+        If neither torch nor TensorFlow is installed.
     BuildError
-        ``cuda`` was asked for, and the framework or the machine is without it.
+        If ``gpu`` is ``cuda``, and the framework or the machine lacks CUDA.
     """
     versions = {name: installed_version(*names) for name, names in DISTRIBUTIONS.items()}
     if not any(versions.values()):
@@ -267,8 +269,8 @@ def _choose_cuda(gpu: str, versions: dict[str, str | None]) -> str | None:
         raise ValueError(f"gpu must be one of {', '.join(GPU_CHOICES)}, not {gpu!r}")
     if gpu == "none":
         return None
-    # One wheel serves both frameworks, and its torch part cannot be compiled for CUDA against a
-    # CPU torch, so torch decides where it is installed.
+    # One wheel serves both frameworks. Its torch part cannot be compiled for CUDA against a CPU
+    # build of torch, so torch decides if it is installed.
     framework = "torch" if versions["torch"] else "tensorflow"
     cuda = cuda_of(framework)
     toolkit = find_cuda_toolkit()
@@ -298,10 +300,11 @@ def cuda_of(framework: str) -> str | None:
 
 
 def find_cuda_toolkit() -> Path | None:
-    """Return the folder of a CUDA toolkit with a compiler and headers; None if there is none.
+    """Return the folder of a CUDA toolkit with a compiler and headers, or None.
 
-    It is that of ``HOROVOD_CUDA_HOME`` or ``CUDA_HOME``, that of the ``nvcc`` on PATH, or
-    ``/usr/local/cuda``. An ``nvcc`` on PATH may be a link, or a script beside no toolkit.
+    The candidates are ``HOROVOD_CUDA_HOME``, ``CUDA_HOME``, the toolkit of the ``nvcc`` on PATH,
+    and ``/usr/local/cuda``, in this order. An ``nvcc`` on PATH may be a link, or a script outside
+    of a toolkit.
     """
     named = [Path(h) for h in map(os.environ.get, ("HOROVOD_CUDA_HOME", "CUDA_HOME")) if h]
     on_path = [Path(path) for path in [shutil.which("nvcc")] if path]
@@ -316,9 +319,10 @@ def _is_cuda_toolkit(folder: Path) -> bool:
 
 
 def find_nccl(cuda: str) -> Path | None:
-    """Return the folder of the NCCL that torch brings along, a package of its own.
+    """Return the folder of the NCCL package that torch installs.
 
-    None where there is none, or where ``HOROVOD_NCCL_HOME`` and the like name another.
+    Returns None if the package is not installed, or if ``HOROVOD_NCCL_HOME`` or a similar variable
+    names another NCCL.
 
     Parameters
     ----------
@@ -337,12 +341,12 @@ def find_nccl(cuda: str) -> Path | None:
 
 
 def find_compiler() -> str:
-    """Return the C++ compiler's command: ``$CXX`` where it is set, else g++, c++ or clang++.
+    """Return the C++ compiler's command: ``$CXX`` if it is set, else g++, c++ or clang++.
 
     Raises
     ------
     BuildError
-        There is none.
+        If there is no compiler.
     """
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
     for command in candidates:
@@ -356,7 +360,7 @@ def find_compiler() -> str:
 
 
 def check_system(recipe: BuildRecipe, compiler: str) -> None:
-    """Raise `BuildError` if something is missing that only the system's packages can bring."""
+    """Raise `BuildError` if make, Python's headers or a suitable compiler is missing."""
     if not shutil.which("make"):
         raise BuildError("No make found. On Debian or Ubuntu: apt-get install make")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -391,15 +395,15 @@ def missing_build_packages() -> list[str]:
 def build_path(*first: Path) -> str:
     """Return a PATH that starts with `first` and with the scripts of this environment.
 
-    A virtual environment's interpreter runs without the environment being activated, so its
-    scripts need not be on PATH.
+    A virtual environment's interpreter can run without activation, so the environment's scripts may
+    not be on PATH.
     """
     scripts = Path(sys.executable).parent
     return os.pathsep.join([*map(str, first), str(scripts), os.environ.get("PATH", os.defpath)])
 
 
 def default_jobs() -> int:
-    """Return how many compilers this machine's cores and free memory can run at the same time."""
+    """Return the number of parallel compilers that this machine's cores and free memory allow."""
     by_memory = int(psutil.virtual_memory().available // _MEMORY_PER_COMPILER)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(cores or 1, by_memory))

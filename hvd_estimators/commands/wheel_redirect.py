@@ -1,10 +1,13 @@
-"""A finishing touch to a Horovod wheel: its frozen ``horovod.spark`` gives way.
+"""Replacement of the frozen ``horovod.spark`` in a Horovod wheel.
 
-Horovod's wheel brings ``horovod.spark`` of 2023, and an import that was forgotten when a program
-moved here would use that without a word. So its ``__init__.py`` is made to raise an ImportError,
-unless an environment variable asks for the old package, as the benchmarks do that compare with it.
-With ``--with-compat`` the whole of it is replaced: modules of the same names hand on what
-`hvd_estimators.compat` has. Nothing else in the wheel changes, and nothing is compiled.
+Horovod's wheel contains ``horovod.spark`` of 2023. If a migrated program still had an old import,
+it would silently use that package. Therefore its ``__init__.py`` is changed to raise an
+ImportError, unless an environment variable requests the old package. The benchmarks that compare
+with the old package set this variable.
+
+With ``--with-compat`` the complete package is replaced by modules of the same names, which
+re-export those of `hvd_estimators.compat`. Nothing else in the wheel changes, and nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from hvd_estimators.exceptions import BuildError
 __all__ = ["finished_folder", "installed_horovod_spark", "redirect_horovod_spark"]
 
 REDIRECT_REVISION = 2
-"""Part of a finished wheel's place in the cache: raise it when what is written below changes."""
+"""Part of the name of a finished wheel's cache folder; increment it if the written text changes."""
 
 _FOLDER = "horovod/spark/"
 _MODULE = f"{_FOLDER}__init__.py"
@@ -84,13 +87,13 @@ def finished_folder(with_compat: bool) -> str:
 
 
 def installed_horovod_spark() -> str | None:
-    """Return what ``horovod.spark`` of the installed Horovod is; imports nothing of Horovod.
+    """Return the kind of the installed ``horovod.spark``, without importing Horovod.
 
     Returns
     -------
     str or None
-        ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: that of
-        2023; None: there is no Horovod, or no such package in it.
+        ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: the
+        package of 2023; None: Horovod or its ``spark`` package is not installed.
     """
     spec = find_spec("horovod")
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -104,11 +107,7 @@ def installed_horovod_spark() -> str | None:
 
 
 def _compat_modules() -> Mapping[str, bytes]:
-    """Return the replacement of ``horovod/spark``: names in the wheel to contents.
-
-    Python imports the package alone, and `hvd_estimators.compat` serves its submodules. The files
-    of submodules are for type checkers and other tools that read sources.
-    """
+    """Return the files that replace ``horovod/spark``: names in the wheel to contents."""
     found = {}
     for key, homes in HOMES.items():
         if not key:
@@ -132,9 +131,10 @@ def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False)
     wheel : Path
         A wheel of Horovod, as pip built it.
     target : Path
-        The copy, which appears whole or not at all.
+        The path of the copy, which is written atomically.
     with_compat : bool
-        Whether ``horovod.spark`` of the copy is `hvd_estimators.compat`'s. Otherwise it raises.
+        Whether the copy's ``horovod.spark`` is that of `hvd_estimators.compat`. Otherwise it
+        raises.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False)
 
 
 def _record(record: bytes, kept: set[str], written: Mapping[str, bytes]) -> bytes:
-    """Return a RECORD of the files that are kept, and of those that are written.
+    """Return a RECORD of the retained files and the written files.
 
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     """

@@ -2,8 +2,9 @@
 
 `load_predictor` loads a saved model to predict without Spark.
 
-Imported when first used, so that a rank can import the trainer without PySpark. The estimator and
-its model also go by ``TorchEstimator`` and ``TorchModel``, their names in ``horovod.spark``.
+Names are imported on first use, so that a rank can import the trainer without PySpark.
+``TorchEstimator`` and ``TorchModel`` are aliases of the estimator and its model: their names in
+``horovod.spark``.
 """
 
 from __future__ import annotations

@@ -25,31 +25,32 @@ __all__ = ["ModuleAdapter"]
 
 
 class ModuleAdapter(LightningModule):
-    """Trains a module as `TorchEstimator` does: one tensor per feature column, one loss per label.
+    """LightningModule around a plain torch module, with a tensor per feature and a loss per label.
 
-    It logs ``train_loss`` and ``val_loss``, and metrics as ``train_<name>`` and ``val_<name>``.
-    `of_flavor` makes it for either of Lightning's packages.
+    The adapter trains the module as `TorchEstimator` does. It logs ``train_loss`` and ``val_loss``,
+    and metrics as ``train_<name>`` and ``val_<name>``. `of_flavor` makes the class for either
+    Lightning package.
 
     Parameters
     ----------
     module : torch.nn.Module
-        What is trained.
+        The module to train.
     optimizer : bytes
         See `dump_optimizer`.
     objects : bytes
         A pickled tuple: the objective and the objects of the param ``stateful``, which refer to
         the module and the optimizer. See `dump_with_references`.
     has_own_step : bool
-        Whether ``train_minibatch_fn`` makes the steps.
+        Whether ``train_minibatch_fn`` runs the training steps.
     passes_per_step : int
-        Backward passes of a step, for ``train_minibatch_fn``.
+        Backward passes per optimizer step, for ``train_minibatch_fn``.
     loss_parts : int
         The number of losses.
 
     Attributes
     ----------
     train_spec : TrainSpec or None
-        What the rank was told, for loss constructors; the trainer sets it.
+        The rank's spec, for loss constructors; the trainer sets it.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ModuleAdapter(LightningModule):
         self.scales_its_loss = False
         # The newest loss, scaled for its step, if the module scales it.
         self.step_loss: torch.Tensor | None = None
-        # Whether `epoch_losses` are logged, and not means over rows.
+        # Whether to log `epoch_losses` instead of means over rows.
         self.counts_losses = False
         self.epoch_losses = torch.nn.ModuleDict(
             {f"{stage}_loss": EpochLoss(loss_parts) for stage in ("train", "val")}
@@ -94,7 +95,7 @@ class ModuleAdapter(LightningModule):
         return optimizer
 
     def on_fit_start(self) -> None:
-        """Make the losses on this rank's device."""
+        """Create the losses on this rank's device."""
         assert self._objective is not None
         self._on_rank = self._objective.on_rank(
             self.device,
@@ -111,7 +112,8 @@ class ModuleAdapter(LightningModule):
         strategy: Any = self.trainer.strategy
         share: StepShare = strategy.step_share
         if strategy.has_users_batches:
-            # Each rank's batch counts for the same; nobody knows the other batches of the step.
+            # All batches of the step weigh the same, because a rank does not know the other ranks'
+            # batches.
             share = dataclasses.replace(share, totals=self.totals([columns]))
         if objective.has_own_step:
             optimizer: Any = self.optimizers()
@@ -138,16 +140,17 @@ class ModuleAdapter(LightningModule):
         strategy.denominators.add(stated, share.rows)
         assert evaluation.step_loss is not None
         self.step_loss = evaluation.step_loss.detach()
-        # The value of the batch's own loss, the gradient of its part of the step's.
+        # The value is the batch's own loss; the gradient is that of the batch's part of the step's
+        # loss.
         return loss.detach() + evaluation.step_loss - evaluation.step_loss.detach()
 
     def totals(self, window: Sequence[Mapping[str, torch.Tensor]]) -> PendingSum | None:
-        """Return the step's denominators that labels determine; called by all ranks."""
+        """Return the step's label-dependent denominators. Called by all ranks."""
         assert self._on_rank is not None
         return self._on_rank.totals(window)
 
     def _step(self, evaluation: Evaluation, optimizer: Any, batch_idx: int) -> None:
-        """Run the backward pass, and the step, that a function leaves to the estimator."""
+        """Run the backward pass and the step that the user's function leaves out."""
         strategy: Any = self.trainer.strategy
         assert evaluation.step_loss is not None
         strategy.denominators.add(evaluation.stated, evaluation.rows)
@@ -167,7 +170,7 @@ class ModuleAdapter(LightningModule):
 
     @property
     def users_objects(self) -> dict[str, Any]:
-        """Objects of the user's that may have a state, by param."""
+        """The user's objects that may have state, by param."""
         assert self._on_rank is not None
         return {"stateful": self._stateful, **self._on_rank.users_objects}
 
@@ -177,11 +180,11 @@ class ModuleAdapter(LightningModule):
         return self._on_rank, self._objective.tensors.batch(columns, self.device)
 
     def on_train_epoch_end(self) -> None:
-        """Log the metrics of torchmetrics over the training rows of all ranks."""
+        """Log the torchmetrics metrics over the training rows of all ranks."""
         self._log_states("train")
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of torchmetrics over the validation rows of all ranks."""
+        """Log the torchmetrics metrics over the validation rows of all ranks."""
         self._log_states("val")
 
     def _log_states(self, stage: str) -> None:
@@ -222,12 +225,12 @@ class ModuleAdapter(LightningModule):
 
 
 class EpochLoss(Metric):
-    """The loss of an epoch: numerators over denominators, both over the rows of all ranks.
+    """Epoch loss: numerators over denominators, both over the rows of all ranks.
 
     Parameters
     ----------
     parts : int
-        The number of losses, which may have a denominator each.
+        The number of losses; each may have its own denominator.
     """
 
     full_state_update = False
@@ -243,6 +246,6 @@ class EpochLoss(Metric):
         self.sums[:, : counted.shape[1]] += counted
 
     def compute(self) -> torch.Tensor:
-        """Return the loss; a sum, which has the denominator 0, as it is."""
+        """Return the loss. A denominator of 0 marks a sum, which is not divided."""
         numerators, denominators = self.sums
         return (numerators / torch.where(denominators > 0, denominators, 1.0)).sum()

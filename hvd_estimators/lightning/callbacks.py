@@ -1,6 +1,6 @@
-"""The trainer's own callbacks: history, progress, NaN and stopping.
+"""The trainer's own callbacks: history, progress, NaN checks and stopping.
 
-Written for either of Lightning's packages: `of_flavor` makes them.
+The callbacks work with either Lightning package; `of_flavor` makes the classes.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ _SKIP_EPOCH = -1
 
 
 def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
-    """Make all ranks stop at the step at which one of them does.
+    """Make all ranks stop at the same step.
 
-    The module or a callback of one rank may set ``trainer.should_stop``, for example because of a
-    loss that is the rank's own. The other ranks would wait for that rank forever. So ranks agree
-    when an epoch begins, after each validation and each epoch. They agree after each batch, too, if
-    the module or a callback names the attribute in its code; otherwise a stop that something else
-    asks for takes effect at the end of the epoch. They also agree where the module's
-    ``on_train_batch_start`` returns -1 to skip the rest of the epoch.
+    The module or a callback of one rank may set ``trainer.should_stop``, for example because of the
+    rank's own loss. The other ranks would then wait for that rank indefinitely. Therefore the ranks
+    agree at the start of an epoch, after each validation and after each epoch.
+
+    The ranks also agree after each batch if the code of the module or of a callback names the
+    attribute. Otherwise a stop requested by other code takes effect at the end of the epoch. The
+    ranks also agree if the module's ``on_train_batch_start`` returns -1 to skip the rest of the
+    epoch.
 
     Returns
     -------
     callable
-        Leaves the trainer and its module as they were.
+        Restores the trainer and its module.
     """
     loop: Any = trainer.fit_loop
     module: Any = trainer.lightning_module
@@ -103,7 +105,7 @@ def _restore(module: Any, own: Any) -> None:
 
 
 def _names_attribute(owner: Any) -> bool:
-    """Return whether the code of an object's classes, or functions that it has, may stop."""
+    """Return whether code in an object's classes or function attributes may stop training."""
     if type(owner).__name__ == "EarlyStopping" and is_lightning(owner, "callbacks.EarlyStopping"):
         return False  # It stops after a validation or an epoch, on all ranks.
     members = [*vars(owner).values()]
@@ -113,7 +115,7 @@ def _names_attribute(owner: Any) -> bool:
 
 
 def _names(member: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the names and the constants of a function's code, and of the functions within it."""
+    """Yield the names and string constants in the code of a function and its nested functions."""
     while hasattr(member, "__wrapped__"):
         member = member.__wrapped__
     function = getattr(member, "fget", None) or getattr(member, "__func__", member)
@@ -134,18 +136,19 @@ def _any_rank(wanted: bool) -> bool:
 
 
 class EpochRecorder(Checkpoint):
-    """Keeps what was measured in each epoch, and tells the driver.
+    """Record each epoch's metrics, and report them to the driver.
 
-    A ``Checkpoint``, because Lightning calls those last: when all values of an epoch are there.
+    The class is a ``Checkpoint`` because Lightning calls checkpoint callbacks last, when all values
+    of an epoch are available.
 
     Parameters
     ----------
     progress : Progress
         Reports to the driver.
     train, validation : loader, optional
-        Tell what batches count for.
+        Provide the weights of batches.
     shards : ShardStates
-        The shards that the rank plays.
+        The virtual shards that the rank runs.
     buffers : BufferReducer
         Reduces the module's buffers.
     """
@@ -168,7 +171,7 @@ class EpochRecorder(Checkpoint):
         self._batches = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         self._progress.start_epoch(trainer.current_epoch)
         self._losses = _Mean(), _Mean()
         self._validated = False
@@ -177,7 +180,7 @@ class EpochRecorder(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the loss of a training batch."""
+        """Add the loss of a training batch."""
         self._batches += 1
         passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._count(0, outputs, batch, passes)
@@ -195,7 +198,7 @@ class EpochRecorder(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the loss of a validation batch, where the module returns it."""
+        """Add the loss of a validation batch, if the module returns it."""
         made_progress()
         self._count(1, outputs, batch, 1)
         self._validated = True
@@ -206,7 +209,7 @@ class EpochRecorder(Checkpoint):
         Raises
         ------
         RuntimeError
-            If there was no batch in it.
+            If the epoch had no batch.
         """
         if not self._batches:
             raise RuntimeError(
@@ -232,7 +235,7 @@ class EpochRecorder(Checkpoint):
         self._progress.end_epoch({**train, **named})
 
     def state(self) -> dict[str, Any]:
-        """Return what has been measured of an epoch that is on its way, on this rank."""
+        """Return this rank's measurements of the current epoch."""
         return {
             "sums": [loss.sums() for loss in self._losses],
             "validated": self._validated,
@@ -240,7 +243,7 @@ class EpochRecorder(Checkpoint):
         }
 
     def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with an epoch from what ranks had measured in whose place this one is."""
+        """Resume an epoch from the measurements of the ranks that this rank replaces."""
         self._progress.start_epoch(trainer.current_epoch)
         self._losses = _Mean(), _Mean()
         for state in states:
@@ -264,7 +267,7 @@ class EpochRecorder(Checkpoint):
 
 
 class _Mean:
-    """A weighted mean; the sums stay where the values are, so that steps do not wait for a GPU."""
+    """Weighted mean with sums on the values' device, so that steps do not wait for a GPU."""
 
     def __init__(self) -> None:
         self._sum: Any = 0.0
@@ -290,12 +293,12 @@ class _Mean:
 
 
 class TerminateOnNaN(Callback):
-    """Ends training, on all ranks together, when a loss or a parameter is NaN or infinite.
+    """End training, on all ranks together, if a loss or a parameter is NaN or infinite.
 
     Parameters
     ----------
     check : NanCheck
-        Asks the other ranks.
+        Shares the result with the other ranks.
     """
 
     def __init__(self, check: NanCheck) -> None:
@@ -304,18 +307,18 @@ class TerminateOnNaN(Callback):
         self._losses: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the steps of earlier parts of the run."""
+        """Store the number of steps in earlier parts of the run."""
         self._steps = steps_taken(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look, after a step, at the losses of its batches and at the parameters.
+        """Check the parameters after a step, and the losses of the step's batches.
 
         Raises
         ------
         NotFiniteError
-            If one is not finite, on any rank.
+            If a loss or a parameter is not finite on any rank.
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
@@ -328,7 +331,7 @@ class TerminateOnNaN(Callback):
 
 
 def steps_taken(trainer: Trainer) -> int:
-    """Return the optimizer steps of the run; batches where a module hides its steps."""
+    """Return the run's optimizer steps; its batches if the module hides its steps."""
     if trainer.global_step or trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.total_batch_idx + 1

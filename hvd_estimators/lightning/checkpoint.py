@@ -1,9 +1,10 @@
-"""Checkpoints of a Lightning run, also within an epoch.
+"""Checkpoints of a Lightning run, at the end of an epoch and within it.
 
-Lightning's own checkpoint has the module's parameters, optimizers, schedulers, the states of
-callbacks and loops. What an epoch has measured so far, and what has been set for it, is in none.
+Lightning's own checkpoint holds the module's parameters, optimizers, schedulers, and the states of
+callbacks and loops. It lacks the measurements and the settings of the current epoch, which this
+module adds.
 
-Written for either of Lightning's packages: `of_flavor` makes the callback.
+`of_flavor` makes the callback for either Lightning package. Runs on every rank.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ __all__ = ["BUFFERS", "PARTIAL", "PartialEpoch", "RunCheckpoint", "snapshot_of_r
 
 
 class PartialEpoch:
-    """Takes down what an epoch has come to on this rank, and gives it back to a resumed one.
+    """Save a rank's state within an epoch, and restore it in a resumed epoch.
 
     Parameters
     ----------
     recorder : EpochRecorder
-        Has the means of the losses.
+        Holds the means of the losses.
     loader : TrainLoader or None
-        Gives the batches; None with a data module of the user's.
+        Provides the batches; None with the user's data module.
     rank, size : int
         This rank, and the number of ranks.
     flavor : Flavor
@@ -85,7 +86,7 @@ class PartialEpoch:
         self.base_attributes = frozenset(vars(flavor.get("LightningModule")()))
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what there is on this rank, as values that can be pickled."""
+        """Return this rank's state within the epoch, as picklable values."""
         module = trainer.lightning_module
         return {
             "recorder": self._recorder.state(),
@@ -99,18 +100,19 @@ class PartialEpoch:
         }
 
     def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what there was.
+        """Restore the state within the epoch.
 
         Parameters
         ----------
         trainer : Trainer
-            Is about to take the next batch.
+            A Trainer that is about to take the next batch.
         states : sequence of mapping
-            What `state` returned on each of the ranks; there may have been more or fewer.
+            The return value of `state` on each rank of the earlier launch, which may have had
+            more or fewer ranks.
         """
         module = trainer.lightning_module
         first = states[0]
-        # A rank stands for those whose shards it plays; there may be none.
+        # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
         own = states[self.rank :: self._size]
         self._recorder.restore(trainer, [state["recorder"] for state in own])
         if own:
@@ -122,18 +124,19 @@ class PartialEpoch:
             lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
             self._loader.lend(lent[0] if lent else None)
         _restore_module(module, first)
-        # Set by a callback in the epoch; it counts for as many shards as ranks played then.
+        # A callback may have set the value in this epoch. A checkpoint with another number of
+        # shards per rank has no value: `RunCheckpoint.on_load_checkpoint` removes it.
         if "accumulate_grad_batches" in first:
             trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
 
 
 def repeat_epoch_start(trainer: Trainer) -> None:
-    """Call the user's ``on_train_epoch_start`` hooks again, and undo what they do to the state.
+    """Repeat the user's ``on_train_epoch_start`` hooks, and undo their changes to restored state.
 
-    Lightning does not call them in an epoch that is resumed, and they make attributes that the
+    Lightning does not call these hooks in a resumed epoch. The hooks create attributes that the
     steps use, such as lists of losses. Weights, buffers, learning rates, schedulers and callbacks
-    keep the state that was restored.
+    keep the restored state.
     """
     given: Any = trainer
     module, name = trainer.lightning_module, "on_train_epoch_start"
@@ -145,7 +148,7 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     options = [[dict(group) for group in o.param_groups] for o in trainer.optimizers]
     schedulers = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
     states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
-    # Under this name they can log.
+    # Hooks can only log under this name.
     before, module._current_fx_name = module._current_fx_name, name
     with _known_groups_ignored(trainer):
         for callback in callbacks:
@@ -170,7 +173,7 @@ def repeat_epoch_start(trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def _known_groups_ignored(trainer: Trainer) -> Iterator[None]:
-    """Let hooks add parameter groups that the checkpoint has added already, without effect."""
+    """Ignore parameter groups from hooks if the checkpoint has already added them."""
     wrappers: Any = trainer.lightning_module.optimizers()
     given = wrappers if isinstance(wrappers, list) else [wrappers]
     owners = {id(owner): owner for owner in (*trainer.optimizers, *given)}
@@ -198,9 +201,9 @@ def _is_library(function: Any) -> bool:
 
 
 def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank logged as one would have that has had no batch."""
+    """Return a rank's logged results as if the rank had had no batch."""
     train, validation = logged["results"]
-    # Those of a validation are the same on all ranks: it is over.
+    # The results of a validation are the same on all ranks, because the validation has ended.
     empty = {key: {**entry, "has_reset": True} for key, entry in train.items()}
     without = {**logged, "results": [empty, validation]}
     if "epochs" in logged:
@@ -244,40 +247,42 @@ logger = logging.getLogger(__name__)
 
 
 class RunCheckpoint(Callback):
-    """Saves the run when an epoch is over, and within it, with all that goes on from there.
+    """Save the run at the end of each epoch and within it, with all state needed to resume.
 
-    Lightning's own moment, ``on_train_epoch_end``, comes before schedulers that follow a metric
-    have stepped. So an epoch is saved when the next one starts, before any other callback, and the
-    last one when training is over. Within an epoch a run is saved between two batches: after
-    validation, schedulers and loggers of the one, before the next is taken.
+    Lightning's own hook, ``on_train_epoch_end``, runs before schedulers that follow a metric have
+    stepped. Therefore this callback saves an epoch when the next one starts, before any other
+    callback runs. It saves the last epoch when training ends.
+
+    Within an epoch the run is saved between two batches. At that point the validation, schedulers
+    and loggers of the first batch have run, and the loader has not provided the second.
 
     Parameters
     ----------
     save : callable
-        Takes Lightning's checkpoint and the batches of the epoch that are done, on all ranks, and
-        writes it on rank 0.
+        Takes Lightning's checkpoint and the number of completed batches of the epoch, on all
+        ranks, and writes the checkpoint on rank 0.
     seed : int
-        Seed of the run: in each epoch a shard draws random numbers of its own.
+        Seed of the run. Each shard has its own random numbers in each epoch.
     directory : str
-        Where the files of the user's ``ModelCheckpoint`` go.
+        The directory for the files of the user's ``ModelCheckpoint``.
     shards : ShardStates
-        The shards that the rank plays.
+        The virtual shards that the rank runs.
     buffers : BufferReducer
         Reduces the module's buffers.
     streams : TorchStreams
         The rank's random numbers.
     partial : PartialEpoch
-        Takes down what an epoch has come to, and gives it back.
+        Saves and restores the state within an epoch.
     options : CheckpointOptions
-        Tell when a checkpoint within an epoch is due.
+        Determine when a checkpoint within an epoch is due.
     stop : StopRequest
-        Tells when ranks are asked to end; its block has begun.
+        Reports requests to stop; its context must have been entered.
     long_validation : LongValidation
-        Tells whether to save before validation.
+        Determines whether to save before validation.
     run : RunPaths
         The run.
     restored : RunState or None
-        What the run goes on from.
+        The state from which the run resumes.
     """
 
     def __init__(
@@ -326,7 +331,7 @@ class RunCheckpoint(Callback):
 
     @contextlib.contextmanager
     def within_epochs(self, trainer: Trainer) -> Iterator[None]:
-        """Save the run within epochs, too, and go on within one, while the block lasts."""
+        """Save and resume the run within epochs, for the duration of the block."""
         loop = trainer.fit_loop.epoch_loop
         begin, saved = (
             functools.partial(self._begin, trainer),
@@ -339,8 +344,8 @@ class RunCheckpoint(Callback):
             yield
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Redirect checkpoints, those of the module's ``configure_callbacks`` too."""
-        # That hook's callbacks have been added at the end; the recorder is to be the last.
+        """Redirect checkpoints, including those of the module's ``configure_callbacks``."""
+        # Callbacks of that hook were added at the end, but the recorder must be last.
         given: Any = trainer
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
         for callback in given.callbacks:
@@ -350,7 +355,7 @@ class RunCheckpoint(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take what is not Lightning's; it is set once rank 0's weights have been sent to all."""
+        """Read the state that Lightning ignores; it is restored after rank 0's weights are sent."""
         self._toggled = checkpoint.get(_REQUIRES_GRAD, {})
         self._buffers = checkpoint.get(BUFFERS, ())
         self._gradients = checkpoint.get(_GRADIENTS, {})
@@ -359,10 +364,11 @@ class RunCheckpoint(Callback):
         self._stateful_states = checkpoint.get(_STATEFUL, {})
         own = self._states[self._partial.rank :][:1]
         if own:
-            # Where the loader of the user's data module was, on this rank.
+            # The position of the user's data module's loader, on this rank.
             checkpoint["loops"]["fit_loop"]["state_dict"].update(own[0]["loaders"])
         if self._states:
-            # A rank that plays several shards takes as many batches for each of one shard.
+            # Batches are counted per shard. Convert the counts to the number of shards that this
+            # rank runs.
             passes = self._states[0]["passes"]
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             for counts in (progress["total"], progress["current"]):
@@ -373,9 +379,9 @@ class RunCheckpoint(Callback):
                     del state["accumulate_grad_batches"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the rank the buffers back that were its own, and heed SIGTERM in our way."""
+        """Restore this rank's buffers, and restore the package's SIGTERM handler."""
         with contextlib.suppress(ValueError):  # this is not the main thread
-            # Lightning has set a handler, by which this rank alone would end after a batch.
+            # Lightning's handler would end this rank alone after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
         self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
@@ -396,18 +402,18 @@ class RunCheckpoint(Callback):
         self._gradients = None
         self._steps = steps_taken(trainer)
         if self._restored is not None and not self._restored.rows:
-            # With max_steps Lightning would take up the epoch that is over.
+            # With max_steps Lightning would resume the completed epoch.
             _restarted(trainer.fit_loop)
 
     def restore_buffers(self, module: torch.nn.Module) -> None:
-        """Restore the buffers of each shard, once; also for a run that is complete."""
+        """Restore the buffers of each shard, once; also for a completed run."""
         own, buffers = BufferState(module), self._buffers
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))
         self._buffers = ()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
+        """Save the previous epoch, and seed this one as a resumed run does."""
         if self._started:
             assert self._attributes is not None
             self._attributes.epoch_ended()
@@ -419,7 +425,7 @@ class RunCheckpoint(Callback):
         self._restore_stateful()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show other callbacks the weights found; compare the ranks after the first epoch."""
+        """Show other callbacks the evaluation weights, and compare ranks after the first epoch."""
         strategy: Any = trainer.strategy
         strategy.set_optimizer_modes(training=False)
         if not self._checked:
@@ -430,15 +436,15 @@ class RunCheckpoint(Callback):
                 logger.warning(UNUSED_GRADIENTS, named_weights(names))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that validation begins."""
+        """Start the timer for validation."""
         self._long_validation.begin()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree on whether it was a long one."""
+        """Agree with the other ranks on whether the validation was long."""
         self._long_validation.agree()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note gradients that wait for a step, which a longer run takes."""
+        """Store gradients that no step has used; a longer run uses them."""
         assert self._attributes is not None
         self._attributes.epoch_ended()
         self._attributes.training_ended()
@@ -448,7 +454,7 @@ class RunCheckpoint(Callback):
         """Save the state after the newest epoch. Called by all ranks."""
         self._due = False
         checkpoint = self._checkpoint(trainer)
-        # The next epoch may be on its way; without this it would be one that was interrupted.
+        # The next epoch may have started; Lightning would otherwise treat it as interrupted.
         progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
         for counts in (progress["total"], progress["current"]):
             counts["ready"] = counts["completed"]
@@ -470,7 +476,7 @@ class RunCheckpoint(Callback):
         checkpoint[PARAMETER_GROUPS] = [
             group_names(optimizer, module) for optimizer in trainer.optimizers
         ]
-        # When training is over the strategy knows them no more.
+        # After training the strategy no longer has these gradients.
         if self._gradients is None:
             checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())
         else:
@@ -478,7 +484,7 @@ class RunCheckpoint(Callback):
         return checkpoint
 
     def _begin(self, trainer: Trainer) -> None:
-        """Resume within an epoch, once: all hooks of an epoch's start have run."""
+        """Resume within an epoch, once, after all hooks of the epoch's start."""
         state, self._restored = self._restored, None
         if state is not None and state.rows:
             self._resume(trainer, state)
@@ -493,7 +499,7 @@ class RunCheckpoint(Callback):
         skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
         self._partial.restore(trainer, self._states)
         self._states = ()
-        # Lightning would leave schedulers out that follow a metric, and validate once more.
+        # Otherwise Lightning would skip schedulers that follow a metric, and validate again.
         _restarted(trainer.fit_loop)
         self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
 
@@ -503,20 +509,20 @@ class RunCheckpoint(Callback):
         self._stateful.restore(states)
 
     def _end(self, trainer: Trainer) -> None:
-        """Save the run where that is due, and end where asked. Called by all ranks per batch."""
+        """Save the run if due, and stop if requested. Called by all ranks per batch."""
         before, self._steps = self._steps, steps_taken(trainer)
         if self._steps == before:
             return
         due_after = self._options.due_after
         self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
         if trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
-            return  # the epoch's end is saved, after its hooks
+            return  # the end of the epoch is saved after its hooks
         self._due = self._due or self._long_validation.is_due(_steps_left(trainer))
         self._stops = self._stop.after_step() or self._stops
         if not (self._due or self._stops):
             return
         if _averager(trainer).pending:
-            return  # gradients that are a rank's own: the next step uses them
+            return  # these gradients exist on one rank only, and the next step uses them
         self._due = False
         checkpoint = self._checkpoint(trainer)
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -538,14 +544,14 @@ class RunCheckpoint(Callback):
 
 
 def snapshot_of_run(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return a copy of a checkpoint, which can be written while training goes on.
+    """Return a copy of a checkpoint that can be written while training continues.
 
     Returns
     -------
     dict
-        The copy; the checkpoint itself where users have put something in that cannot be copied.
+        The copy, or the checkpoint itself if it contains user objects that cannot be copied.
     bool
-        Whether it is a copy.
+        Whether the dict is a copy.
     """
     tensors = snapshot({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
     try:
@@ -557,7 +563,7 @@ def snapshot_of_run(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def _steps_left(trainer: Trainer) -> int:
-    """Return the optimizer's steps that are left of the epoch; 0 if that is not known."""
+    """Return the number of optimizer steps left in the epoch; 0 if unknown."""
     batches = trainer.num_training_batches
     if batches == float("inf"):
         return 0
@@ -589,7 +595,7 @@ def _averager(trainer: Trainer) -> GradientAverager:
 
 
 def _restarted(loop: Any) -> None:
-    """Let a loop, and those in it, go on as if they had not been interrupted."""
+    """Make a loop and its nested loops continue as if they had not been interrupted."""
     loop._restarting = False
     for part in vars(loop).values():
         if hasattr(part, "_restarting"):

@@ -22,29 +22,29 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_inference_mode(function: Function) -> Function:
-    """Run a function outside of inference mode, in which Lightning validates.
+    """Run a function outside of inference mode, which Lightning uses for validation.
 
-    Horovod's own thread could not write to the tensors that are made in it.
+    Horovod's own thread could not write to tensors created in inference mode.
     """
     return torch.inference_mode(False)(function)
 
 
 @outside_inference_mode
 def broadcast_object(value: Any, root: int = 0) -> Any:
-    """Return an object of one rank on all ranks."""
+    """Return one rank's object on all ranks."""
     return exchange.broadcast(value, "lightning.object", root)
 
 
 @outside_inference_mode
 def gather_objects(value: Any) -> list[Any]:
-    """Return an object of every rank, in the order of the ranks."""
+    """Return every rank's object, in rank order."""
     return exchange.gather(value, "lightning.objects")
 
 
 def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Reduce a tensor over the ranks: ``mean``, ``avg``, ``sum``, ``min`` or ``max``.
+    """Reduce a tensor over the ranks with ``mean``, ``avg``, ``sum``, ``min`` or ``max``.
 
-    The mean of integers is a float64 tensor, since it need not be an integer.
+    The mean of integers is a float64 tensor, because it may not be an integer.
     """
     if op in ("mean", "avg"):
         if not tensor.is_floating_point():
@@ -60,7 +60,7 @@ def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 @outside_inference_mode
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Stack a tensor of every rank, all of the same shape, along a new first dimension."""
+    """Stack the ranks' tensors, all of the same shape, along a new first dimension."""
     carried = CARRIED_AS.get(tensor.dtype, tensor.dtype)
     own = _usable(tensor).to(carried)
     gathered: torch.Tensor = hvd.allgather(own.unsqueeze(0).contiguous())

@@ -1,4 +1,4 @@
-"""Early checks on the driver: of trainer arguments, and of a module on a few rows."""
+"""Early checks on the driver: trainer arguments, and a module on a few rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COUNTED_BATCHES = (
     "val_check_interval",
 )
 
-# Hooks that can make what a step needs; without a trainer they have not run.
+# Hooks that may create attributes that a step needs. They have not run without a trainer.
 _PREPARING_HOOKS = (
     "configure_model",
     "on_fit_start",
@@ -58,23 +58,24 @@ def check_shards_of_module(
     trainer_args: Mapping[str, Any],
     callbacks: Sequence[Any],
 ) -> None:
-    """Refuse what cannot be made to play several shards on a rank. Runs on the driver.
+    """Reject settings that cannot run several virtual shards on a rank. Runs on the driver.
 
     Parameters
     ----------
     module : torch.nn.Module
         The model, a LightningModule or not.
     data : DataSpec
-        What is planned.
+        The planned data.
     trainer_args : mapping
-        The user's arguments of the Trainer.
+        The user's Trainer arguments.
     callbacks : sequence of object
         The user's callbacks.
 
     Raises
     ------
     ParamError
-        If there are fewer ranks than shards, and something steps or counts batches by itself.
+        If there are fewer ranks than shards, and the model, a callback or an argument controls
+        steps or counts batches.
     """
     if not getattr(module, "automatic_optimization", True):
         data.require_one_shard_per_rank("model", "and manual optimization steps by each")
@@ -95,7 +96,7 @@ def check_step(
     feature_cols: Sequence[str] = (),
     label_cols: Sequence[str] = (),
 ) -> bool | None:
-    """Run a training step on a few rows, on a copy, where it can run without a Trainer.
+    """Run a training step on a copy with a few rows, if the step needs no Trainer.
 
     Returns
     -------
@@ -105,7 +106,7 @@ def check_step(
     Raises
     ------
     ShapeError
-        If it fails for a reason that has nothing to do with what a Trainer provides.
+        If the step fails for a reason unrelated to the Trainer.
     """
     flavor = flavor_of(module) or default_flavor()
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
@@ -144,7 +145,7 @@ def check_step(
 
 
 class WatchedBatch(dict[str, Any]):
-    """A batch that notes whether it is unpacked, as ``x, y = batch`` does."""
+    """Batch that records whether it is unpacked, as in ``x, y = batch``."""
 
     is_taken_as_tuple = False
 
@@ -154,7 +155,7 @@ class WatchedBatch(dict[str, Any]):
 
 
 def takes_tuple(error: BaseException) -> bool:
-    """Return whether an error looks like that of ``x, y = batch`` or ``batch[0]`` for a dict."""
+    """Return whether an error looks like ``x, y = batch`` or ``batch[0]`` on a dict."""
     if isinstance(error, KeyError):
         return bool(error.args) and isinstance(error.args[0], int)
     signs = ("not str", "'str' object", "to unpack")
@@ -164,7 +165,7 @@ def takes_tuple(error: BaseException) -> bool:
 
 
 def unpacking_hint(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
-    """Return what to write instead of ``x, y = batch``."""
+    """Return a hint with the code to write instead of ``x, y = batch``."""
     features, labels = (
         ", ".join(f'batch["{name}"]' for name in names) for names in (feature_cols, label_cols)
     )
@@ -180,9 +181,9 @@ def unpacking_hint(feature_cols: Sequence[str], label_cols: Sequence[str]) -> st
 def row_shapes(
     module: torch.nn.Module, inputs: Sequence[torch.Tensor], spec: TensorSpec | None = None
 ) -> list[tuple[int, ...]] | None:
-    """Return the shape of one row of each output; None where the module does not take the inputs.
+    """Return the shape of one row of each output; None if the module rejects the inputs.
 
-    ``spec`` tells how the module takes inputs and what its outputs are, where these have names.
+    ``spec`` defines the form of the module's inputs, and its outputs if they have names.
 
     A LightningModule can train without a ``forward`` that takes its features.
     """
@@ -205,7 +206,7 @@ def row_shapes(
 
 
 def _copied(module: torch.nn.Module) -> Any:
-    """Return a copy to try; None if there is none, after a warning."""
+    """Return a copy to try, or log a warning and return None if the copy fails."""
     try:
         return copied(module)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""``training_epoch_end`` and ``validation_epoch_end``, which Lightning 2 refuses to train with.
+"""``training_epoch_end`` and ``validation_epoch_end``, which Lightning 2 rejects.
 
-Modules of libraries that were written for ``horovod.spark`` have them, and cannot be changed.
+Library modules written for ``horovod.spark`` define these hooks and cannot be changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def has_epoch_ends(module: LightningModule) -> bool:
 
 @contextlib.contextmanager
 def without_epoch_ends(module: LightningModule) -> Iterator[None]:
-    """Hide the hooks from the Trainer, which raises where it finds them, until the block ends."""
+    """Hide the hooks until the block ends, because the Trainer raises if it finds them."""
     attributes = vars(module)
     own = {name: attributes[name] for name in _HOOKS if name in attributes}
     attributes.update(dict.fromkeys(_HOOKS))
@@ -42,12 +42,12 @@ def without_epoch_ends(module: LightningModule) -> Iterator[None]:
 
 
 class EpochEnds(Callback):
-    """Calls a module's hooks as Lightning 1 did: with what the epoch's steps have returned.
+    """Call a module's epoch-end hooks with the epoch's step outputs, as Lightning 1 did.
 
-    ``training_epoch_end`` gets a dict per batch, with the key ``loss``; ``validation_epoch_end``
-    what ``validation_step`` has returned where that was not None, in a list per loader where there
-    are several. They are of the rank's own batches, and of those only that a resumed run has taken
-    since it was resumed.
+    ``training_epoch_end`` gets a list with one dict per batch, with the key ``loss``.
+    ``validation_epoch_end`` gets the return values of ``validation_step`` that are not None, in one
+    list per loader if there are several loaders. Both hooks get only the rank's own batches. In a
+    resumed run they get only the batches since the run was resumed.
 
     Parameters
     ----------
@@ -61,27 +61,27 @@ class EpochEnds(Callback):
         self._validated: dict[int, list[Any]] = {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         self._trained = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep what a training step has returned."""
+        """Store the output of a training step."""
         if outputs is None or _has_no_rows(trainer):
             return
         if self._hooks["training_epoch_end"] is not None:
             self._trained.append(_detached(outputs))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the module's hook, if it has it."""
+        """Call the module's hook, if it exists."""
         hook = self._hooks["training_epoch_end"]
         if hook is not None:
             hook(self._trained)
         self._trained = []
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a validation."""
+        """Start a validation."""
         self._validated = {}
 
     def on_validation_batch_end(
@@ -93,14 +93,14 @@ class EpochEnds(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep what a validation step has returned."""
+        """Store the output of a validation step."""
         if self._hooks["validation_epoch_end"] is not None:
             of_loader = self._validated.setdefault(dataloader_idx, [])
             if outputs is not None and not _has_no_rows(trainer):
                 of_loader.append(_detached(outputs))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the module's hook, if it has it."""
+        """Call the module's hook, if it exists."""
         hook = self._hooks["validation_epoch_end"]
         if hook is not None:
             outputs = [self._validated[index] for index in sorted(self._validated)]

@@ -46,32 +46,37 @@ _OF_A_PART = frozenset(
         *("enable_model_summary", "default_root_dir", "num_sanity_val_steps"),
     }
 )
-"""Arguments of a Trainer that may be others in a later part of a run."""
+"""Trainer arguments that may differ when a run is resumed."""
 
 
 class LightningEstimator(LightningParams):
-    """Trains a LightningModule on a DataFrame, with Horovod, one process per rank.
+    """Spark ML estimator that trains a LightningModule with Horovod, one process per rank.
 
     ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
-    tasks with Lightning's Trainer, and returns a `LightningModel`. ``training_step`` and
-    ``validation_step`` get a batch as a dict of column name to tensor, rows first, in the dtypes
-    in which columns are stored (``column_dtypes`` asks for others). A plain ``torch.nn.Module``
-    with ``optimizer`` and ``loss`` trains as with `TorchEstimator`, under Lightning's callbacks
-    and loggers. Runs on the driver. A module that reads ``sample_weight_col`` returns
-    ``(weight * loss).mean()``, which is what the others do with it.
+    tasks with Lightning's Trainer, and returns a `LightningModel`. Runs on the driver.
+
+    ``training_step`` and ``validation_step`` get each batch as a dict of column name to tensor,
+    rows first. Tensors have the dtypes of the stored columns, unless ``column_dtypes`` names
+    others. A module that reads ``sample_weight_col`` should return ``(weight * loss).mean()``,
+    which is the definition that the other estimators use.
+
+    A plain ``torch.nn.Module`` with ``optimizer`` and ``loss`` trains as with `TorchEstimator`,
+    with Lightning's callbacks and loggers.
 
     An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
-    number of ranks. In automatic and in manual optimization the gradient of a step is that of the
-    mean over the rows of all ranks; a rank that has no rows in a step (there are fewer than steps)
-    takes part with two rows of its previous batch, which count for nothing. What is logged for an
-    epoch is reduced over the ranks by rows, ``sync_dist`` or not, so that callbacks see the same
-    values on every rank. Lightning's ``ModelCheckpoint`` with a ``monitor`` makes `fit` return the
-    best weights instead of the last; its files go to the run's directory in the store.
+    number of ranks. In automatic and in manual optimization, the gradient of a step is that of the
+    mean over the rows of all ranks. A rank can have no rows in a step if it has fewer rows than
+    steps. Such a rank takes part with two rows of its previous batch, which do not count.
+
+    Values that are logged for an epoch are reduced over the ranks by rows, with or without
+    ``sync_dist``. Therefore callbacks see the same values on every rank. With a ``ModelCheckpoint``
+    that has a ``monitor``, `fit` returns the best weights instead of the last. Its files are
+    written to the run's directory in the store.
 
     Raises
     ------
     ParamError, ColumnError, ShapeError, DataError, StoreError, SlotsError
-        Before training, if params, columns, shapes, rows, store or cluster will not do.
+        Before training, if params, columns, shapes, rows, store or cluster are not usable.
     WorkerFailedError
         If a rank fails.
     """
@@ -79,7 +84,7 @@ class LightningEstimator(LightningParams):
     _framework = "lightning"
 
     def _can_dry_run(self) -> bool:
-        # A data module of the user's decides what batches look like.
+        # The user's data module determines the form of batches.
         return super()._can_dry_run() and not is_lightning_data(self.getOrDefault("data_module"))
 
     def _dry_run(self, columns: Columns) -> Trial:
@@ -99,7 +104,7 @@ class LightningEstimator(LightningParams):
         one_row = check_step(module, batch, get("feature_cols"), get("label_cols"))
         features = get("feature_cols")
         if not set(features) <= set(columns):
-            return Trial(None, one_row)  # a transformation made other fields of them
+            return Trial(None, one_row)  # a transformation replaced these columns with other fields
         arrays = [columns[name] for name in features]
         try:
             inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
@@ -112,7 +117,7 @@ class LightningEstimator(LightningParams):
         return Trial(row_shapes(module, inputs, self._tensor_spec()) or None, one_row)
 
     def _metric_names(self) -> list[str] | None:
-        return None  # modules and callbacks log what they like
+        return None  # modules and callbacks can log any name
 
     def _validates_itself(self) -> bool:
         return is_lightning_data(self.getOrDefault("data_module"))
@@ -125,7 +130,7 @@ class LightningEstimator(LightningParams):
         if self._is_lightning:
             identity["hparams"] = named(dict(module.hparams))
             if get("learning_rate") is None:
-                # Where Lightning's tuner puts it.
+                # Lightning's tuner sets these attributes.
                 rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
                 identity["rates"] = named(rates)
         return identity
@@ -200,7 +205,7 @@ class LightningEstimator(LightningParams):
         )
 
     def get_model_class(self) -> type[LightningModel]:
-        """Return the class of the model that `fit` returns; for subclasses to override."""
+        """Return the class of the model that `fit` returns. Subclasses may override it."""
         return LightningModel
 
 

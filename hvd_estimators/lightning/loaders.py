@@ -37,16 +37,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class UsersDataOptions:
-    """What only a LightningDataModule gets, each field as a keyword argument; crosses to the ranks.
+    """Extra keyword arguments for a LightningDataModule, one per field; sent to the ranks.
 
     Attributes
     ----------
     num_reader_epochs : int or None
-        Passes of its reader; None for passes without end.
+        Number of epochs of the reader; None for an endless reader.
     transformation_edit_fields : sequence or None
-        Fields that the transformation makes or changes, as (name, dtype, shape).
+        Fields that the transformation adds or changes, as (name, dtype, shape).
     transformation_removed_fields : sequence of str or None
-        Fields that are dropped after it.
+        Fields that are dropped after the transformation.
     debug_data_loader : bool
         For the module's own use.
     train_async_data_loader_queue_size, val_async_data_loader_queue_size : int, float or None
@@ -69,17 +69,16 @@ def is_lightning_data(data_module: Any) -> bool:
 def open_lightning_data(
     spec: TrainSpec, further: UsersDataOptions, rank: int, size: int
 ) -> LightningDataModule:
-    """Make the user's data module, with the keyword arguments that ``horovod.spark`` gave it.
+    """Create the user's data module with the keyword arguments of ``horovod.spark``.
 
-    ``train_dir`` and ``val_dir`` are URLs with a scheme, as Petastorm wants them. Runs on the
-    worker.
+    ``train_dir`` and ``val_dir`` are URLs with a scheme, as Petastorm requires. Runs on the worker.
 
     Parameters
     ----------
     spec : TrainSpec
-        What the ranks are told; ``spec.data.data_module`` is the class.
+        The rank's spec; ``spec.data.data_module`` is the class.
     further : UsersDataOptions
-        What it gets beside that.
+        Extra keyword arguments of the data module.
     rank, size : int
         This rank, and the number of ranks.
     """
@@ -112,16 +111,16 @@ def open_lightning_data(
 
 
 def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
-    """Take batches from a loader, in an epoch that is gone on with, up to those that are left.
+    """Skip the completed batches of a resumed epoch.
 
-    Loaders that know their position (``state_dict``) are there already.
+    Loaders with a ``state_dict`` restore their position and need no skipping.
 
     Parameters
     ----------
     trainer : Trainer
-        Its training loop is about to begin.
+        A Trainer that is about to run its training loop.
     seed : callable
-        Sets the random numbers with which the epoch began; the order of rows may depend on them.
+        Sets the random numbers of the epoch's start, because the order of rows may depend on them.
     """
     fit: Any = trainer.fit_loop
     if all(hasattr(loader, "load_state_dict") for loader in fit._combined_loader.flattened):
@@ -131,7 +130,7 @@ def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
     if trainer.current_epoch:
         iter(fetcher)
     else:
-        # The first epoch's iterator is made before there is an epoch.
+        # Lightning creates the first epoch's iterator before the epoch starts.
         fetcher.fetched -= fit.epoch_loop.batch_progress.current.ready
     for _ in range(fit.epoch_loop.batch_progress.current.ready):
         next(fetcher)
@@ -140,20 +139,20 @@ def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
 TensorBatch = Mapping[str, torch.Tensor]
 
 
-# Batch normalization needs at least so many.
+# The minimum for batch normalization.
 _STAND_IN_ROWS = 2
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank's batch counts for in a step.
+    """Weight of this rank's batch in a step.
 
     Attributes
     ----------
     rows : int
-        Rows of the batch; 0 for a stand-in.
+        Rows of the batch; 0 for a placeholder batch.
     factor : float
-        Weights the rank's gradient, see `WeightedBatches`.
+        The weight of the rank's gradient, see `WeightedBatches`.
     passes : int
         Micro-batches of the step on this rank.
     totals : PendingSum or None
@@ -167,20 +166,20 @@ class Share:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether the rank has no rows in this step, and takes part with rows that count zero."""
+        """True if the rank has no rows in this step and uses a placeholder batch of weight zero."""
         return self.rows == 0
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How the columns of a batch become the tensors that a LightningModule gets.
+    """Conversion of a batch's columns to the tensors that a LightningModule gets.
 
     Attributes
     ----------
     dtypes : mapping
-        Column name to the name of a torch dtype, where it is not the stored one.
+        Column name to the name of a torch dtype, if it differs from the stored one.
     shapes : mapping
-        Column name to a shape, of which the first dimension stands for the rows.
+        Column name to a shape whose first dimension stands for the rows.
     """
 
     dtypes: Mapping[str, str]
@@ -201,7 +200,7 @@ class BatchForm:
 
 
 class _Loader:
-    """A loader that tells what the batch it gave last counts for."""
+    """Loader that provides the weight of its latest batch."""
 
     def __init__(self, form: BatchForm, steps: int) -> None:
         self.share = Share(0)
@@ -213,13 +212,13 @@ class _Loader:
         return self._steps
 
     def stand_in(self) -> TensorBatch | None:
-        """Return the rows that stand in for an empty batch that comes next, on the CPU."""
+        """Return the rows, on the CPU, that would replace an empty next batch."""
         if self._stand_in is None:
             return None
         return {n: tensor[:_STAND_IN_ROWS].cpu().clone() for n, tensor in self._stand_in.items()}
 
     def lend(self, rows: TensorBatch | None) -> None:
-        """Take rows that stand in for an empty batch, should one come first."""
+        """Set the rows that replace an empty first batch."""
         self._stand_in = rows
 
     def _give(
@@ -229,9 +228,10 @@ class _Loader:
         passes: int = 1,
         totals: PendingSum | None = None,
     ) -> TensorBatch:
-        """Return a batch as tensors; for an empty one some rows of the one before.
+        """Return a batch as tensors; replace an empty batch with rows of the previous one.
 
-        Every rank so runs the same code in every step: a module may reduce over the ranks in it.
+        Thus every rank runs the same code in every step, which matters if a module reduces over the
+        ranks.
         """
         rows = 0 if batch is None else _rows(batch)
         if batch is not None and rows:
@@ -259,7 +259,7 @@ class Window:
 
 
 class TrainLoader(_Loader):
-    """Training batches, epoch after epoch.
+    """Training batches of all epochs.
 
     Parameters
     ----------
@@ -268,15 +268,15 @@ class TrainLoader(_Loader):
     form : BatchForm
         The tensors that the module gets.
     steps : int
-        Batches of an epoch, of all shards that the rank plays.
+        Batches of an epoch, over all virtual shards of the rank.
     passes_per_step : callable
-        Returns the backward passes of the step that comes next.
+        Returns the number of backward passes of the next step.
     shards : ShardStates
-        The rank is made the shard whose batch it gets.
+        Switches to the shard of each batch.
     same : bool
         Whether each epoch gets the batches of the first one (``overfit_batches``).
     done : int
-        Batches of the first pass that were trained on before; they are not given again.
+        Batches of the first epoch that an earlier launch trained on; the loader skips them.
     totals : callable, optional
         Sums a step's denominators over the ranks, see `RankObjective.totals`.
     """
@@ -306,7 +306,7 @@ class TrainLoader(_Loader):
             yield from self._again(self._kept)
             return
         done, self._done = self._done, 0
-        # The Trainer may have left before the end of the pass (limit_train_batches).
+        # The Trainer may have stopped before the end of the epoch (limit_train_batches).
         while self._position and not done:
             self._next_window(1)
         left = self._steps - self._position
@@ -330,11 +330,11 @@ class TrainLoader(_Loader):
                 yield self._give(batch, factor * passes, passes, window.totals)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tell Lightning that an epoch can be gone on with; the position comes otherwise."""
+        """Return an empty state, which marks the loader as resumable."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned."""
+        """Accept the return value of `state_dict`."""
 
     def _next_window(self, passes: int) -> Window:
         batches = self._batches.next_window(passes)
@@ -344,18 +344,18 @@ class TrainLoader(_Loader):
 
 
 class ValidationLoader(_Loader):
-    """One pass over the rank's validation rows, in as many batches on every rank.
+    """One pass over the rank's validation rows, with the same number of batches on every rank.
 
     Parameters
     ----------
     data : DataModule
-        Gives the batches.
+        Provides the batches.
     form : BatchForm
         The tensors that the module gets.
     steps : int
         Batches of a pass.
     device : torch.device or str
-        Where batches are to be.
+        The device of the batches.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class ValidationLoader(_Loader):
         yield from tensor_batches(self._data.val_chunks(), self._device)
 
     def lend_rows(self) -> None:
-        """Give ranks without validation rows some of another's. Called by all ranks."""
+        """Set another rank's rows as placeholder on ranks without rows. Called by all ranks."""
         with contextlib.closing(self._batches()) as batches:
             first = next((batch for batch in batches if _rows(batch)), None)
         self._stand_in = first
@@ -403,19 +403,19 @@ def make_loaders(
     Parameters
     ----------
     module : DataModule
-        Begins behind the batches that are done; with ``same``, with the first epoch.
+        Starts after the completed batches; with ``same``, at the first epoch.
     data : DataSpec
-        What the ranks are told about data.
+        The data part of the ranks' spec.
     form, shards, passes_per_step, same, totals
         See `TrainLoader`.
     size : int
         The number of ranks.
     device : torch.device
-        Where batches are to be.
+        The device of the batches.
     done : int
-        Batches of each shard in the first epoch that were trained on before.
+        Batches of each shard in the first epoch that an earlier launch trained on.
     """
-    # Batches of an epoch that are kept are too many for a GPU.
+    # With `same`, the loader stores all batches of an epoch, which may exceed a GPU's memory.
     batches = tensor_batches(module.train_chunks(), "cpu" if same else device)
     sizes = module.global_train_sizes()
     turns = data.passes_per_batch

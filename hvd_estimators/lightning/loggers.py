@@ -28,8 +28,8 @@ __all__ = ["StoreCheckpointIO", "make_loggers", "make_profiler", "quiet"]
 def quiet(verbose: int = 0) -> Iterator[None]:
     """Silence Lightning's advertisements, and below ``verbose=2`` its notes on hardware.
 
-    Both of Lightning's packages log through the one that is imported last, and an import sets the
-    level of a package. Therefore the loggers of both get filters.
+    Both Lightning packages log through the package that is imported last, and an import sets a
+    package's log level. Therefore the loggers of both packages get filters.
     """
     packages = [name for flavor in FLAVORS for name in (flavor.name, flavor.fabric)]
     loggers = [logging.getLogger(f"{name}.utilities.rank_zero") for name in packages]
@@ -48,7 +48,7 @@ def quiet(verbose: int = 0) -> Iterator[None]:
 
 
 class StoreCheckpointIO(CheckpointIO):
-    """Checkpoints as files of a store, which appear whole or not at all.
+    """Checkpoint files in a store, each written atomically.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class StoreCheckpointIO(CheckpointIO):
         self._held: dict[str, dict[str, Any]] = {}
 
     def hold(self, path: str, checkpoint: dict[str, Any]) -> None:
-        """Take a checkpoint that was read already, until it is asked for."""
+        """Store a checkpoint in memory until `load_checkpoint` requests it."""
         self._held[path] = checkpoint
 
     def save_checkpoint(
@@ -91,25 +91,26 @@ class StoreCheckpointIO(CheckpointIO):
 def make_loggers(
     logger: Any, path: str | None, rank: int, flavor: Flavor, steps: int | None = None
 ) -> list[Logger]:
-    """Return the loggers of a run, which write to its logs.
+    """Return the loggers of a run, which write to the run's logs.
 
     Parameters
     ----------
     logger : Logger, sequence of Logger, bool or None
-        The user's; None and True stand for TensorBoard's, or CSV files without it.
+        The user's loggers. None and True select TensorBoard's logger, or CSV files if
+        TensorBoard is not installed.
     path : str or None
-        A local directory for the logs; without it only the user's own loggers are used.
+        A local directory for the logs; if None, only the user's loggers are used.
     rank : int
-        This rank; only the first one logs.
+        This rank; only rank 0 logs.
     flavor : Flavor
         Lightning's package.
     steps : int, optional
-        Steps that a resumed run has logged; TensorBoard hides what an earlier part logged of later
-        ones, which are taken again.
+        Steps that a resumed run has logged. TensorBoard hides later entries of an earlier part
+        of the run, because the run repeats their steps.
     """
     if logger is False:
         return []
-    # With this tensorboard uses file functions of its own, and does not import TensorFlow.
+    # With this module, tensorboard uses its own file functions and does not import TensorFlow.
     marker = "tensorboard.compat.notf"
     sys.modules.setdefault(marker, types.ModuleType(marker))
     if logger is None or logger is True:
@@ -128,7 +129,7 @@ def make_loggers(
 
 
 def _redirect(logger: Any, path: str, rank: int) -> None:
-    """Make a logger that writes files write them below a path."""
+    """Redirect a logger's files to a path."""
     is_csv = is_lightning(logger, "loggers.CSVLogger")
     if is_csv or is_lightning(logger, "loggers.TensorBoardLogger"):
         logger._root_dir = path
@@ -140,22 +141,22 @@ def _redirect(logger: Any, path: str, rank: int) -> None:
         if rank == 0 and is_folder:
             _redirect_mlflow(logger, f"file:{path}/mlruns")
         return
-    # Loggers that write elsewhere have none, or one that cannot be set.
+    # Loggers that write elsewhere have no save_dir, or one that is read-only.
     with contextlib.suppress(AttributeError):
         logger.save_dir = path
 
 
 def _redirect_mlflow(logger: Any, uri: str) -> None:
-    # The driver has allowed MLflow to write files, or there would be no such logger.
+    # The driver has allowed MLflow to write files; otherwise this logger could not exist.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     client: Any = importlib.import_module("mlflow.tracking")
     logger._tracking_uri = uri
-    # It makes its folders, which several ranks cannot do at a time.
+    # The client creates its folders, which several ranks cannot do at the same time.
     logger._mlflow_client = client.MlflowClient(uri)
 
 
 def make_profiler(profiler: Any, path: str | None, flavor: Flavor) -> Any:
-    """Return a profiler that writes below a local directory, if it has no place of its own."""
+    """Return a profiler that writes below a local directory, unless it has its own directory."""
     if profiler is None or path is None:
         return profiler
     directory = f"{path}/profile"

@@ -1,4 +1,4 @@
-"""`LightningModel`: predicts with a trained LightningModule, or with a plain module."""
+"""`LightningModel`: predicts with a trained LightningModule or a plain module."""
 
 from __future__ import annotations
 
@@ -48,15 +48,17 @@ logger = logging.getLogger(__name__)
 class LightningModel(torch_model.TorchModel):
     """A fitted LightningModule as a Spark ML Transformer.
 
-    `transform` calls the module with one tensor per feature column, rows first, or its
-    ``predict_step`` with a dict of them, see ``use_predict_step``. Floating columns come in the
-    dtype of the module's parameters, others as they are stored, or as ``column_dtypes`` says. A
-    subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the driver
-    and is lazy; the forward passes run in Arrow batches on the executors, on the task's cores or
-    on the GPU that Spark assigns to it.
+    `transform` calls the module with one tensor per feature column, rows first. With
+    ``use_predict_step`` it calls the module's ``predict_step`` with a dict of these tensors.
+    Floating-point columns get the dtype of the module's parameters, and other columns keep their
+    stored dtype, unless ``column_dtypes`` names another. A subclass that overrides
+    `get_prediction_fn` predicts row by row instead.
 
-    Columns are taken as the training's ``transformation_fn`` leaves them; with
-    ``apply_transformation`` they are transformed first, as in training.
+    `transform` runs on the driver and is lazy. The forward passes run in Arrow batches on the
+    executors, on the task's cores or on the GPU that Spark assigns to the task.
+
+    By default the columns must be in the form that the training's ``transformation_fn`` returns.
+    With ``apply_transformation`` the model first transforms the columns, as in training.
     """
 
     use_predict_step = param(
@@ -67,10 +69,11 @@ class LightningModel(torch_model.TorchModel):
     )
 
     def get_prediction_fn(self) -> RowFunction:
-        """Return a function of a module and a row (a ``pyspark.sql.Row``); for subclasses.
+        """Return a function of a module and a ``pyspark.sql.Row``, for subclasses to override.
 
-        It returns the output for the row, or a list with one output per label; an output may have
-        a first dimension of one. `transform` uses it where a subclass overrides it.
+        The function returns the output for the row, or a list with one output per label. An output
+        may have a first dimension of one. `transform` uses the function only if a subclass
+        overrides this method.
         """
         features = list(self.getOrDefault("feature_columns") or [])
         shapes = self.getOrDefault("input_shapes")
@@ -91,7 +94,7 @@ class LightningModel(torch_model.TorchModel):
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
         known = self.getOrDefault("output_shapes")
-        # What fit() found out are the shapes of what forward() returns.
+        # fit() stores the output shapes of forward(), which may differ from those of predict_step.
         if known is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
         applied = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
@@ -170,12 +173,13 @@ class LightningModel(torch_model.TorchModel):
         document: bytes | LocalFile,
         load: Callable[[Payload], Predictor],
     ) -> list[tuple[int, ...]] | None:
-        """Return the outputs' shapes for rows of zeros; None where the model cannot take any."""
+        """Return the output shapes for rows of zeros; None if the model rejects such rows."""
         metadata: dict[str, Any] = self._get_metadata() or {}
         edited: tuple[EditedField, ...] = ()
         transformation = self._make_transformation(applied.features, self._text_features())
         if applied.transformation is None and transformation is not None:
-            # The columns come as the transformation leaves them, not as training read them.
+            # The columns are in the form that the transformation returns, not as training read
+            # them.
             metadata, edited = {}, transformation.edited
         shapes, dtypes = known_shapes(
             applied.columns, metadata, edited, dataset, allow_text=self._takes_text()
@@ -204,7 +208,7 @@ class LightningModel(torch_model.TorchModel):
         document: bytes | LocalFile,
         load: Callable[[Payload], Predictor],
     ) -> list[tuple[int, ...]]:
-        """Return the outputs' shapes as the first row shows them; it is computed for that."""
+        """Return the output shapes for the first row; this computes that row."""
         columns = [self._feature_column(dataset, name).alias(name) for name in applied.columns]
         usable = without_nulls(dataset, applied.columns)
         first = usable.select(*columns).limit(1).collect()

@@ -1,10 +1,12 @@
-"""The two packages that publish Lightning 2, and classes and patches that work with either.
+"""The two packages that publish Lightning 2, with classes and patches that work with either.
 
-``lightning.pytorch`` and ``pytorch_lightning`` hold the same code in different classes, and each
-Trainer accepts those of its own package only. What we derive from a class of Lightning's is written
-once, on a stand-in of `bases`, and made for the package of the user's objects by `of_flavor`.
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code in different classes. Each
+Trainer accepts only classes from its own package. Therefore this package derives its classes from
+the placeholder base classes of this module, and `of_flavor` makes them for the package of the
+user's objects.
 
-They are empty, so that importing our classes imports none of Lightning's packages.
+The placeholder base classes are empty, so that importing a derived class imports neither Lightning
+package.
 """
 
 from __future__ import annotations
@@ -70,21 +72,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Flavor:
-    """One of the packages.
+    """One of the two Lightning packages.
 
     Attributes
     ----------
     name : str
-        The package with Trainer and LightningModule, as it is imported.
+        The import name of the package with Trainer and LightningModule.
     fabric : str
-        The package beside it that holds what the Trainer shares with Fabric.
+        The related package with the code that the Trainer shares with Fabric.
     """
 
     name: str
     fabric: str
 
     def get(self, path: str) -> Any:
-        """Return a class or function: ``loggers.Logger`` or ``fabric.plugins.X``."""
+        """Return a class or function by path: ``loggers.Logger`` or ``fabric.plugins.X``."""
         home, _, name = f"{self.name}.{path}".rpartition(".")
         if path.startswith("fabric."):
             home = self.fabric + home.removeprefix(f"{self.name}.fabric")
@@ -92,12 +94,12 @@ class Flavor:
 
     @property
     def is_imported(self) -> bool:
-        """Whether this process has imported it."""
+        """True if this process has imported the package."""
         return sys.modules.get(self.name) is not None
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be imported."""
+        """True if the package can be imported."""
         return importlib.util.find_spec(self.name.partition(".")[0]) is not None
 
 
@@ -113,12 +115,12 @@ def imported_flavors() -> list[Flavor]:
 
 
 def default_flavor() -> Flavor:
-    """Return the package to use if none of the user's objects belongs to one.
+    """Return the package to use if the user's objects belong to neither package.
 
     Raises
     ------
     DependencyError
-        If none is installed.
+        If neither package is installed.
     """
     imported = imported_flavors()
     if imported:
@@ -133,7 +135,7 @@ def default_flavor() -> Flavor:
 
 
 def flavor_of(given: Any) -> Flavor | None:
-    """Return the package that an object, or a class, is derived from; None if from none."""
+    """Return the package that an object or class is derived from; None if neither."""
     kind = given if isinstance(given, type) else type(given)
     for base in kind.__mro__:
         for flavor in FLAVORS:
@@ -143,7 +145,7 @@ def flavor_of(given: Any) -> Flavor | None:
 
 
 def is_lightning(given: Any, path: str) -> bool:
-    """Return whether an object, or a class, is of a kind of Lightning's, in either package.
+    """Return whether an object or class is derived from a Lightning class, in either package.
 
     Parameters
     ----------
@@ -160,17 +162,17 @@ def is_lightning(given: Any, path: str) -> bool:
 
 
 def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
-    """Return the package that all objects belong to; the default one if none belongs to any.
+    """Return the package that the objects belong to, or the default if they belong to neither.
 
     Parameters
     ----------
     named : iterable of (str, object)
-        Objects or classes, with what they are called in the error.
+        Objects or classes, with their names for the error message.
 
     Raises
     ------
     ParamError
-        If they come from both packages.
+        If the objects come from both packages.
     """
     found: dict[Flavor, str] = {}
     for name, given in named:
@@ -190,12 +192,13 @@ def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
 
 @functools.cache
 def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
-    """Return a class of ours, written on a stand-in of `bases`, derived from Lightning's class.
+    """Return a class of this package, derived from the Lightning class that it names.
 
     Parameters
     ----------
     kind : type
-        The class; its ``lightning_base`` says what it is derived from.
+        A class with a placeholder base class; its ``lightning_base`` is the path of the
+        Lightning class.
     flavor : Flavor
         The package.
     """
@@ -214,10 +217,10 @@ def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
 
 @functools.cache
 def of_any_flavor(kind: Any) -> Any:
-    """Return a class of which Trainers of both packages accept an object, once."""
+    """Return a class for either package; the first Trainer of an object determines the package."""
 
     class Undecided(kind):
-        # What a Trainer looks at before it gives the strategy its accelerator.
+        # A Trainer reads these attributes before it sets the strategy's accelerator.
         _accelerator = _checkpoint_io = _precision_plugin = None
         cluster_environment = parallel_devices = None
 
@@ -250,7 +253,7 @@ def patch_method(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Call a function before or after a method of an object, until the block ends."""
+    """Call a function before or after an object's method, until the block ends."""
     own = vars(owner).get(name)
     vars(owner)[name] = _Wrapper(getattr(owner, name), before, after)
     try:
@@ -263,7 +266,7 @@ def patch_method(
 
 
 class _Wrapper:
-    """A method with something before or after it; copies and pickles are of the method alone."""
+    """Method with calls before and after it; copies and pickles contain only the method."""
 
     def __init__(self, method: Any, before: Any, after: Any) -> None:
         self._method, self._before, self._after = method, before, after
@@ -277,5 +280,6 @@ class _Wrapper:
         return returned
 
     def __reduce__(self) -> Any:
-        # As methods are pickled: by the object, whose state may still be on its way.
+        # Pickle the object and the method's name, because the object's state may not be restored
+        # yet.
         return getattr, (self._method.__self__, self._method.__name__)

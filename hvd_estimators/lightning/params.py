@@ -1,4 +1,4 @@
-"""The params that are Lightning's, and what is made of them. Runs on the driver."""
+"""Lightning's params, their checks and the objects made from them. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _arguments(name: str, value: Any) -> dict[str, Any]:
 
 
 class LightningParams(TorchEstimator):
-    """What Lightning's Trainer is given, and the module that it trains."""
+    """Params of Lightning's Trainer and of the module that it trains."""
 
     callbacks = param("Lightning callbacks.", default=[], convert=objects)
     num_gpus = param(
@@ -129,7 +129,7 @@ class LightningParams(TorchEstimator):
                 )
 
     def _flavor(self) -> Flavor:
-        """Return the package of Lightning's that the user's objects belong to."""
+        """Return the Lightning package that the user's objects belong to."""
         return one_flavor(self._lightning_objects())
 
     def _lightning_objects(self) -> Iterator[tuple[str, Any]]:
@@ -186,7 +186,7 @@ class LightningParams(TorchEstimator):
             )
 
     def _check_monitored_name(self, monitor: Any) -> None:
-        """Reject the names that metrics of plain modules had in earlier versions."""
+        """Reject metric names of plain modules from earlier versions."""
         for old, new in self._named_metrics().renamed.items():
             for stage in ("train_", "val_"):
                 if monitor == f"{stage}{old}":
@@ -199,16 +199,16 @@ class LightningParams(TorchEstimator):
         transformation = super()._transformation()
         if transformation is None or not self._is_lightning:
             return transformation
-        # What a LightningModule takes from a batch is its own affair.
+        # A LightningModule can ignore any field of a batch.
         return replace(transformation, all_needed=False)
 
     def _batch_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a LightningModule's columns, as input_shapes and label_shapes say.
+        """Return the shapes of a LightningModule's columns from input_shapes and label_shapes.
 
         Raises
         ------
         ParamError
-            If there are not as many as columns.
+            If the number of shapes differs from the number of columns.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
@@ -224,14 +224,14 @@ class LightningParams(TorchEstimator):
         return shapes
 
     def _dump_objects(self) -> bytes:
-        """Return objective and stateful objects; callbacks travel with the Trainer's objects."""
+        """Serialize objective and stateful objects; callbacks belong to the Trainer's objects."""
         get = self.getOrDefault
         stateful = tuple(get("stateful") or ())
         given = self._objective(), stateful
         return dump_with_references(given, get("model"), get("optimizer"), stateful)
 
     def _lightning_module(self, flavor: Flavor) -> LightningModule:
-        """Return the module that trains: the user's, or an adapter around it."""
+        """Return the module to train: the user's, or an adapter around it."""
         get = self.getOrDefault
         module = get("model")
         if self._is_lightning:
@@ -248,7 +248,7 @@ class LightningParams(TorchEstimator):
 
 
 def _with_learning_rate(module: Any, rate: float | None) -> Any:
-    """Return a module, or a copy that has a learning rate where Lightning's tuner puts it."""
+    """Return a module, or a copy with the learning rate set as Lightning's tuner sets it."""
     if rate is None:
         return module
     module = load_module(dump_module(module))
@@ -269,12 +269,14 @@ def _with_learning_rate(module: Any, rate: float | None) -> Any:
 
 
 def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: int) -> int:
-    """Return the epochs of a run; where steps or time end it, the Trainer gets ``max_epochs=-1``.
+    """Return the number of epochs of a run.
+
+    If steps or time end the run, the function sets ``max_epochs=-1`` in ``trainer_args``.
 
     Raises
     ------
     ParamError
-        If training would not take place, or not end.
+        If training would do nothing or would not end.
     """
     given = trainer_args.pop("max_epochs", epochs)
     max_steps = trainer_args.get("max_steps", -1)
@@ -298,7 +300,7 @@ def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: in
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list of what is given: several, one or none."""
+    """Return a list of the given values: several, one or zero."""
     if value is None:
         return []
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A LightningModule that predicts in an executor's Python worker."""
+"""LightningModule predictions in an executor's Python worker."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 __all__ = ["LightningPredictor", "RowFunction", "RowPredictor", "floating_dtype", "forward_inputs"]
 
 RowFunction = Callable[[torch.nn.Module, Any], Any]
-"""A module and a row (a ``pyspark.sql.Row``) to its output, or to a list of outputs."""
+"""Maps a module and a row (a ``pyspark.sql.Row``) to an output or a list of outputs."""
 
 
 def floating_dtype(module: torch.nn.Module) -> torch.dtype:
-    """Return the dtype in which a module takes floating inputs: that of its parameters."""
+    """Return the dtype of a module's floating inputs: the dtype of its parameters."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
@@ -36,16 +36,16 @@ def forward_inputs(
     shapes: Any = None,
     dtypes: Any = None,
 ) -> list[torch.Tensor]:
-    """Return what a module's ``forward`` is called with.
+    """Return the inputs for a module's ``forward``.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Its floating parameters tell the dtype of floating inputs.
+        The module; its floating parameters determine the dtype of floating inputs.
     arrays : list of array
         The feature columns, rows first.
     names : list of str
-        Their names.
+        The names of the columns.
     shapes : list of list of int, optional
         Shape of each input, -1 first.
     dtypes : mapping, optional
@@ -66,18 +66,18 @@ def forward_inputs(
 
 
 class LightningPredictor(ModulePredictor):
-    """Runs a module's forward pass, or its ``predict_step``.
+    """Run a module's forward pass, or its ``predict_step``.
 
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_payload` returned.
+        The return value of `hvd_estimators.torch.serialization.module_payload`.
     by_step : bool
         Whether to call ``predict_step``, with a dict of column to tensor.
     spec : TensorSpec
-        Which columns the module takes, and how, and which of its outputs are predictions.
+        The module's input columns and their form, and the outputs that are predictions.
     precision : str
-        What the module computes in, see ``inference_precision``.
+        The module's compute precision, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
     """
@@ -109,20 +109,20 @@ class LightningPredictor(ModulePredictor):
 
 
 class RowPredictor:
-    """Calls a prediction function row by row, on the CPU.
+    """Call a prediction function row by row, on the CPU.
 
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_payload` returned.
+        The return value of `hvd_estimators.torch.serialization.module_payload`.
     function : callable
-        A module and a row to what is predicted for it.
+        Maps a module and a row to the row's prediction.
     features : list of str
         Names of the row's values.
     precision : str
-        What the module computes in, see ``inference_precision``.
+        The module's compute precision, see ``inference_precision``.
     resources : Resources
-        Threads; functions make their tensors on the CPU.
+        Threads; functions create their tensors on the CPU.
     """
 
     def __init__(
@@ -167,6 +167,6 @@ def _described_row(row: dict[str, Any]) -> str:
 
 
 def _outputs(predicted: Any) -> list[Array]:
-    """Return the outputs for one row without their dimension of rows."""
+    """Return the outputs for one row without the row dimension."""
     arrays = [np.asarray(torch.as_tensor(p).double()) for p in select_outputs(predicted)]
     return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]

@@ -1,4 +1,4 @@
-"""`load_predictor`: a saved `LightningModel` without Spark."""
+"""`load_predictor`: predictions of a saved `LightningModel` without Spark."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ def load_predictor(
 ) -> SavedPredictor:
     """Return a saved `LightningModel` as an object that predicts without Spark, in this process.
 
-    It predicts as the model's ``transform()`` does, by the module's ``forward`` or, with
-    ``use_predict_step``, by its ``predict_step``. PySpark need not be installed. Loading runs code
-    from the files: load what you trust. Predictions of a subclass by rows need Spark.
+    The object predicts as the model's ``transform()`` does, with the module's ``forward`` or, with
+    ``use_predict_step``, its ``predict_step``. PySpark need not be installed. Loading runs code
+    from the files, so load only files that you trust. Row-wise predictions of a `LightningModel`
+    subclass need Spark.
 
     Parameters
     ----------
     path : str
-        What ``save()`` was given: a local path, or a URL that a store is registered for, see
+        The path given to ``save()``: a local path, or a URL with a registered store, see
         `hvd_estimators.store.Store.create`.
     batch_size : int, optional
-        Rows of one forward pass. Default: the model's ``inference_batch_size``, or else 10,000
-        rows, or 32 MiB if these are fewer.
+        Rows of one forward pass. Default: the model's ``inference_batch_size``. If it is not
+        set: 10,000 rows, or fewer so that a batch has at most 32 MiB.
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
     num_threads : int, optional
-        Threads to compute with, in the whole process. Default: what the framework takes.
+        Threads for computation, in the whole process. Default: the framework's default.
     storage_options : mapping, optional
         Passed to fsspec's filesystem: keys, tokens, endpoints.
 
     Returns
     -------
     SavedPredictor
-        Its ``predict`` takes NumPy arrays, dicts of them, pandas and Arrow.
+        Its ``predict`` takes NumPy arrays, dicts of arrays, pandas and Arrow.
 
     Raises
     ------
     ParamError
-        If a parameter is not usable, or another kind of model was saved there.
+        If a parameter is not usable, or the path holds another kind of model.
     StoreError
-        If no model was saved there, or it cannot be read.
+        If the path holds no model, or the model cannot be read.
     GpuError
         If torch does not see the GPU.
     """
@@ -71,7 +72,7 @@ def load_predictor(
             resources,
         )
 
-    # What fit() found out are the shapes of what forward() returns.
+    # fit() stores the output shapes of forward(), which may differ from those of predict_step.
     shapes = None if by_step else get("output_shapes")
     return SavedPredictor(
         saved,

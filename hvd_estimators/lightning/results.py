@@ -1,4 +1,4 @@
-"""Logged values: reduced over the ranks, saved in checkpoints, and restored."""
+"""Logged values: reduction over the ranks, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["RankResults", "logged_so_far", "reduce_results", "restore_logged", "
 _RESULT = "trainer.connectors.logger_connector.result"
 
 
-# What callbacks, loggers and progress bars have last seen.
+# The latest values for callbacks, loggers and progress bars.
 _SEEN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def logged_so_far(trainer: Trainer) -> dict[str, Any]:
-    """Return what a rank has logged in an epoch, as values that can be pickled.
+    """Return a rank's logged values of an epoch, in picklable form.
 
-    Values that are reduced when the epoch is over are those of this rank alone.
+    Values that are reduced at the end of the epoch are those of this rank alone.
     """
     names = {
         id(metric): name
@@ -51,24 +51,24 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore_logged(trainer: Trainer, states: Sequence[Mapping[str, Any]], flavor: Flavor) -> None:
-    """Take up what was logged before.
+    """Restore logged values.
 
     Parameters
     ----------
     trainer : Trainer
-        Its loops get the values.
+        The Trainer; its loops get the values.
     states : sequence of mapping
-        What `logged_so_far` returned on the ranks in whose place this one is; where there are none,
-        on another one: names are taken of it.
+        The return values of `logged_so_far` on the ranks that this rank replaces. If
+        it replaces no rank: the state of another rank without values, which provides the names.
     flavor : Flavor
         The Trainer's package.
     """
-    # Lightning begins sums anew in the first batch that it sees of an epoch.
+    # Otherwise Lightning would reset the sums in the first batch of the resumed epoch.
     trainer._logger_connector._first_loop_iter = False
     for kind in _SEEN:
         getattr(trainer, kind).update(states[0]["seen"][kind])
     for index, results in enumerate(results_of(trainer)):
-        # Checkpoints of earlier versions have none.
+        # Checkpoints of earlier versions have no epochs.
         epochs = [state["epochs"][index] for state in states if "epochs" in state]
         results.rows_of_epoch = sum(epoch["rows"] for epoch in epochs)
         results.of_epoch.update(*(epoch["of_epoch"] for epoch in epochs))
@@ -104,7 +104,7 @@ def _entries(results: RankResults, names: Mapping[int, str]) -> dict[str, Any]:
         elif id(metric.value) in names:
             entry["metric"] = names[id(metric.value)]
         else:
-            continue  # of a metric that the module does not hold, nobody knows the state
+            continue  # the state of a metric outside the module is unknown
         entries[key] = entry
     return entries
 
@@ -117,7 +117,7 @@ def _restore(
     flavor: Flavor,
 ) -> None:
     module, strategy = trainer.lightning_module, trainer.strategy
-    # A rank that logged nothing has nothing to add.
+    # A rank without logged values adds nothing.
     first, *others = [e for e in entries if not e["has_reset"]] or entries[:1]
     meta = flavor.get(f"{_RESULT}._Metadata")(**first["meta"])
     meta.sync = flavor.get(f"{_RESULT}._Sync")(fn=strategy.reduce, **first["sync"])
@@ -148,28 +148,28 @@ def _restore(
 
 
 class RankResults(ResultCollection):
-    """Logged values of one rank, and those of all ranks once they have been reduced.
+    """Logged values of one rank, and values of all ranks after a reduction.
 
-    Lightning reduces a value when somebody first reads it: one rank that reads alone, such as the
-    one with the progress bar, would wait for the others for ever. Here `reduce` does it, called by
-    all ranks. Before, a read gives the rank's own value.
+    Lightning reduces a value on its first read. A rank that reads alone, such as the one with the
+    progress bar, would wait for the others indefinitely. Therefore all ranks call `reduce` instead.
+    Before that, a read returns the rank's own value.
 
     Attributes
     ----------
     everything : bool
-        Whether to reduce values without ``sync_dist`` too, so that callbacks see the same on every
-        rank.
+        Whether to reduce values without ``sync_dist`` too, so that callbacks see the same
+        values on every rank.
     rows : dict
-        Rows of the batch for which a value was last logged.
+        The number of rows in the batch for which each value was last logged.
     logged_in_step : dict
-        Values that the current step has logged, and the rows that they count for.
+        Values that the current step has logged, each with its number of rows.
     of_last_steps : dict
-        Values that are logged for steps only, of the last step that was reduced.
+        Values that are logged for steps only, from the last reduced step.
     rows_of_epoch : int
-        Rows of this rank since the epoch, or the validation, began. They weight what hooks log for
-        the epoch as a whole.
+        This rank's rows since the start of the epoch or validation. They weight values that
+        hooks log for the whole epoch.
     of_epoch : set of str
-        Values that hooks logged for the epoch as a whole.
+        Values that hooks logged for the whole epoch.
     """
 
     everything = False
@@ -184,28 +184,28 @@ class RankResults(ResultCollection):
         self._is_of_epoch = False
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Take a value, and note whether it was logged outside of batches, for the epoch."""
+        """Log a value, and note whether it was logged outside of batches, for the epoch."""
         self._is_of_epoch = self.batch is None and kwargs.get("batch_size") is None
         super().log(*args, **kwargs)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Begin a new epoch, unless only some values are reset."""
+        """Start a new epoch, unless only some values are reset."""
         super().reset(metrics, fx)
         if metrics is None and fx is None:
             self.rows_of_epoch = 0
             self.of_epoch.clear()
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Take a value that was logged for a batch of so many rows."""
+        """Store a value that was logged for a batch with this number of rows."""
         super().update_metrics(key, value, batch_size)
         (self.of_epoch.add if self._is_of_epoch else self.of_epoch.discard)(key)
         self.rows[key] = batch_size if self.batch_size is None else self.batch_size
         self.logged_in_step[key] = value, batch_size
 
     def count_by(self, loss: torch.Tensor, denominator: Any) -> None:
-        """Count the loss by its denominator where this step logged it.
+        """Weight the loss by its denominator if this step logged it.
 
-        A value that was logged with a ``batch_size`` of the user's own stays as it is.
+        A value that the user logged with another ``batch_size`` does not change.
         """
         for key, (value, batch_size) in self.logged_in_step.items():
             is_loss = isinstance(value, torch.Tensor) and torch.equal(
@@ -222,12 +222,12 @@ class RankResults(ResultCollection):
                 )
 
     def reduce(self, only_steps: bool = False) -> None:
-        """Reduce what has been logged since the values were last reduced. Called by all ranks.
+        """Reduce the values logged since the last reduction. Called by all ranks.
 
         Parameters
         ----------
         only_steps : bool
-            Whether to leave values of an epoch, which is not over, alone.
+            Whether to skip values of the epoch, because it has not ended.
         """
         own = self._own(only_steps)
         ranks = [own] if hvd.size() == 1 else gather_objects(own)
@@ -236,10 +236,10 @@ class RankResults(ResultCollection):
                 self._take(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
 
     def metrics(self, on_step: bool) -> Any:
-        """Return what callbacks, loggers and progress bars see, during steps or after an epoch.
+        """Return metrics for callbacks, loggers and progress bars, during steps or after an epoch.
 
-        With ``everything``, callbacks see what is logged for steps only, too, when an epoch is
-        over: the value of the last step, of all ranks.
+        With ``everything``, callbacks also see values that are logged for steps only. At the end
+        of an epoch they see the value of the last step, over all ranks.
         """
         metrics = super().metrics(on_step)
         if not on_step and self.training:
@@ -247,7 +247,7 @@ class RankResults(ResultCollection):
         return metrics
 
     def last_steps(self) -> dict[str, torch.Tensor]:
-        """Return what was logged for steps only, as of the last step."""
+        """Return the values that were logged for steps only, as of the last step."""
         return {
             self[key].meta.name: value
             for key, value in self.of_last_steps.items()
@@ -259,7 +259,7 @@ class RankResults(ResultCollection):
         return {self._forked_name(metric, on_step=False)[0] for metric in self.values()}
 
     def _own(self, only_steps: bool) -> dict[str, Any]:
-        """Return what the other ranks are to know: value and weight of each result."""
+        """Return value and weight of each result of this rank, for the other ranks."""
         own: dict[str, Any] = {}
         for key, metric in self.items():
             if metric.has_reset:
@@ -296,7 +296,7 @@ class RankResults(ResultCollection):
                 reduced: Any = _combined(metric, parts).to(value.device, value.dtype)
                 metric._computed = reduced
 
-    # An instance method instead of the base's static one: it can be called as either.
+    # The base's method is static; an instance method works for the same calls.
     def _get_cache(  # type: ignore[override]
         self, result_metric: _ResultMetric, on_step: bool
     ) -> torch.Tensor | None:
@@ -307,7 +307,7 @@ class RankResults(ResultCollection):
 
 
 def results_of(trainer: Trainer) -> tuple[RankResults, RankResults]:
-    """Return the results of training, and those of the validation within it."""
+    """Return the results of training and of its validation."""
     loop: Any = trainer.fit_loop.epoch_loop
     return loop._results, loop.val_loop._results
 
@@ -325,7 +325,8 @@ def _combined(
 ) -> torch.Tensor:
     """Return the value over all ranks, given each rank's value, its weight, and rows of its epoch.
 
-    A value of an epoch weighs as many rows as the rank has had; without rows it does not count.
+    A value logged for the whole epoch has the rank's number of rows as weight. A value of a rank
+    without rows does not count.
     """
     if any(rows for _, _, rows in parts):
         parts = [part for part in parts if part[2]]
@@ -341,7 +342,7 @@ def _combined(
 
 
 def _alone(metric: _ResultMetric) -> Any:
-    """Return the value of what this rank has logged, and keep nothing of it."""
+    """Return this rank's value without storing it."""
     if metric.is_tensor:
         value = metric.value.clone()
         return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value
@@ -362,14 +363,14 @@ def _never() -> bool:
 def reduce_results(
     trainer: Trainer, flavor: Flavor, everything: bool, before_end: Callable[[], None]
 ) -> Callable[[], None]:
-    """Make a trainer reduce what is logged at the end of each epoch, before and after the hooks.
+    """Make a trainer reduce logged values at the end of each epoch, before and after the hooks.
 
     Parameters
     ----------
     trainer : Trainer
-        Its loops get results of ours.
+        The Trainer; its loops get `RankResults`.
     flavor : Flavor
-        Its package.
+        The Trainer's package.
     everything : bool
         See `RankResults`.
     before_end : callable
@@ -378,7 +379,7 @@ def reduce_results(
     Returns
     -------
     callable
-        Leaves the trainer and its module as they were, but for the results.
+        Restores the trainer and its module, except for the results.
     """
     make = of_flavor(RankResults, flavor)
     fit: Any = trainer.fit_loop.epoch_loop
@@ -395,7 +396,7 @@ def reduce_results(
         if isinstance(results, RankResults):
             results.reduce()
         if everything and results is fit.val_loop._results:
-            # Callbacks may monitor what training steps have logged when a validation is over.
+            # After a validation, callbacks may monitor values that training steps have logged.
             fit._results.reduce(only_steps=True)
             connector._callback_metrics.update(fit._results.last_steps())
 
@@ -405,7 +406,7 @@ def reduce_results(
 
     undo = contextlib.ExitStack()
     undo.enter_context(patch_method(connector, "epoch_end_reached", before=reach_end))
-    # Hooks log, too. In training, callbacks that monitor a value come between these two.
+    # Hooks also log values. In training, callbacks that monitor a value run between these two.
     undo.enter_context(patch_method(connector, "on_epoch_end", before=reduce))
     undo.enter_context(patch_method(module, "on_train_epoch_end", after=reduce))
     return undo.close

@@ -1,4 +1,4 @@
-"""What a Lightning rank receives, and the module that it returns."""
+"""Input of a Lightning rank, and the module that the rank returns."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["LightningTrainSpec", "TrainerObjects", "load_best", "users_module"]
 
 @dataclass(frozen=True)
 class TrainerObjects:
-    """Objects of the user's for Lightning's Trainer.
+    """The user's objects for Lightning's Trainer.
 
-    They travel together, since they may refer to each other, and pickled even where a backend does
-    not pickle, since training changes them.
+    The objects are serialized together, because they may refer to each other. They are pickled even
+    if a backend does not pickle, because training changes them.
 
     Attributes
     ----------
     callbacks : tuple of Callback
         Lightning callbacks.
     logger : Logger, sequence of Logger, bool or None
-        What the run is logged with.
+        The run's loggers.
     profiler : Profiler, str or None
-        What the run is profiled with.
+        The run's profiler.
     arguments : mapping
         Further arguments of the Trainer.
     """
@@ -49,7 +49,7 @@ class TrainerObjects:
 
 @dataclass(frozen=True)
 class LightningTrainSpec(TrainSpec):
-    """What a Lightning rank is told.
+    """Spec of a Lightning rank.
 
     Attributes
     ----------
@@ -62,11 +62,11 @@ class LightningTrainSpec(TrainSpec):
     form : BatchForm
         The tensors that a LightningModule gets.
     batch_hint : str
-        What to write in a step that takes the batch for a tuple.
+        A hint for the error of a step that unpacks the batch as a tuple.
     log_every_n_steps : int
         Steps between two entries of the loggers.
     users_data : UsersDataOptions
-        What a LightningDataModule of the user's gets, beside what the data modules get.
+        Extra keyword arguments for the user's LightningDataModule.
     """
 
     flavor: Flavor
@@ -79,7 +79,7 @@ class LightningTrainSpec(TrainSpec):
 
 
 def load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreCheckpointIO) -> None:
-    """Load the best weights, where a ModelCheckpoint of the user's says what is best."""
+    """Load the best weights, if the user's ModelCheckpoint monitors a value."""
     connected: Any = trainer
     for callback in connected.callbacks:
         if (
@@ -93,5 +93,5 @@ def load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreCheck
 
 
 def users_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that the user gave: that of an adapter, or the LightningModule."""
+    """Return the user's module: the one in an adapter, or the LightningModule itself."""
     return module.module if isinstance(module, ModuleAdapter) else module

@@ -46,21 +46,21 @@ __all__ = ["PARAMETER_GROUPS", "HorovodEnvironment", "HorovodStrategy"]
 
 
 class HorovodEnvironment(ClusterEnvironment):
-    """The ranks of a Horovod job that something else has started."""
+    """Cluster environment for the ranks of a running Horovod job."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether Lightning starts no processes: True."""
+        """True, because Lightning starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """The address at which Horovod's ranks meet."""
+        """The rendezvous address of Horovod's ranks."""
         return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """The port at which Horovod's ranks meet; 0 if there is only one rank."""
+        """The rendezvous port of Horovod's ranks; 0 if there is only one rank."""
         return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
 
     @staticmethod
@@ -73,14 +73,14 @@ class HorovodEnvironment(ClusterEnvironment):
         return int(hvd.size())
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: Horovod knows."""
+        """Do nothing, because Horovod determines the number of ranks."""
 
     def global_rank(self) -> int:
         """Return this rank."""
         return int(hvd.rank())
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: Horovod knows."""
+        """Do nothing, because Horovod determines the rank."""
 
     def local_rank(self) -> int:
         """Return this rank's number on its machine."""
@@ -94,22 +94,24 @@ class HorovodEnvironment(ClusterEnvironment):
 PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 
 
-"""Name of what a checkpoint holds of the parameters in each group of each optimizer."""
+"""Checkpoint key of the parameter names in each group of each optimizer."""
 
 
 class HorovodStrategy(ParallelStrategy):
-    """Trains one copy of a LightningModule per Horovod rank, on averaged gradients.
+    """Train one copy of a LightningModule per Horovod rank, with averaged gradients.
 
-    For ``Trainer(strategy=HorovodStrategy(), devices=1, accelerator=...)`` in processes that
-    Horovod, or a backend of this package, has started; each trains on one device. Every backward
-    pass ends with the mean of the gradients over the ranks, before anything looks at them:
-    clipping, callbacks and optimizers. That holds in automatic and in manual optimization
-    (``manual_backward``), with any number of optimizers. While gradients accumulate they stay on
-    their rank, up to the pass before the step. Parameters and buffers are those of rank 0 to begin
-    with. Neither optimizers nor their classes are replaced.
+    Use ``Trainer(strategy=HorovodStrategy(), devices=1, accelerator=...)`` in processes that
+    Horovod, or a backend of this package, has started. Each process trains on one device.
 
-    It works in the Trainers of ``lightning.pytorch`` and of ``pytorch_lightning``. Where both are
-    imported, the strategy becomes one of the Trainer's package when the Trainer takes it.
+    Every backward pass ends with the mean of the gradients over the ranks, before clipping,
+    callbacks and optimizers see them. This holds in automatic and in manual optimization
+    (``manual_backward``), with any number of optimizers. While gradients accumulate, they stay on
+    their rank until the last backward pass before the step. At the start, all ranks get the
+    parameters and buffers of rank 0. The strategy replaces neither optimizers nor their classes.
+
+    The strategy works in the Trainers of ``lightning.pytorch`` and of ``pytorch_lightning``. If
+    both are imported, the strategy takes the class of the Trainer's package when it is passed to
+    the Trainer.
 
     Runs on every rank.
 
@@ -118,8 +120,8 @@ class HorovodStrategy(ParallelStrategy):
     compression : horovod compressor, optional
         Compresses gradients, for example ``horovod.torch.Compression.fp16``.
     scale_learning_rate : bool, default True
-        Optimizers step with their learning rates multiplied by the number of ranks, as is usual
-        with Horovod. Everybody else (schedulers, callbacks, checkpoints) sees the rates as given.
+        Whether optimizers step with their learning rates multiplied by the number of ranks, as
+        is usual with Horovod. Schedulers, callbacks and checkpoints see the unscaled rates.
     **kwargs
         ``accelerator``, ``checkpoint_io`` and ``precision_plugin``; see `ParallelStrategy`.
 
@@ -130,12 +132,12 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     strategy_name = "horovod"
-    # Logged values without sync_dist, too.
+    # Whether to reduce logged values without sync_dist, too.
     reduces_everything = False
     lightning_flavor: Flavor | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> HorovodStrategy:
-        """Make a strategy for the one package that can be meant, or for any."""
+        """Create a strategy for the only possible package, or for either one."""
         if cls.lightning_flavor is not None:
             return super().__new__(cls)
         candidates = imported_flavors() or [f for f in FLAVORS if f.is_installed]
@@ -163,14 +165,14 @@ class HorovodStrategy(ParallelStrategy):
         self._stop_apart: Callable[[], None] = _nothing
 
     def set_world_ranks(self) -> None:
-        """Connect to the other ranks, before Lightning asks which one this is."""
+        """Initialise Horovod before Lightning asks for the rank."""
         hvd.init()
         rank_zero: Any = rank_zero_only
         rank_zero.rank = self.global_rank
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there may be other ranks: True."""
+        """True, because there may be other ranks."""
         return True
 
     @property
@@ -183,11 +185,11 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What a ``DistributedSampler`` is to know."""
+        """Arguments for a ``DistributedSampler``."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup(self, trainer: Trainer) -> None:
-        """Send rank 0's parameters to all ranks, and watch the gradients."""
+        """Broadcast rank 0's parameters to all ranks, and prepare gradient averaging."""
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True needs torch.distributed, which Horovod does not use. Put "
@@ -227,7 +229,7 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, and note the denominator that it states.
+        """Run the module's training step, and store the denominator that its output states.
 
         The module may call ``loss.backward()``.
         """
@@ -250,10 +252,10 @@ class HorovodStrategy(ParallelStrategy):
         return super().test_step(*args, **kwargs)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients, and average them unless they are still to accumulate.
+        """Compute gradients, and average them unless more gradients will accumulate.
 
-        In manual optimization, ``manual_backward({"loss": ..., "denominator": ...})`` states what
-        the loss is divided by; all ranks must call it equally often.
+        In manual optimization, ``manual_backward({"loss": ..., "denominator": ...})`` states the
+        loss's denominator. All ranks must call it equally often.
         """
         module, averager = self.lightning_module, self._averager
         assert module is not None
@@ -274,7 +276,7 @@ class HorovodStrategy(ParallelStrategy):
         return 1, 1.0
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
-        """Return a loss for the backward pass, and whether it has gradients to count."""
+        """Return a loss for the backward pass, and whether its gradients count."""
         rows, factor = self._batch_share
         stated = self._stated
         if not module.automatic_optimization:
@@ -296,15 +298,15 @@ class HorovodStrategy(ParallelStrategy):
             (total,) = sum_tensor(stated.reshape(1), "denominators")
             scale = torch.where(total > 0, stated * (self.world_size / total), 0.0)
         self._loss_scale = scale
-        # The mean of nothing may be NaN.
+        # The mean of an empty batch may be NaN.
         return loss * scale, bool(stated > 0 or torch.isfinite(loss).all())
 
     def _loss_in_step(self, loss: Any) -> Any:
-        """Return what the loss that a closure returns counts in the step, on this rank."""
+        """Return the contribution of a closure's loss to the step's loss, on this rank."""
         step_loss = getattr(self.lightning_module, "step_loss", None)
         if step_loss is not None:
             return step_loss
-        # The mean of nothing may be NaN.
+        # The mean of an empty batch may be NaN.
         return loss * self._loss_scale if self._loss_scale else 0.0
 
     def optimizer_step(
@@ -314,7 +316,7 @@ class HorovodStrategy(ParallelStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Let an optimizer step; its closure, which trains, sees learning rates as given."""
+        """Run an optimizer step; its closure, which trains, sees the unscaled learning rates."""
         rate = self._rate(optimizer)
 
         def with_given_rates() -> Any:
@@ -328,7 +330,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave gradients on their ranks, to accumulate."""
+        """Accumulate gradients on each rank without averaging them."""
         blocked, self._blocked = self._blocked, True
         try:
             yield
@@ -336,12 +338,12 @@ class HorovodStrategy(ParallelStrategy):
             self._blocked = blocked
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is.
+        """Reduce a tensor over the ranks, and return any other object unchanged.
 
         Parameters
         ----------
         tensor : torch.Tensor
-            Of the same shape on all ranks.
+            A tensor with the same shape on all ranks.
         group : object
             Not used: all ranks take part.
         reduce_op : str or torch.distributed.ReduceOp
@@ -355,29 +357,29 @@ class HorovodStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Stack a tensor of every rank: ``(ranks, *shape)``; with one rank the tensor itself.
+        """Stack the ranks' tensors as ``(ranks, *shape)``; with one rank, return the tensor itself.
 
-        With ``sync_grads`` the gradients that all ranks have for a rank's tensor add up, as with
-        Lightning's other strategies: where each rank computes the loss of all gathered rows, the
-        average over the ranks that follows is the gradient of one process.
+        With ``sync_grads``, the gradients of all ranks for a rank's tensor are summed, as in
+        Lightning's other strategies. If each rank computes the loss of all gathered rows, the
+        average over the ranks that follows equals the gradient of a single process.
         """
         if self.world_size == 1:
             return tensor
         if sync_grads:
             gathered = gather_tensor(tensor)
             if gathered.requires_grad:
-                # Horovod takes the mean over the ranks on the way back.
+                # Horovod averages over the ranks in the backward pass.
                 gathered.register_hook(lambda gradient: gradient * self.world_size)
             return gathered
         with torch.no_grad():
             return gather_tensor(tensor)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return an object of one rank on all ranks."""
+        """Return one rank's object on all ranks."""
         return obj if self.world_size == 1 else broadcast_object(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
         if self.world_size > 1:
             hvd.barrier()
 
@@ -392,7 +394,7 @@ class HorovodStrategy(ParallelStrategy):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, with parameter groups that training had added."""
+        """Restore the optimizers, including parameter groups that were added during training."""
         module = self.lightning_module
         groups = checkpoint.get(PARAMETER_GROUPS)
         if groups is None or module is None:
@@ -404,26 +406,26 @@ class HorovodStrategy(ParallelStrategy):
             restore_optimizer(optimizer, module, {"optimizer": state, "groups": names})
 
     def set_optimizer_modes(self, training: bool) -> None:
-        """Let schedule-free optimizers train, or show the weights that they have found."""
+        """Switch schedule-free optimizers to training, or to the weights for evaluation."""
         for optimizer in self.optimizers:
             set_optimizer_mode(optimizer, training)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let schedule-free optimizers train."""
+        """Switch schedule-free optimizers to training."""
         self.set_optimizer_modes(training=True)
 
     def on_validation_start(self) -> None:
-        """Validate every rank's rows with the same statistics of batch normalization."""
+        """Average batch-normalization statistics, so that all ranks validate with the same ones."""
         self.set_optimizer_modes(training=False)
         self._average_batch_norm()
 
     def on_train_end(self) -> None:
-        """Leave all ranks with the same statistics of batch normalization."""
+        """Average batch-normalization statistics, so that all ranks end with the same ones."""
         self.set_optimizer_modes(training=False)
         self._average_batch_norm()
 
     def teardown(self) -> None:
-        """Leave module, metrics and optimizers as they would be without this strategy."""
+        """Remove the strategy's changes to module, metrics and optimizers."""
         if self._averager is not None:
             self._averager.remove()
             self._averager = None
@@ -440,7 +442,7 @@ class HorovodStrategy(ParallelStrategy):
         super().teardown()
 
     def _rate(self, optimizer: torch.optim.Optimizer) -> StepRate | None:
-        """Return what scales the rates of an optimizer, which may have been made since setup."""
+        """Return an optimizer's learning-rate scaler; the optimizer may be newer than setup."""
         if self._averager is None or not self._scale_learning_rate:
             return None
         if id(optimizer) not in self._rates and self._learning_rate_scale > 1:
@@ -448,7 +450,7 @@ class HorovodStrategy(ParallelStrategy):
         return self._rates.get(id(optimizer))
 
     def _count_rows(self, batch: Any) -> None:
-        """Count the rows of a step, by which values of the epoch are weighted."""
+        """Count the rows of a step. They are the weights of values of the epoch."""
         module = self.lightning_module
         results = None if module is None else module.trainer._results
         if isinstance(results, RankResults):
@@ -464,7 +466,7 @@ class HorovodStrategy(ParallelStrategy):
         return rows
 
     def _settle(self) -> None:
-        """Undo what batches without rows have left behind; there are none here."""
+        """Undo side effects of batches without rows; this class has no such batches."""
 
     @property
     def _learning_rate_scale(self) -> int:

@@ -1,4 +1,4 @@
-"""Training on one rank with Lightning: what runs in each process that a backend starts."""
+"""Training on one rank with Lightning. Runs in each process that a backend starts."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ __all__ = ["train"]
 
 logger = logging.getLogger(__name__)
 
-# They get batches that are on the CPU.
+# These hooks get batches that are on the CPU.
 _MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 def train(spec: LightningTrainSpec) -> TrainResult:
-    """Train for the epochs that are left. Runs on every rank.
+    """Train for the remaining epochs. Runs on every rank.
 
     Returns
     -------
@@ -109,7 +109,7 @@ class _Trainer:
         self.restored = self._restore()
         self.stopped = stopped_before(spec, self.restored)
         self.spec = spec = without_further_epochs(spec, self.restored)
-        # On each rank: profilers write files of each.
+        # On every rank, because profilers write files on each rank.
         self.logs = SyncedDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
         self.streams = TorchStreams(self.device)
         parts = (self.streams, BufferState(self.module))
@@ -119,7 +119,7 @@ class _Trainer:
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
-            # Who has been asked to end gets time until the checkpoint is written.
+            # A rank that is asked to stop gets time until the checkpoint is written.
             stack.enter_context(self.stop_request)
             progress = stack.enter_context(Progress(self.spec, self.rank))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=folder_prefix()))
@@ -136,7 +136,8 @@ class _Trainer:
         if is_lightning_data(spec.data.data_module):
             data["datamodule"] = open_lightning_data(spec, spec.users_data, self.rank, self.size)
         else:
-            # Where each epoch gets the batches of the first one, a resumed run does, too.
+            # With overfit_batches each epoch uses the batches of the first one, also in a resumed
+            # run.
             epoch = 0 if self._overfits else done
             module = open_data_module(
                 spec.data,
@@ -175,7 +176,7 @@ class _Trainer:
         )
         callbacks = [*self.objects.callbacks]
         if has_epoch_ends(self.module):
-            # First, so that the others see what the hooks log.
+            # Insert it first, so that the other callbacks see the values that the hooks log.
             callbacks.insert(0, of_flavor(EpochEnds, spec.flavor)(self.module))
         if spec.terminate_on_nan:
             not_finite = functools.partial(sum_over_ranks, name="not_finite")
@@ -192,7 +193,7 @@ class _Trainer:
             self.rank,
             self.logged_steps,
         )
-        # A run that has more epochs already is only loaded.
+        # A run that already has more epochs is only loaded.
         arguments["max_epochs"] = max(arguments["max_epochs"], done)
         self.trainer = trainer = spec.flavor.get("Trainer")(
             **{"default_root_dir": scratch, **arguments, **self.objects.arguments}
@@ -222,7 +223,7 @@ class _Trainer:
             spec.run,
             self.restored,
         )
-        # Before all others, and after all others.
+        # One callback must run before all others, and one after all others.
         connected: Any = trainer
         connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
         with run_checkpoint.within_epochs(trainer), without_epoch_ends(self.module):
@@ -240,7 +241,7 @@ class _Trainer:
 
     @property
     def _loader_device(self) -> torch.device:
-        """Where loaders put batches: on the GPU, unless the module moves them there itself."""
+        """The loaders' device: the GPU, unless the module itself moves batches there."""
         is_overridden = self.spec.flavor.get("utilities.model_helpers.is_overridden")
         moves = any(is_overridden(hook, self.module) for hook in _MOVING_HOOKS)
         return torch.device("cpu") if moves else self.device
@@ -250,9 +251,9 @@ class _Trainer:
         return bool(self.objects.arguments.get("overfit_batches"))
 
     def _passes_per_step(self) -> int:
-        """Return the passes of the next step; callbacks may change it between epochs."""
+        """Return the backward passes of the next step; callbacks may change it between epochs."""
         trainer = self.trainer
-        # Without a backward pass (weight averaging updates batch normalization so) none add up.
+        # Weight averaging updates batch normalization without a backward pass: nothing accumulates.
         if trainer.fit_loop._skip_backward:
             return 1
         if not self.module.automatic_optimization:
@@ -264,7 +265,7 @@ class _Trainer:
         return self.spec.run.checkpoints_path or scratch
 
     def _restore(self) -> RunState | None:
-        """Return how far the run has come, where it has a checkpoint; the Trainer loads that."""
+        """Return the state of the run's checkpoint, if any; the Trainer loads the checkpoint."""
         run = self.spec.run
         held: dict[str, Any] = {}
 

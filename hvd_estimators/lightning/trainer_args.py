@@ -40,22 +40,22 @@ def trainer_arguments(
     rank: int,
     steps: int | None = None,
 ) -> dict[str, Any]:
-    """Return the Trainer's arguments, which those of the user's replace.
+    """Return the Trainer's default arguments, which the user's arguments replace.
 
     Parameters
     ----------
     spec : LightningTrainSpec
-        What the rank was told.
+        The rank's spec.
     objects : TrainerObjects
-        The user's.
+        The user's objects.
     module : LightningModule
-        What is trained.
+        The module to train.
     device : torch.device
-        What the rank trains on.
+        The rank's device.
     strategy : WeightedStrategy
         Connects the ranks.
     callbacks : sequence of Callback
-        The user's, and others.
+        The user's callbacks, and others.
     logs_path : str or None
         A local directory for the run's logs.
     rank : int
@@ -100,7 +100,7 @@ _OURS = {
 }
 
 
-# Trainer arguments that went with Lightning 2, and what does their work.
+# Trainer arguments that Lightning 2 removed, and their replacements.
 _GONE = {
     "amp_backend": "precision",
     "auto_scale_batch_size": "batch_size",
@@ -123,7 +123,7 @@ _GONE = {
 }
 
 
-# What the Trainer can be tried with anywhere: plain values that do not ask for a device.
+# Values of these types can be checked on any machine, because they request no device.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -140,15 +140,15 @@ _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "det
 
 
 def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, Any]:
-    """Return arguments for today's Trainer.
+    """Return arguments for Lightning 2's Trainer.
 
-    What Lightning 2 no longer knows is left out, with a warning that names what does its work;
+    Arguments that Lightning 2 removed are dropped, with a warning that names the replacement.
     ``stochastic_weight_avg=True`` becomes a callback.
 
     Raises
     ------
     ParamError
-        If an argument is not one of the Trainer's, or would break the distribution.
+        If an argument is unknown to the Trainer, or would break distributed training.
     """
     known = inspect.signature(flavor.get("Trainer").__init__).parameters
     adapted = {}
@@ -182,7 +182,7 @@ def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, 
 def check_trainer_args(
     arguments: Mapping[str, Any], flavor: Flavor, callbacks: Sequence[Any] = ()
 ) -> None:
-    """Make sure that the Trainer takes its arguments, those that are plain values, and callbacks.
+    """Check that the Trainer accepts the callbacks and the arguments with plain values.
 
     Raises
     ------
@@ -238,12 +238,12 @@ def _as_list(given: Any) -> list[Any]:
 
 
 def check_objects(loggers: Any, profiler: Any) -> None:
-    """Make sure that loggers and a profiler are such.
+    """Check that loggers and profiler have the expected types.
 
     Raises
     ------
     ParamError
-        If they are not.
+        If they do not.
     """
     for entry in _as_list(loggers):
         is_one = not isinstance(entry, type) and is_lightning(entry, "loggers.Logger")
@@ -260,12 +260,12 @@ def check_objects(loggers: Any, profiler: Any) -> None:
 
 
 def check_module(module: Any, flavor: Flavor) -> None:
-    """Make sure that a LightningModule has what the Trainer calls.
+    """Check that a LightningModule defines the methods that the Trainer calls.
 
     Raises
     ------
     ParamError
-        If it has not.
+        If a method is missing.
     """
     base = flavor.get("LightningModule")
     for method in ("training_step", "configure_optimizers"):

@@ -1,4 +1,4 @@
-"""The estimator's strategy: ranks with unequal batches train and measure as one process would."""
+"""Strategy of the estimator: ranks with unequal batches train and measure as one process would."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["WeightedStrategy"]
 
 
 class WeightedStrategy(HorovodStrategy):
-    """Weights gradients and logged values by what each rank's batch counts for.
+    """Weight gradients and logged values by the weight of each rank's batch.
 
-    The gradient of a step is that of the mean over the rows of all ranks. What is logged counts by
-    rows, and a rank that has no rows in a step takes part without leaving a trace.
+    The gradient of a step is that of the mean over the rows of all ranks. Logged values are
+    weighted by rows. A rank without rows in a step takes part without effect on results or state.
 
     Parameters
     ----------
     train, validation : loader, optional
-        Tell what their batches count for; without one, batches count for the same.
+        Provide the weights of their batches; without a loader, all batches weigh the same.
     shards : ShardStates
-        The canonical shards, of which the rank plays one or several.
+        The canonical shards, of which the rank runs one or several.
     batch_hint : str
-        Added to the error of a step that takes the batch for a tuple.
+        A hint for the error of a step that unpacks the batch as a tuple.
     buffers : BufferReducer
         Reduces the module's buffers.
     **kwargs
@@ -69,17 +69,17 @@ class WeightedStrategy(HorovodStrategy):
 
     @property
     def factor(self) -> float:
-        """What weights this rank's gradient in the current step."""
+        """The weight of this rank's gradient in the current step."""
         return 1.0 if self._train is None else self._train.share.factor
 
     @property
     def has_no_rows(self) -> bool:
-        """Whether the rank has no rows in the current batch, whose results leave no trace."""
+        """True if the rank has no rows in the current batch, whose results are discarded."""
         return self._current is not None and self._current.share.is_stand_in
 
     @property
     def step_share(self) -> StepShare:
-        """What this rank's batch counts in the current step, for losses that scale themselves."""
+        """Weight of this rank's batch in the current step, for losses that scale themselves."""
         if self._train is None:
             return StepShare(1, 1.0, self.world_size)
         share = self._train.share
@@ -87,17 +87,17 @@ class WeightedStrategy(HorovodStrategy):
 
     @property
     def has_users_batches(self) -> bool:
-        """Whether batches come from a LightningDataModule of the user's."""
+        """True if batches come from the user's LightningDataModule."""
         return self._train is None
 
     @property
     def averager(self) -> GradientAverager:
-        """What averages gradients, while the Trainer fits."""
+        """The gradient averager, while the Trainer fits."""
         assert self._averager is not None
         return self._averager
 
     def setup(self, trainer: Trainer) -> None:
-        """Count steps, not the batches of several shards, where schedulers follow steps."""
+        """Make step-wise schedulers count optimizer steps, not the shards' micro-batches."""
         super().setup(trainer)
         for config in self.lr_scheduler_configs:
             if config.interval == "step":
@@ -130,7 +130,7 @@ class WeightedStrategy(HorovodStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, on each rank by itself: the store is one that all ranks see."""
+        """Read a checkpoint on each rank, because all ranks can access the store."""
         loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(
             checkpoint_path, weights_only=weights_only
         )
@@ -140,7 +140,7 @@ class WeightedStrategy(HorovodStrategy):
     def _counted(
         self, loader: TrainLoader | ValidationLoader | None
     ) -> Iterator[Callable[[Any], Any]]:
-        """Count logged values by rows; give a function that takes a step's output."""
+        """Weight logged values by rows; yield a function that processes a step's output."""
         self._settle()
         self._current = loader
         module = self.lightning_module
@@ -175,7 +175,7 @@ class WeightedStrategy(HorovodStrategy):
         try:
             yield
         except Exception as error:
-            # Python 3.10 has no notes.
+            # Exceptions have no notes in Python 3.10.
             if self._batch_hint and takes_tuple(error) and hasattr(error, "add_note"):
                 error.add_note(self._batch_hint)
             raise
@@ -184,10 +184,10 @@ class WeightedStrategy(HorovodStrategy):
         return super()._rows_of(batch) if self._current is None else self._current.share.rows
 
     def _settle(self) -> None:
-        """Take what steps and hooks have added to lists for a batch without rows off them.
+        """Remove list entries that steps and hooks added for a batch without rows.
 
-        A rank without any rows in the epoch keeps it: hooks would fail with nothing, and what they
-        log does not count.
+        A rank without any rows in the epoch retains the entries. Hooks would fail on empty lists,
+        and their logged values do not count.
         """
         module = self.lightning_module
         results = None if module is None else module.trainer._results
@@ -202,7 +202,7 @@ def _lists_of_modules(module: torch.nn.Module) -> Iterator[tuple[list[Any], int]
 
 
 def _of_users(callbacks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the callbacks that are not Lightning's and not this package's."""
+    """Yield the user's callbacks, without those of Lightning and this package."""
     for callback in callbacks:
         home = type(callback).__module__.partition(".")[0]
         if home not in ("lightning", "pytorch_lightning", "hvd_estimators"):
@@ -210,7 +210,7 @@ def _of_users(callbacks: Iterable[Any]) -> Iterator[Any]:
 
 
 def _lists_of(owners: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
-    """Yield the lists in attributes, also those in lists and dicts, with their lengths."""
+    """Yield each list in attributes, or nested in their lists and dicts, with its length."""
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
         yield from _lists_in([v for v in attributes.values() if isinstance(v, (list, dict))], 2)
@@ -227,7 +227,7 @@ def _lists_in(values: Iterable[Any], depth: int) -> Iterator[tuple[list[Any], in
 
 @contextlib.contextmanager
 def _no_trace(module: LightningModule, results: ResultCollection | None) -> Iterator[None]:
-    """Undo what a step does to logged values, metrics and buffers."""
+    """Undo a step's changes to logged values, metrics and buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [
         (metric, metric._copy_state_dict(), metric._update_count)
@@ -241,7 +241,7 @@ def _no_trace(module: LightningModule, results: ResultCollection | None) -> Iter
     }
     yield
     for buffer, value in buffers:
-        # Past autograd: the backward pass, whose gradients count zero, is still to come.
+        # Bypass autograd: the backward pass, whose gradients have weight zero, runs later.
         buffer.data.copy_(value)
     for metric, state, count in metrics:
         for name, before in state.items():
@@ -255,6 +255,6 @@ def _no_trace(module: LightningModule, results: ResultCollection | None) -> Iter
             if metric.meta.is_mean_reduction:
                 metric.cumulated_batch_size = logged[key][1]
         elif metric.meta.on_epoch:
-            # Logged for the first time: it stays, with the value of no rows.
+            # Retain a value that is logged for the first time, as the value of zero rows.
             metric.reset()
             metric.has_reset = False

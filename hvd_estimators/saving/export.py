@@ -1,4 +1,4 @@
-"""What a framework exports, put where it was asked for: whole, or not at all. No PySpark."""
+"""Destinations of framework exports, which are complete or absent. Imports no PySpark."""
 
 from __future__ import annotations
 
@@ -36,27 +36,28 @@ def exported(
     storage_options: Mapping[str, Any] | None,
     last: str | None = None,
 ) -> Iterator[str]:
-    """Yield a path of this machine to write to; what is there in the end is put in its place.
+    """Yield a local path to write to, and move the result to its destination when the block ends.
 
-    Files beside it are put beside its place, before it.
+    Other files in the same directory are moved next to the destination first.
 
     Parameters
     ----------
     path : str
-        The place of a file or a folder: a local path, or a URL that a store is registered for.
+        The destination of a file or a folder: a local path, or a URL with a registered store.
     overwrite : bool
-        Whether it may take another one's place. On the local disk that is whole until then.
+        Whether the export may replace an existing file or folder. On the local disk the
+        existing one stays complete until then.
     storage_options : mapping or None
         Passed to fsspec's filesystem.
     last : str, optional
-        Of a folder, the file without which it is none, which comes last.
+        For a folder, the file to upload last, because the folder is not valid without it.
 
     Raises
     ------
     ParamError
-        If the path is none.
+        If the path is not a valid path.
     StoreError
-        If there is something already, or it cannot be written.
+        If the destination exists and ``overwrite`` is False, or it cannot be written.
     """
     require_path("path", path)
     name = posixpath.basename(path.rstrip("/")) if path else ""
@@ -70,7 +71,7 @@ def exported(
         raise StoreError(f"path: {path!r} exists. Set overwrite=True to replace it.")
     on_disk = store.local_path(target)
     if on_disk is not None:
-        # Beside its place, where it can be renamed.
+        # In the same directory as the destination, so that a rename is possible.
         os.makedirs(os.path.dirname(on_disk), exist_ok=True)
     beside = None if on_disk is None else os.path.dirname(on_disk)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=beside) as directory:
@@ -90,7 +91,7 @@ def exported(
 
 def _rename(source: str, target: str) -> None:
     if os.path.isdir(source) and os.path.lexists(target):
-        # A folder takes no other's place; that is set aside first.
+        # A rename cannot replace a folder with content, so the old folder is renamed first.
         old = os.path.join(os.path.dirname(source), f"old-{uuid.uuid4().hex}")
         os.rename(target, old)
     elif os.path.isdir(target):

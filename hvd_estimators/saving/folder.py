@@ -1,9 +1,9 @@
-"""Directories where Spark's own writers put them: a path is what the JVM takes it for.
+"""Directories whose paths are resolved as Spark's own writers resolve them.
 
-A relative path, one without a scheme and one of a scheme that only the cluster knows (``dbfs:/``)
-are resolved by Hadoop, and files on anything but the local disk are copied by it, with the
-credentials that Spark has. Over Spark Connect, where there is no JVM, it is what a store takes it
-for: a path of the client's disk, or a URL that fsspec serves. Runs on the driver.
+Hadoop resolves paths that are relative, have no scheme or have a scheme that only the cluster knows
+(``dbfs:/``). Hadoop also copies files that are not on the local disk, with Spark's credentials.
+Over Spark Connect there is no JVM, and a store resolves the path: a path on the client's disk, or a
+URL that fsspec serves. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -27,62 +27,62 @@ from hvd_estimators.store.registry import require_path
 __all__ = ["Folder", "open_folder"]
 
 _RENAMING = ("abfs", "abfss", "hdfs", "ofs", "o3fs", "swebhdfs", "viewfs", "webhdfs")
-"""Schemes whose files are renamed onto others at once; elsewhere they appear when closed."""
+"""Schemes with an atomic rename onto existing files; elsewhere a file appears when closed."""
 
 
 class Folder(abc.ABC):
-    """A directory, which may not be there yet. Names are relative to it, with slashes.
+    """A directory, which may not exist yet. Names are relative to it, with slashes.
 
     Attributes
     ----------
     url : str
-        The directory as Spark is to be given it.
+        The directory's URL for Spark.
     """
 
     url: str
 
     @abc.abstractmethod
     def exists(self, name: str = "") -> bool:
-        """Return whether there is such a file or directory; without a name, this one."""
+        """Return whether a file or directory exists; without a name, this directory."""
 
     @abc.abstractmethod
     def is_file(self) -> bool:
-        """Return whether there is a file where the directory should be."""
+        """Return whether the directory's path is a file."""
 
     @abc.abstractmethod
     def names(self, name: str = "") -> list[str]:
-        """Return the names of what is in a directory; nothing where it is not there."""
+        """Return the names of a directory's entries; an empty list if it does not exist."""
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes:
-        """Return the content of a file; raises `StoreError` where there is none."""
+        """Return the content of a file; raises `StoreError` if it does not exist."""
 
     @abc.abstractmethod
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, with the directories that it is in; it appears whole."""
+        """Write a file atomically, and create its parent directories."""
 
     @abc.abstractmethod
     def move_file(self, name: str, target: str) -> None:
-        """Replace a file by another one: at any moment there is either the old or the new one."""
+        """Replace a file by another one; at any moment either the old or the new one exists."""
 
     @abc.abstractmethod
     def move_directory(self, name: str, target: str) -> None:
-        """Rename a directory; there is none of the new name."""
+        """Rename a directory; the new name must not exist."""
 
     @abc.abstractmethod
     def delete(self, name: str = "") -> None:
-        """Delete a file or directory, if it is there; without a name, the directory itself."""
+        """Delete a file or directory if it exists; without a name, this directory."""
 
 
 def open_folder(session: SparkSession, path: str) -> Folder:
-    """Return the directory that Spark means by a path.
+    """Return the directory that a path means to Spark.
 
     Raises
     ------
     ParamError
-        If the path is no string, or empty.
+        If the path is not a string, or is empty.
     StoreError
-        If Spark knows no filesystem for it.
+        If Spark has no filesystem for the path.
     """
     require_path("path", path)
     if not path:
@@ -106,7 +106,7 @@ def open_folder(session: SparkSession, path: str) -> Folder:
 
 
 class _LocalFolder(Folder):
-    """What a `LocalStore` does; what is more is for Hadoop, which wrote files there, too."""
+    """Local directory in a `LocalStore`, with support for files that Hadoop wrote."""
 
     def __init__(self, url: str, root: Path) -> None:
         self.url = url
@@ -134,7 +134,8 @@ class _LocalFolder(Folder):
 
     def move_file(self, name: str, target: str) -> None:
         path = self._root / target
-        # Hadoop's sum of the old content: without one it reads a file as it is.
+        # Hadoop's checksum of the old content; without a checksum file Hadoop reads a file
+        # unchecked.
         path.with_name(f".{path.name}.crc").unlink(missing_ok=True)
         os.replace(self._root / name, path)
 
@@ -150,14 +151,14 @@ class _LocalFolder(Folder):
 
 
 class _StoreFolder(Folder):
-    """What fsspec reaches, with the credentials of its environment."""
+    """Directory that fsspec serves, with the credentials of fsspec's environment."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url(store.folder)
         self._store = store
 
     def exists(self, name: str = "") -> bool:
-        # A directory of an object store is there where something is in it.
+        # In an object store a directory exists if it contains something.
         return self._store.exists(self._path(name)) or bool(self.names(name))
 
     def is_file(self) -> bool:
@@ -224,7 +225,7 @@ class _HadoopFolder(Folder):
             return Path(local).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        # By way of a file: what goes through py4j is held by the JVM several times.
+        # Copy a file, because the JVM holds several copies of content that passes through py4j.
         with tempfile.TemporaryDirectory() as folder, _errors(self.url):
             local = os.path.join(folder, "content")
             Path(local).write_bytes(content)
@@ -235,7 +236,7 @@ class _HadoopFolder(Folder):
         with _errors(self.url):
             if self._root.toUri().getScheme() in _RENAMING:
                 rename = getattr(self._fs, "Options$Rename")
-                # Of one option the JVM makes an array, as for any variable number of arguments.
+                # Java's variable arguments are an array, even for a single option.
                 context = self._fs.FileContext.getFileContext(
                     self._root.toUri(), self._configuration
                 )
@@ -274,7 +275,7 @@ def _array(cls: Any, values: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def _errors(path: str) -> Iterator[None]:
-    """Turn what the JVM raises into an error that names the path."""
+    """Raise the JVM's errors as `StoreError` with the path."""
     try:
         yield
     except Py4JJavaError as error:

@@ -1,12 +1,12 @@
-"""Saving and loading of estimators and models as directories of real files.
+"""Saving and loading of estimators and models as directories of files.
 
-``metadata/`` is Spark ML's own format, so that ``Pipeline`` and ``PipelineModel`` save and load
-such stages; it holds the params that JSON can. Every other param is a file of its own, pickled
-(``params/<name>.pkl``), or what the class makes of it, except those that are declared not to be
-saved. Loading runs code from the files: load what you trust. Runs on the driver.
+``metadata/`` has Spark ML's own format, so that ``Pipeline`` and ``PipelineModel`` save and load
+such stages. It holds the params that JSON can represent. Each other param is a separate file,
+``params/<name>.pkl``, pickled or in a format of the class. Params that are declared as not saved
+are omitted. Loading runs code from the files, so load only files that you trust.
 
-What is saved over something else takes its place when the file of its metadata does, which is at
-once: a process that is killed leaves the old or the new one.
+A save over an existing directory takes effect when its metadata file is replaced, which is atomic.
+A process that is killed leaves either the old or the new version. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ Instance = TypeVar("Instance", bound=DeclaredParams)
 
 
 class FileWritable(MLWritable):
-    """Gives ``write()`` and ``save(path)`` to a class with declared params."""
+    """Add ``write()`` and ``save(path)`` to a class with declared params."""
 
     def write(self) -> MLWriter:
-        """Return a writer; ``write().overwrite().save(path)`` replaces what is there."""
+        """Return a writer; ``write().overwrite().save(path)`` replaces existing files."""
         return _Writer(self)
 
     def _dump_param(self, name: str, value: Any) -> bytes:
-        """Return a param's value as bytes; overridden where pickling it will not do."""
+        """Return a param's value as bytes; classes override this if pickle is not suitable."""
         return cloudpickle.dumps(value)
 
     def _kept_elsewhere(self) -> str:
-        """Return what to tell somebody who cannot save this of where else it is; empty if nowhere.
+        """Return a hint about another copy of the instance, for errors; empty without a copy.
 
-        What then goes wrong in saving becomes a `StoreError` that says so.
+        With a hint, other errors in saving become a `StoreError` that includes it.
         """
         return ""
 
@@ -70,7 +70,7 @@ class FileWritable(MLWritable):
 
 
 class FileReadable(MLReadable[Any]):
-    """Gives ``read()`` and ``load(path)`` to a class with declared params."""
+    """Add ``read()`` and ``load(path)`` to a class with declared params."""
 
     @classmethod
     def read(cls) -> MLReader[Any]:
@@ -78,11 +78,11 @@ class FileReadable(MLReadable[Any]):
         return _Reader(cls)
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        """Return the values of what `_dump_param` wrote, by name."""
+        """Return the values of the documents that `_dump_param` wrote, by name."""
         return {name: loads(document) for name, document in documents.items()}
 
     def _adapt(self, saved: Collection[str]) -> None:
-        """Adapt a loaded instance to an earlier version, which saved fewer params.
+        """Adapt an instance that was saved by an earlier version with fewer params.
 
         Parameters
         ----------
@@ -97,16 +97,16 @@ class _Writer(MLWriter):
         self._instance = instance
 
     def save(self, path: str) -> None:
-        """Save the instance. What is to be replaced stays whole until the new one is.
+        """Save the instance. An existing version stays complete until it is replaced.
 
         Raises
         ------
         ParamError
-            If the path is no string, or empty.
+            If the path is not a string, or is empty.
         StoreError
-            If there is something that is not to be replaced.
+            If the path exists and must not be replaced.
         """
-        # Not as the base does it, which deletes first.
+        # The base implementation would delete first.
         self.saveImpl(path)
 
     def saveImpl(self, path: str) -> None:
@@ -123,7 +123,7 @@ class _Writer(MLWriter):
             ) from error
 
     def _save(self, path: str) -> None:
-        # Before anything is touched: a value may not be picklable.
+        # Before any change on disk, because a value may not be picklable.
         document = _Document.of(self._instance)
         folder = open_folder(self.sparkSession, path)
         if folder.exists() and not self.shouldOverwrite:
@@ -133,12 +133,14 @@ class _Writer(MLWriter):
         number = uuid.uuid4().hex
         is_new = not folder.exists()
         params = _PARAMS if is_new else f"{_PARAMS}-{number}"
-        # Spark writes metadata as a directory, which nothing replaces at once; its file can be.
+        # Spark writes metadata as a directory, which cannot be replaced atomically, but its file
+        # can.
         staging = "" if is_new else f".{number}.partial"
         try:
             for name, content in document.params.items():
                 folder.write(f"{params}/{name}.pkl", content)
-            # Last: a directory without metadata does not load, so a save that broke off never does.
+            # Last, because a directory without metadata does not load: an incomplete save never
+            # loads.
             further = {
                 "pickledParams": sorted(document.params),
                 "leftOutParams": document.left_out,
@@ -147,7 +149,7 @@ class _Writer(MLWriter):
             }
             self._write_metadata(folder, staging, document.bare, further)
         except BaseException:
-            # What was there before is as it was.
+            # Existing files are unchanged, so only new files are deleted.
             for name in (params, staging):
                 if name:
                     folder.delete(name)
@@ -156,7 +158,7 @@ class _Writer(MLWriter):
             _move_metadata(folder, f"{staging}/{_METADATA}")
         for name, content in document.extra.items():
             folder.write(name, content)
-        # The old one's files, and what saves have left that were killed.
+        # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *document.extra}:
             folder.delete(name)
 
@@ -167,7 +169,7 @@ class _Writer(MLWriter):
             url = f"{folder.url}/{staging}" if staging else folder.url
             DefaultParamsWriter.saveMetadata(bare, url, session.sparkContext, extraMetadata=further)
             return
-        # Not by the server, as Spark's writer would: a path here may be none there.
+        # The server's writer would not work, because the client's path may not exist there.
         metadata = {
             "class": f"{type(bare).__module__}.{type(bare).__name__}",
             "timestamp": round(time.time() * 1000),
@@ -187,7 +189,7 @@ def _move_metadata(folder: Folder, source: str) -> None:
     if len(old) == 1:
         folder.move_file(f"{source}/{new}", f"{_METADATA}/{old[0]}")
         return
-    # No writer of Spark ML's has left this, and nothing can be loaded from it.
+    # Spark ML's writers leave no such metadata, and it cannot be loaded.
     folder.delete(_METADATA)
     folder.move_directory(source, _METADATA)
 
@@ -198,7 +200,7 @@ def _data_files(folder: Folder, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Document:
-    """What is written of an instance.
+    """Content to write for an instance.
 
     Attributes
     ----------
@@ -209,7 +211,7 @@ class _Document:
     extra : mapping
         Name to content of further files.
     left_out : list of str
-        What is not saved.
+        Names of the values that are not saved.
     """
 
     bare: Any
@@ -241,9 +243,10 @@ class _Document:
 
 
 def dump_param(instance: Any, name: str, value: Any) -> bytes:
-    """Return a param's value as it is saved.
+    """Return the bytes of a param's value.
 
-    A store without its options, which may be secrets, unless it is to keep them.
+    A store is saved without its options, which may be secrets, unless ``save_storage_options`` is
+    set.
     """
     if isinstance(value, Store) and not value.save_storage_options:
         value = value.without_options()
@@ -262,9 +265,9 @@ class _Reader(MLReader[Any]):
         Raises
         ------
         ParamError
-            If the path is none, or something of another class was saved there.
+            If the path is not valid, or holds an instance of another class.
         StoreError
-            If nothing was saved there, or a file of it is missing.
+            If the path holds no saved instance, or one of its files is missing.
         """
         folder = open_folder(self.sparkSession, path)
         if not folder.names(_METADATA):
@@ -294,7 +297,7 @@ class _Reader(MLReader[Any]):
         if not is_connect(self.sparkSession):
             context = self.sparkSession.sparkContext
             return DefaultParamsReader.loadMetadata(folder.url, context)
-        # Spark leaves empty files, too, where there were empty partitions.
+        # Spark also writes an empty file for an empty partition.
         documents = [folder.read(f"{_METADATA}/{name}") for name in _data_files(folder, _METADATA)]
         (document,) = filter(None, documents)
         metadata: dict[str, Any] = json.loads(document)
@@ -302,7 +305,7 @@ class _Reader(MLReader[Any]):
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON gives a value back as it is."""
+    """Return whether a round trip through JSON preserves a value."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What `save` wrote of a model, read without Spark. Imports no PySpark."""
+"""Access to saved models without Spark. Imports no PySpark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOMES = {
     "TorchModel": "hvd_estimators.torch",
 }
 FORMAT_VERSION = 1
-"""Of what ``save`` writes; one more where this version could not read it."""
+"""Version of the format of ``save``; incremented if this version could not read the new format."""
 
 _JVM = "org.apache.spark."
 _OWN = "hvd_estimators."
@@ -53,9 +53,9 @@ class Saved:
         self._unpickled: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
-        """Return a param's value, or its default; None where the model was saved without it.
+        """Return a param's value or default; None if the model was saved without the param.
 
-        What is no value of JSON's is unpickled, which runs code.
+        A value that JSON cannot represent is unpickled, which runs code.
         """
         if name not in self._pickled:
             return self._values.get(name)
@@ -64,22 +64,22 @@ class Saved:
         return self._unpickled[name]
 
     def read(self, name: str) -> bytes:
-        """Return the bytes that a param was saved as.
+        """Return the bytes of a saved param.
 
         Raises
         ------
         StoreError
-            If they are not there.
+            If the bytes are missing.
         """
         return self._store.read(self._file(name))
 
     def file(self, name: str) -> Path | LocalFile:
-        """Return a file of this machine with the bytes that a param was saved as.
+        """Return a local file with the bytes of a saved param.
 
         Raises
         ------
         StoreError
-            If they are not there.
+            If the bytes are missing.
         """
         path = self._file(name)
         local = self._store.local_path(path)
@@ -98,7 +98,7 @@ class Saved:
 
 
 class _Unpickler(Unpickler):
-    """Takes any class for Spark's, of which params hold some as the types of columns."""
+    """Unpickler with placeholders for missing PySpark classes, such as column types in params."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         try:
@@ -110,23 +110,23 @@ class _Unpickler(Unpickler):
 
 
 def class_of(wanted: type, found: str, path: str) -> type:
-    """Return the class that what was saved is loaded as: as with Spark's own, that which it was.
+    """Return the class of the loaded instance: the saved class, as in Spark, or the requested one.
 
     Parameters
     ----------
     wanted : type
-        The class that is to be loaded.
+        The class to load.
     found : str
-        The class that was saved, with its module: that one, one below it, or, for a class of a
-        user's, one above it. One that cannot be imported here is loaded as the one that is wanted:
-        programs save classes of their own.
+        The class that was saved, with its module. It must be ``wanted``, a subclass, or, for a
+        user's class, a base class. If it cannot be imported, the instance is loaded as ``wanted``,
+        because programs also save their own classes.
     path : str
         The folder, for the message.
 
     Raises
     ------
     ParamError
-        If it is of another class.
+        If the saved class does not match.
     """
     module, _, name = found.rpartition(".")
     if (module, name) == (wanted.__module__, wanted.__name__):
@@ -136,7 +136,8 @@ def class_of(wanted: type, found: str, path: str) -> type:
             saved: type = getattr(importlib.import_module(module), name)
             if issubclass(saved, wanted):
                 return saved
-            # Lightning's are made of torch's, and what was saved of these is not theirs.
+            # In this package Lightning's classes derive from torch's, but must not load models
+            # that torch's classes saved.
             if issubclass(wanted, saved) and not wanted.__module__.startswith(_OWN):
                 return wanted
         except (ImportError, AttributeError, TypeError, ValueError):
@@ -147,12 +148,12 @@ def class_of(wanted: type, found: str, path: str) -> type:
 
 
 def check_format(metadata: Mapping[str, Any], path: str) -> None:
-    """Make sure that no later version saved something in a way that this one does not know.
+    """Check that this version can read the format of the saved files.
 
     Raises
     ------
     StoreError
-        If one did.
+        If a later version saved them in a newer format.
     """
     found = metadata.get("formatVersion", FORMAT_VERSION)
     if found > FORMAT_VERSION:
@@ -163,23 +164,23 @@ def check_format(metadata: Mapping[str, Any], path: str) -> None:
 
 
 def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | None) -> Saved:
-    """Return what was saved of a model.
+    """Return a saved model.
 
     Parameters
     ----------
     path : str
         The folder.
     class_name : str
-        The class of models that is expected.
+        The expected class of the model.
     storage_options : mapping or None
         Passed to fsspec's filesystem.
 
     Raises
     ------
     ParamError
-        If something else was saved there, or no filesystem serves the path.
+        If the path holds something else, or no filesystem serves it.
     StoreError
-        If nothing was, or it cannot be read.
+        If the path holds no model, or the model cannot be read.
     """
     require_path("path", path)
     if not path:
@@ -193,7 +194,7 @@ def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | 
 
 
 def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
-    """Return what Spark ML's writer wrote: one line of JSON."""
+    """Return the metadata from Spark ML's writer, which is one line of JSON."""
     names = [n for n in store.names(f"{folder}/metadata") if not n.startswith(("_", "."))]
     text = b""
     for name in names:
