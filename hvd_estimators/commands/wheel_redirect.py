@@ -165,7 +165,7 @@ def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False)
                 content = record if name == records[0] else original.read(name)
                 copy.writestr(original.getinfo(name), content, zipfile.ZIP_DEFLATED)
             for name, content in written.items():
-                # With a date of its own, the earliest, so that the same wheel is the same bytes.
+                # ZipInfo's default date makes equal wheels equal byte for byte.
                 entry = zipfile.ZipInfo(name)
                 entry.external_attr = original.getinfo(_MODULE).external_attr
                 copy.writestr(entry, content, zipfile.ZIP_DEFLATED)

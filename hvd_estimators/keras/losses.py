@@ -227,7 +227,7 @@ def check_loss(
     if value is not None and value.shape.rank:
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
     for _, output, label, loss in compared:
-        # Labels that only broadcast to the output train on something nobody meant.
+        # Labels that merely broadcast to the output train the wrong comparison.
         sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]
         if sizes[0] != sizes[1] and compares_elements(loss):
             raise ShapeError(

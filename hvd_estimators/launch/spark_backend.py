@@ -163,7 +163,7 @@ class SparkBackend(Backend):
         return self._num_proc or self._all_slots()
 
     def task_slots(self) -> int:
-        """Return how many ranks the currently registered executors can run at the same time.
+        """Return the number of ranks that the registered executors can run at once.
 
         With dynamic allocation, executors for the configured number of ranks are requested first.
         """

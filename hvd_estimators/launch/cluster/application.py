@@ -238,7 +238,7 @@ class Cluster:
         return "127.0.0.1" if self.is_local else self.conf.get("spark.driver.host", "127.0.0.1")
 
     def task_slots(self) -> int:
-        """Return how many tasks the registered executors can run at the same time."""
+        """Return the number of tasks that the registered executors can run at once."""
         manager = self._scala.resourceProfileManager()
         if self.profile is None:
             profile = manager.defaultResourceProfile()
