@@ -62,7 +62,7 @@ def train_tensorflow() -> float:
 
 
 def train_distributed() -> float:
-    """Return the time of the first allreduce of torch's collectives, set up by `TorchDistributor`."""
+    """Return the time of the first allreduce of torch's collectives, with `TorchDistributor`."""
     import time
 
     import torch

@@ -63,7 +63,7 @@ def parse(line: str) -> Result:
 
 
 def load(file: Path) -> dict[str, Result]:
-    """Return the results in a file by their parts; empty if there is no file."""
+    """Return the results in a file by their parts; empty if the file does not exist."""
     if not file.is_file():
         return {}
     documents = json.loads(file.read_text(encoding="utf-8"))

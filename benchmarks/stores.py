@@ -232,7 +232,7 @@ def measure(
 
 
 def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: Place) -> Contender:
-    """Open a reader that reads shuffled rows pass after pass; a warm-up pass precedes a timed one."""
+    """Open a reader of shuffled rows, pass after pass; a warm-up pass precedes a timed one."""
     data = stack.enter_context(module(kind, place))
     batches = data.train_chunks()
 

@@ -117,7 +117,7 @@ def in_source(function: Any) -> Any:
 def train_from_parquet(
     folder: str, epochs: int, batch_size: int, learning_rate: float, seed: int
 ) -> Trained:
-    """Train `Net` with ``DistributedDataParallel``; validate after each epoch. Runs on each rank."""
+    """Train `Net` with ``DistributedDataParallel``; validate each epoch. Runs on every rank."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
