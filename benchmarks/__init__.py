@@ -1,1 +1,1 @@
-"""Measures the package against `horovod.spark` and against plain Horovod."""
+"""Benchmarks of the package against `horovod.spark` and plain Horovod."""

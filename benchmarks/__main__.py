@@ -1,7 +1,7 @@
-"""Run all benchmarks, each in a process of its own, and write their results and one page of them.
+"""Run all benchmarks, each in a separate process, and write their results and a page.
 
-A part that fails is named in the end, and the others go on. A part's new result takes the place of
-its old one in the file; those that were not run, or failed, stay as they were.
+If a part fails, the others still run, and the failed part is named at the end. A part's new result
+replaces its old one in the file. Parts that were not run, or failed, keep their old results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import page, plots, quotes, results
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
 QUOTING = (ROOT / "README.rst",)
-"""Documents that define substitutions of their own: where they are shown no file is included."""
+"""Documents with their own substitutions, because they are shown where files cannot be included."""
 
 PARTS: Mapping[str, str] = {
     "prepare": "--rows 4000 --repeats 1",
@@ -41,16 +41,16 @@ PARTS: Mapping[str, str] = {
     "launch": "--repeats 1",
     "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
 }
-"""The parts in their order, and with which options they show in little time that they run.
+"""Parts in order, and options for a short trial run.
 
-What follows a dash in a part's name is an option of its benchmark.
+A dash in a part's name is followed by an option of its benchmark.
 """
 
 ELSEWHERE: Mapping[str, str] = {
     "gpu": "--cpu --rows 20000 --images 64 --repeats 1",
     "gpu_spark": "--cpu --rows 2000 --images 8 --slots 2 --repeats 1",
 }
-"""Those that are only run where they are named."""
+"""Parts that run only if they are named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def publish(folder: Path, quoting: Sequence[Path]) -> None:
-    """Write the page, its pictures and the figures that the documentation quotes."""
+    """Write the page, its plots and the figures that the documentation quotes."""
     folder.mkdir(parents=True, exist_ok=True)
     page.write(folder)
     plots.draw(folder)
@@ -95,19 +95,19 @@ def command_of(part: str, given: Sequence[str]) -> list[str]:
 
 
 def last_line(command: Sequence[str], limit: float) -> str:
-    """Run a command, show what it prints, and return its last line.
+    """Run a command, print its output, and return its last line.
 
     Parameters
     ----------
     command : sequence of str
-        The command. It has a process group of its own, which is ended with it.
+        The command. It has its own process group, which is killed with it.
     limit : float
-        Seconds that it may take.
+        Maximum duration in seconds.
 
     Raises
     ------
     subprocess.SubprocessError
-        If it fails, or takes longer.
+        If the command fails, or exceeds the limit.
     """
     process = subprocess.Popen(
         command,
@@ -121,7 +121,7 @@ def last_line(command: Sequence[str], limit: float) -> str:
 
     def end() -> None:
         late.set()
-        with contextlib.suppress(ProcessLookupError):  # It has just ended.
+        with contextlib.suppress(ProcessLookupError):  # The process has just ended.
             os.killpg(process.pid, signal.SIGKILL)
 
     timer = threading.Timer(limit, end)
@@ -130,7 +130,7 @@ def last_line(command: Sequence[str], limit: float) -> str:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            # The result itself is in the file.
+            # The full result is in the file.
             print(line[:2000], end="" if len(line) <= 2000 else " ...\n", flush=True)
             last = line.strip() or last
         code = process.wait()
@@ -179,6 +179,6 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    # The part that runs ends with this process, and is not left behind.
+    # End the running part with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

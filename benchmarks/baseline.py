@@ -1,4 +1,4 @@
-"""`horovod.spark` as it comes with Horovod 0.28.1, mended as little as it takes to run here."""
+"""`horovod.spark` from Horovod 0.28.1, with the minimal patches to run here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from pyspark.sql import types as T
 
-# It imports TensorFlow, and with Petastorm uses much that PyArrow 14 calls deprecated: both tell
-# so at length.
+# It imports TensorFlow and, through Petastorm, uses deprecated features of PyArrow 14. Both print
+# many warnings.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 warnings.simplefilter("ignore", FutureWarning)
 
@@ -24,12 +24,12 @@ from pyarrow import parquet  # noqa: E402
 __all__ = ["QUIET", "SparkBackend", "TorchEstimator", "make_model", "make_store"]
 
 QUIET = {"PYTHONWARNINGS": "ignore", "TF_CPP_MIN_LOG_LEVEL": "3"}
-"""Environment variables of its ranks, which otherwise print a page of warnings each."""
+"""Environment variables that keep each of the baseline's ranks from printing a page of warnings."""
 
 
 def make_store(prefix: str) -> Any:
-    """Return its Store for a local folder."""
-    # It reads attributes that only PyArrow's legacy datasets have, which are no longer the default.
+    """Return the baseline's Store for a local folder."""
+    # It reads attributes of PyArrow's legacy datasets, which are no longer the default.
     horovod_store.pq = types.SimpleNamespace(
         ParquetDataset=functools.partial(parquet.ParquetDataset, use_legacy_dataset=True)
     )
@@ -37,7 +37,7 @@ def make_store(prefix: str) -> Any:
 
 
 def make_model(net: torch.nn.Module, width: int) -> TorchModel:
-    """Return its TorchModel as `fit` would, with the given weights."""
+    """Return the baseline's TorchModel as `fit` would, with the given weights."""
     return TorchModel(
         model=net,
         feature_columns=["features"],

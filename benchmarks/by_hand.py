@@ -1,4 +1,4 @@
-"""Inference as one would write it without this package: for `benchmarks.transform`."""
+"""Hand-written inference without this package, for `benchmarks.transform`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def map_in_arrow(
 def predict_batches(
     spark: SparkSession, net: torch.nn.Module, features: str, shape: tuple[int, ...], outputs: int
 ) -> Callable[[DataFrame], DataFrame]:
-    """Return the same by PySpark's `predict_batch_udf`."""
+    """Return the same with PySpark's `predict_batch_udf`."""
     model = spark.sparkContext.broadcast(_pickled(net))
 
     def make() -> Callable[[Any], Any]:
@@ -93,14 +93,14 @@ def predict_batches(
 def in_own_workers(
     spark: SparkSession, transform: Callable[[DataFrame], DataFrame]
 ) -> Callable[[DataFrame], DataFrame]:
-    """Return the same in Python workers that nothing else runs in.
+    """Return the same in separate Python workers.
 
-    Workers of one session serve all of its queries, and what this package sets aside there makes
-    the tasks of others cheaper, too.
+    Workers of a session serve all of its queries. Work that this package saves in its workers
+    therefore also makes the tasks of other contenders cheaper.
     """
 
     def call(frame: DataFrame) -> DataFrame:
-        # Spark keeps workers apart by their environments.
+        # Spark uses separate workers for separate environments.
         spark.sparkContext.environment["HVD_BENCHMARK"] = "by hand"
         try:
             return transform(frame)
@@ -111,7 +111,7 @@ def in_own_workers(
 
 
 def moved_alone(frame: DataFrame) -> DataFrame:
-    """Bring all columns to Python, and the first one back."""
+    """Transfer all columns to Python, and the first one back."""
     first = frame.columns[0]
 
     def give(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -124,7 +124,7 @@ def moved_alone(frame: DataFrame) -> DataFrame:
 def forward_seconds(
     net: torch.nn.Module, shape: tuple[int, ...], rows: int, batch_rows: int, processes: int
 ) -> float:
-    """Return how long forward passes alone take, in one process for each core, the slowest one."""
+    """Return the seconds of forward passes alone, of the slowest of one process per core."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [
             pool.submit(_forward, _pickled(net), shape, rows // processes, batch_rows)
@@ -150,7 +150,7 @@ def _with_vector(frame: DataFrame, outputs: int) -> DataFrame:
 
 
 def _pickled(net: torch.nn.Module) -> bytes:
-    # Python workers do not have this package.
+    # The other processes do not have this package.
     module = sys.modules[type(net).__module__]
     cloudpickle.register_pickle_by_value(module)
     try:

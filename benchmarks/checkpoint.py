@@ -1,14 +1,16 @@
-"""Steps per second with checkpoints within epochs beside none, and seconds from a kill to a step.
+"""Steps per second with and without mid-epoch checkpoints, and seconds from a kill to a new step.
 
-Two ranks on a local disk, for each framework, with a small network and with one of 400 MB. With and
-without take turns, in pairs. A run's speed is the median of its stretches of 100 steps, lest what
-else the machine does for a moment count.
+Two ranks on a local disk, for each framework, with a small network and with one of 400 MB. Runs
+with and without checkpoints alternate, in pairs. A run's speed is the median of its stretches of
+100 steps, so that other load on the machine has little influence.
 
-Runs of one and the same thing differ by more than a checkpoint takes. Therefore the price of the
-small network is measured within runs, too: how much longer the steps around a checkpoint take than
-the others between the same two checkpoints. The same of runs that write none says how much of that
-is chance. And the same by the processor time of the first rank, which writes: the thread that does
-so takes it from training where ranks fill all cores, and other processes take none of it.
+Identical runs differ by more than the cost of a checkpoint. Therefore the cost for the small
+network is also measured within runs: the extra time of the steps around a checkpoint, compared
+with the other steps between the same two checkpoints. The same measurement in runs without
+checkpoints shows the noise.
+
+The cost is also measured in processor time of the first rank, which writes. If ranks fill all
+cores, the writing thread takes this time from training. Other processes do not add to it.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ TARGET = 0.97
 EVERY = 100
 RANKS = 2
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-# Steps that are not measured: while threads, buffers and graphs are made.
+# Unmeasured steps at the start, in which threads, buffers and graphs are created.
 WARM_UP = 20
-# Steps of a stretch that a checkpoint may slow down: the one at whose end it begins, and the next.
+# Steps that a checkpoint may slow down: the one at whose end it begins, and the following ones.
 AROUND = 30
-# Of ratios within runs, and of their chance.
+# Names of the ratios within runs, each followed by that of its noise.
 WITHIN = ("within", "none", "processor", "none")
-# 10,000 squared weights are 400 MB.
+# A layer of 10,000 x 10,000 weights has 400 MB.
 LARGE = 10_000
 
 
 class Clock:
-    """Takes down when steps begin, on the first rank, and writes it to a file at the end.
+    """Record the start of each step on the first rank, and write the times to a file at the end.
 
-    The file has two rows: seconds since the epoch, and seconds of all threads on processors.
+    The file has two rows: seconds since the epoch, and processor seconds of all threads.
 
     Parameters
     ----------
@@ -79,7 +81,7 @@ class Clock:
 
 
 class TorchClock(Clock):
-    """The same as a callback of `TorchEstimator`; a hook of the module tells of steps."""
+    """`Clock` as a callback of `TorchEstimator`; a hook of the module reports steps."""
 
     def on_train_begin(self, module: torch.nn.Module, **_: Any) -> None:
         module.register_forward_pre_hook(lambda *_: self.step())
@@ -89,7 +91,7 @@ class TorchClock(Clock):
 
 
 def torch_net(width: int) -> torch.nn.Sequential:
-    """Return a network with a hidden layer, or with two that are as wide."""
+    """Return a network with one hidden layer, or with two of the given width."""
     torch.manual_seed(1)
     hidden = width or HIDDEN
     layers = [torch.nn.Linear(WIDTH, hidden), torch.nn.ReLU()]
@@ -179,7 +181,7 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
 
 
 def fit(framework: str, folder: Path, name: str, width: int, batch_size: int, **how: Any) -> Path:
-    """Train an epoch, and return the file with the moments of its steps."""
+    """Train an epoch, and return the file with the times of its steps."""
     store = Store.create(f"{folder}/store")
     path = folder / f"{name}.npy"
     estimator = ESTIMATORS[framework](
@@ -202,7 +204,7 @@ def fit(framework: str, folder: Path, name: str, width: int, batch_size: int, **
 
 
 def speed(moments: Sequence[float]) -> float:
-    """Return the steps per second: of the median of stretches that have a checkpoint each."""
+    """Return the steps per second of the median stretch; each stretch has one checkpoint."""
     measured = moments[WARM_UP:]
     length = EVERY if len(measured) > 5 * EVERY else len(measured) - 1
     bounds = measured[::length]
@@ -210,9 +212,9 @@ def speed(moments: Sequence[float]) -> float:
 
 
 def seconds_around(moments: Sequence[float]) -> tuple[float, float]:
-    """Return by how many seconds the steps around a checkpoint are longer, and what 100 steps take.
+    """Return the extra seconds of the steps around a checkpoint, and those of 100 other steps.
 
-    Both are medians of stretches from one checkpoint to the next; the first one is left out.
+    Both are medians of stretches from one checkpoint to the next, without the first stretch.
     """
     took = np.diff(moments)
     stretches = [
@@ -228,16 +230,17 @@ def seconds_around(moments: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Price:
-    """Steps per second of pairs of runs, and ratios within runs; None where not measured.
+    """Steps per second of pairs of runs, and ratios within runs; None if not measured.
 
     Attributes
     ----------
     without, with_them : tuple of float
         Steps per second.
     within, within_none : float or None
-        What steps without a checkpoint take, to what they take with one; and in runs without any.
+        Time of steps without a checkpoint divided by their time with one; and the same in runs
+        without checkpoints.
     processor, processor_none : float or None
-        The same by the processor time of the first rank.
+        The same ratios for the processor time of the first rank.
     """
 
     without: tuple[float, ...]
@@ -249,16 +252,16 @@ class Price:
 
     @property
     def ratios(self) -> list[float]:
-        """With checkpoints to without, of each pair."""
+        """The speed with checkpoints divided by the speed without, of each pair."""
         return [w / o for o, w in zip(self.without, self.with_them, strict=True)]
 
 
 def price(framework: str, folder: Path, width: int, batch_size: int, repeats: int) -> Price:
-    """Train in pairs without checkpoints within the epoch, and with them."""
+    """Train in pairs, without and with checkpoints within the epoch."""
     speeds: dict[int, list[float]] = {0: [], EVERY: []}
     around: dict[int, list[list[tuple[float, float]]]] = {0: [], EVERY: []}
     for turn in range(repeats):
-        # What comes first in a pair finds the machine as the other left it.
+        # The order alternates, because each run finds the machine as the previous one left it.
         for every in (0, EVERY) if turn % 2 == 0 else (EVERY, 0):
             name = f"{framework}-{width}-{turn}-{every}"
             how = {"checkpoint_every_n_steps": every} if every else {}
@@ -278,16 +281,16 @@ def price(framework: str, folder: Path, width: int, batch_size: int, repeats: in
 
 
 def seconds_to_next_step(framework: str, folder: Path, batch_size: int) -> float:
-    """Return how long no rank trains after one was killed: until the first step of the next."""
+    """Return the seconds from the kill of a rank to the first step after the relaunch."""
     kill_at = 2 * EVERY + EVERY // 2
     name = f"{framework}-killed"
     how = {"kill_at": kill_at, "max_restarts": 1, "checkpoint_every_n_steps": EVERY}
     path = fit(framework, folder, name, 0, batch_size, **how)
-    # The next run is killed, too.
+    # Remove the file, so that the next run is also killed.
     killed = Path(f"{path}.killed")
     moment = float(killed.read_text())
     killed.unlink()
-    # Callbacks of Keras come back with what they had noted before.
+    # Restored Keras callbacks still have the times recorded before the kill.
     return float(min(step for step in np.load(path)[0] if step > moment)) - moment
 
 
@@ -341,7 +344,7 @@ def main() -> None:
 
 
 def records_of(prices: Mapping[str, Price], restart: Mapping[str, list[float]]) -> list[Record]:
-    """Return a table of each pair's speeds, of the ratios within runs, and of restarts."""
+    """Return records of each pair's speeds, of the ratios within runs, and of restarts."""
     records: list[Record] = []
     for name, of in prices.items():
         measured = {"without": of.without, f"every {EVERY} steps": of.with_them}

@@ -1,4 +1,4 @@
-"""How figures are taken and shown; needs neither Spark nor a framework."""
+"""Measuring and showing of figures; needs neither Spark nor a framework."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """One figure: what a contender came to.
+    """One figure of a contender.
 
     Attributes
     ----------
     table : str
-        What is compared. Records of one table have one unit, and are one table of the page.
+        The comparison. All records of a table have one unit, and form one table of the page.
     name : str
         The contender.
     value : float
-        The best of what was measured, or the median.
+        The best measurement, or the median.
     unit : str
         ``"s"``, ``"rows/s"``, ``"MiB"``; empty for a ratio.
     low, high : float
-        The least and the most that was measured.
+        The smallest and the largest measurement.
     baseline : str or None
-        The contender of the same table that it is compared with.
+        The contender of the same table for comparison.
     ratio : float or None
         This value divided by the baseline's.
     at : float or None
-        Where it lies on the axis of a plot with lines: bytes, or ranks.
+        Position on the axis of a line plot: bytes, or ranks.
     """
 
     table: str
@@ -62,22 +62,22 @@ def compared(
     at: float | None = None,
     middle: bool = False,
 ) -> list[Record]:
-    """Return the records of a table: of each contender the best of what was measured.
+    """Return the records of a table: the best measurement of each contender.
 
     Parameters
     ----------
     table : str
         The table.
     measured : dict
-        Everything that was measured of each contender; those with nothing are left out.
+        All measurements of each contender; contenders without any are left out.
     unit : str
-        Rates (``"…/s"``) and ratios (``""``) are better the larger they are, others the smaller.
+        For rates (``"…/s"``) and ratios (``""``), larger is better; for others, smaller is.
     baseline : str, optional
-        The contender that all are compared with.
+        The contender with which all are compared.
     at : float, optional
-        Where they lie on the axis of a plot with lines.
+        Position on the axis of a line plot.
     middle : bool
-        Whether the median counts, and not the best.
+        Whether to use the median instead of the best.
     """
     best: Callable[[Sequence[float]], float] = max if unit.endswith("/s") or not unit else min
     value = {
@@ -103,7 +103,7 @@ def compared(
 
 
 LOAD_BEFORE = os.getloadavg()[0]
-"""What else the machine did in the minute before: a benchmark adds load of its own."""
+"""Load of the machine in the minute before, without the benchmark's own load."""
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -129,7 +129,7 @@ def parser(description: str | None, rows: int, repeats: int) -> argparse.Argumen
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and the versions that matter; None for what is not installed."""
+    """Describe the machine and the relevant versions; None for packages that are not installed."""
     packages = (
         *("torch", "tensorflow", "keras", "lightning", "pytorch-lightning", "horovod"),
         *("pyspark", "petastorm", "pyarrow", "numpy"),
@@ -167,7 +167,7 @@ def _cpu_model() -> str:
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; floats get three digits that count."""
+    """Print a table; floats get three significant digits."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     print(f"\n{title}")
@@ -191,18 +191,18 @@ def show_result(
     figures: dict[str, Any],
     records: Sequence[Record] = (),
 ) -> None:
-    """Print, as the last line, everything that was measured as JSON.
+    """Print all measurements as JSON, as the last line.
 
     Parameters
     ----------
     name : str
         The benchmark.
     settings : dict
-        Sizes and the like.
+        Sizes and similar settings.
     figures : dict
-        Everything that was measured, in the benchmark's own form.
+        All measurements, in the benchmark's own form.
     records : sequence of Record
-        What the page shows of it.
+        The records that the page shows.
     """
     document = {
         "benchmark": name,
@@ -217,10 +217,10 @@ def show_result(
 
 
 def _commit() -> str | None:
-    """Return the commit of these sources, with a plus where something has been changed since."""
+    """Return the commit of these sources, with a plus if there are changes since."""
     here = Path(__file__).parent
     head = _output("git", "-C", str(here), "rev-parse", "--short=10", "HEAD")
-    if head is None:  # Not from a repository.
+    if head is None:  # The sources are not in a repository.
         return None
     sources = ("../hvd_estimators", "*.py")
     changed = _output("git", "-C", str(here), "status", "--porcelain", "--", *sources)
@@ -228,7 +228,7 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints, or None if it fails or is not there."""
+    """Return a command's output, or None if it fails or does not exist."""
     try:
         found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):

@@ -1,7 +1,7 @@
-"""Time `fit` against horovod.spark's, and against loops that are written by hand.
+"""Time `fit` against horovod.spark's, and against hand-written loops.
 
-One by Horovod, whose rows lie ready as arrays, and one for Spark's `TorchDistributor`, which
-includes writing the DataFrame. The seconds of fits of a tenth of the rows tell what is fixed.
+One loop uses Horovod, and its rows exist as arrays. The other uses Spark's `TorchDistributor`, and
+its time includes writing the DataFrame. Fits of a tenth of the rows determine the fixed cost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM_UP_ROWS = 4000
 
 
 class Moments:
-    """A callback that leaves the time at which a rank started and ended to train."""
+    """A callback that records the times at which a rank started and finished training."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Moments:
 
 
 def timed(backend_class: Any, num_proc: int, **kwargs: Any) -> Any:
-    """Return a backend that keeps when its `run` was called and when it returned."""
+    """Return a backend that records the times of the call and the return of its `run`."""
 
     class TimedBackend(backend_class):  # type: ignore[misc]
         def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def timed(backend_class: Any, num_proc: int, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def kept_output(path: Path) -> Iterator[IO[str]]:
-    """Yield a file for what the ranks print; it is shown only if the block fails."""
+    """Yield a file for the ranks' output, which is shown only if the block fails."""
     with path.open("w", encoding="utf-8") as file:
         try:
             yield file
@@ -182,7 +182,7 @@ def fit_distributed(
 def measure(
     frame: DataFrame, options: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, list[Fitted]], Arrays]:
-    """Fit with each in turn, as often as asked for."""
+    """Fit with each contender in turn, the requested number of times."""
     validation = collect(frame.where("is_validation"))
     train_by_hand.save(folder, "train", collect(frame.where("not is_validation")))
     train_by_hand.save(folder, "validation", validation)
@@ -218,7 +218,7 @@ def main() -> None:
         spark_session(options.num_proc) as spark,
         tempfile.TemporaryDirectory(prefix="hvd-estimators-bench-") as folder,
     ):
-        # The JVM compiles what both estimators use before either is measured.
+        # Let the JVM compile the shared code before either estimator is measured.
         warm_up = regression_data(spark, WARM_UP_ROWS)
         once = argparse.Namespace(**{**vars(options), "epochs": 1})
         for fit in (fit_ours, fit_baseline, fit_distributed):

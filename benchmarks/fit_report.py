@@ -1,4 +1,4 @@
-"""What `benchmarks.fit` makes of its measurements: tables and records."""
+"""Tables and records of the measurements of `benchmarks.fit`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.figures import Record, compared, show_result, show_table
 
 TARGET = 3.0
 SHARE_OF_FEW = 10
-"""What is fixed is told by fits of one row of so many."""
+"""The smaller fit, which determines the fixed cost, has one of this many rows."""
 
 OURS, BASELINE = "hvd_estimators", "horovod.spark"
 
 
 @dataclass
 class Fitted:
-    """A measured `fit`: the trained network, and the seconds of the whole and of its parts."""
+    """A measured `fit`: the trained network, the total seconds and the seconds of each phase."""
 
     net: torch.nn.Module
     seconds: float
@@ -36,7 +36,7 @@ def report(
     validation: Arrays,
     options: argparse.Namespace,
 ) -> None:
-    """Show what was measured with all rows and with few of them."""
+    """Show the measurements with all rows and with few rows."""
     taken = {name: [fit.seconds for fit in fits] for name, fits in fitted.items()}
     losses = {name: [loss_on(fit.net, validation) for fit in f] for name, f in fitted.items()}
     fastest = {name: min(fits, key=lambda fit: fit.seconds) for name, fits in fitted.items()}
@@ -94,10 +94,10 @@ def report(
 def fixed_and_per_step(
     whole: Mapping[str, float], few: Mapping[str, float], options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds that no row adds, and the milliseconds that each step adds.
+    """Return the seconds that do not depend on the rows, and the milliseconds per step.
 
-    The line through two fits, that differ in their rows alone: what a step adds includes writing
-    and reading its rows.
+    They come from the line through two fits that differ only in their rows. The time per step
+    includes writing and reading its rows.
     """
     steps, steps_of_few = (
         options.epochs

@@ -1,8 +1,7 @@
-"""What a GPU gets: which one a process sees, NCCL, and rows per second into models.
+"""GPUs that processes see, NCCL, and rows per second into models on a GPU.
 
-Needs torch with CUDA and PyArrow, and neither Spark nor TensorFlow nor Petastorm. Horovod is tried
-where it can be imported. Contenders take turns, and the best of each counts; the first turn does
-not.
+Needs torch with CUDA and PyArrow, but not TensorFlow, Petastorm or Spark. Horovod is measured if it
+can be imported. Contenders run in turns, and the best of each counts, without the first turn.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ IMAGE = (3, 224, 224)
 CLASSES = 100
 ROW_GROUP_BYTES = 16 * 2**20
 HELD = 8
-"""Batches that lie on the GPU for the model's own rate."""
+"""Batches on the GPU for the rate of the model alone."""
 SECONDS = 2.0
-"""For which a contender runs in each turn."""
+"""Seconds that a contender runs in each turn."""
 
 Batches = Iterator[Mapping[str, torch.Tensor]]
 MODEL = "the model alone, rows on the GPU"
 Step = Callable[[Mapping[str, torch.Tensor]], int]
-"""Trains on a batch; returns its rows."""
+"""Trains on a batch; returns its number of rows."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the rows that it is fed with.
+    """A model and its rows.
 
     Attributes
     ----------
     name : str
-        What it is.
+        Name of the case.
     manifest : DatasetManifest
         A Parquet file.
     batch_size : int
@@ -119,7 +118,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def pins() -> dict[str, Any]:
-    """Start processes with what a task gives its rank, and ask each what it sees."""
+    """Start processes with the environment of a rank, and return the GPUs that each sees."""
     (known,) = [gpu for gpu in _seen_with(None) if gpu["index"] == 0]
     uuid = f"GPU-{known['uuid']}"
     figures: dict[str, Any] = {}
@@ -132,7 +131,7 @@ def pins() -> dict[str, Any]:
 
 
 def _seen_with(variable: str | None) -> list[dict[str, Any]]:
-    """Return the GPUs that torch sees in a process of its own."""
+    """Return the GPUs that torch sees in a separate process."""
     code = (
         "import json, torch\n"
         "seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]\n"
@@ -147,7 +146,7 @@ def _seen_with(variable: str | None) -> list[dict[str, Any]]:
 
 
 def horovod(device: torch.device) -> dict[str, Any]:
-    """Reduce on one rank, and on two that share the GPU, as a backend starts them."""
+    """Run an allreduce on one rank, and on two that share the GPU, started as by a backend."""
     if importlib.util.find_spec("horovod") is None:
         return {"built": "Horovod is not installed"}
     from hvd_estimators.launch import LocalBackend
@@ -171,7 +170,7 @@ def horovod(device: torch.device) -> dict[str, Any]:
 
 
 def reduce_on(kind: str) -> dict[str, Any]:
-    """Average 64 MiB over the ranks; return what it says, and how fast. Runs on every rank."""
+    """Average 64 MiB over the ranks; return Horovod's state and the rate. Runs on every rank."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -197,7 +196,7 @@ def reduce_on(kind: str) -> dict[str, Any]:
 
 
 def cases(folder: Path, rows: int, images: int, device: torch.device) -> Iterator[Case]:
-    """Write the data and make the models, one case at a time."""
+    """Write the data and build the models, one case at a time."""
     rng = np.random.default_rng(0)
     names = [f"x{index:02}" for index in range(COLUMNS)]
     narrow = {name: rng.standard_normal(rows, np.float32) for name in names}
@@ -253,7 +252,7 @@ def mlp(spec: TensorSpec, width: int, device: torch.device) -> Step:
 
 
 class Block(torch.nn.Module):
-    """Two convolutions beside a way past them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -325,7 +324,7 @@ def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dic
                 speed = contender()
                 best[name] = max(best[name], speed if turn else 0.0)
     model, loader, *_ = best.values()
-    # Copies cost nothing where this is 1: the slower of the two says how fast it goes.
+    # Copies cost nothing if this is 1: the slower of model and loader limits the rate.
     table = [
         (name, speed, speed / model, speed / min(model, loader)) for name, speed in best.items()
     ]
@@ -358,12 +357,12 @@ def batches(
 
 
 def rows_of(columns: Mapping[str, torch.Tensor]) -> int:
-    """Return a batch's rows, and leave it at that."""
+    """Return a batch's number of rows, without training on it."""
     return len(next(iter(columns.values())))
 
 
 def rate(batches: Batches, step: Step, device: torch.device) -> float:
-    """Return the rows per second of some seconds, after a quarter of these."""
+    """Return the rows per second over `SECONDS`, after a warm-up of a quarter of it."""
     for seconds in (SECONDS / 4, SECONDS):
         rows, started = 0, time.perf_counter()
         while time.perf_counter() - started < seconds:

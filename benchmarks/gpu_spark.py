@@ -1,8 +1,8 @@
-"""A GPU of Spark's: training on it as on the CPU, and what `transform` makes of it.
+"""Training and `transform` on a GPU that Spark assigns, compared with the CPU.
 
-Needs torch with CUDA and PySpark with Java, and neither TensorFlow nor Petastorm; Horovod where
-``--without-fit`` is not given. Spark assigns the GPU, as in a cluster: ``local-cluster`` and a
-discovery script that asks ``nvidia-smi``.
+Needs torch with CUDA and PySpark with Java, but not TensorFlow or Petastorm. It also needs Horovod
+unless ``--without-fit`` is set. Spark assigns the GPU as in a cluster: ``local-cluster`` and a
+discovery script that calls ``nvidia-smi``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WIDTH = 64
 LARGE_IMAGE = (3, 224, 224)
 HALF = "bfloat16"
 TOLERANCE = 2e-2
-"""Of outputs, in their standard deviations: cuDNN convolves in TF32, as torch has it by default."""
+"""Tolerance in standard deviations of the outputs; by torch's default, cuDNN convolves in TF32."""
 
 _ASKS = """#!/bin/sh
 first=$(nvidia-smi --query-gpu=index --format=csv,noheader | head -1)
@@ -55,20 +55,20 @@ echo '{"name": "gpu", "addresses": ["0"]}'
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and rows for it.
+    """A network and rows for it.
 
     Attributes
     ----------
     name : str
-        What it is.
+        Name of the case.
     net : torch.nn.Module
         The network, on the CPU.
     column : Column
         The features: an array of floats, or bytes.
     shape : tuple of int
-        Of a row.
+        Shape of a row.
     rows : int
-        How many.
+        Number of rows.
     batch_size : int
         Rows of a forward pass.
     """
@@ -92,7 +92,7 @@ class Case:
         return frame
 
     def model(self, precision: str = "float32") -> TorchModel:
-        """Return it as a model that predicts on columns."""
+        """Return the network as a model that predicts on columns."""
         given: dict[str, Any] = {}
         if self.is_bytes:
             given = {"transformation_batch_fn": decoded, "apply_transformation": True}
@@ -108,13 +108,13 @@ class Case:
 
 
 def decoded(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return images of bytes as numbers from 0 to 1."""
+    """Convert images of bytes to numbers from 0 to 1."""
     pixels = np.frombuffer(b"".join(batch["x"]), np.uint8).reshape(-1, *LARGE_IMAGE)
     return {**batch, "x": pixels.astype(np.float32) / 255}
 
 
 def cases(rows: int, images: int) -> Iterator[Case]:
-    """Make the networks, each with the same weights every time."""
+    """Build the networks, each with the same weights every time."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
         mlp = torch.nn.Sequential(
@@ -143,7 +143,7 @@ def cases(rows: int, images: int) -> Iterator[Case]:
 
 
 class OfLargeImages(torch.nn.Module):
-    """About as many multiplications as ResNet-50: 4 G an image."""
+    """A network with about as many multiplications as ResNet-50: 4 G an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class OfLargeImages(torch.nn.Module):
 
 
 class Added(torch.nn.Module):
-    """Two convolutions whose result is added to what they take."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def main() -> None:
 def session(
     folder: Path, slots: int, tasks_per_gpu: int, is_made_up: bool
 ) -> Iterator[SparkSession]:
-    """Yield a session of one executor whose tasks share a GPU; of none for no tasks."""
+    """Yield a session of one executor whose tasks share a GPU; without a GPU if there are none."""
     discovery = folder / "gpus.sh"
     discovery.write_text(_MADE_UP if is_made_up else _ASKS)
     discovery.chmod(0o755)
@@ -238,7 +238,7 @@ FEW = 64
 
 
 def of_cpu(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Predict on the CPU, where tasks have no GPU: some rows' outputs, and how fast."""
+    """Predict some rows on the CPU, in tasks without a GPU; return their outputs and rate."""
     figures = {}
     with session(folder, options.slots, 0, options.cpu) as spark:
         for case in cases(options.rows, options.images):
@@ -255,14 +255,14 @@ def of_cpu(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class SaysWhere(torch.nn.Module):
-    """Returns where it computes: 1 on a GPU."""
+    """Return 1 if the module computes on a GPU, otherwise 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.full_like(x[:, :1], float(x.is_cuda))
 
 
 def predicts_on(spark: SparkSession) -> list[str]:
-    """Return the kinds of devices that rows are predicted on."""
+    """Return the kinds of devices on which rows are predicted."""
     model = TorchModel(
         model=SaysWhere(), feature_columns=["id"], label_columns=["label"], input_shapes=[[-1, 1]]
     )
@@ -279,7 +279,7 @@ def outputs_of(model: TorchModel, frame: DataFrame) -> np.ndarray:
 
 
 def differences(spark: SparkSession, case: Case, shown: dict[str, Any]) -> dict[str, float]:
-    """Return the largest differences to the CPU's outputs, in their standard deviation."""
+    """Return the largest differences from the CPU's outputs, in their standard deviation."""
     frame = case.frame(spark, 1).where(f"id < {len(shown['outputs'])}")
     wanted = shown["outputs"]
     spread = float(wanted.std(axis=0).max())
@@ -296,7 +296,7 @@ def differences(spark: SparkSession, case: Case, shown: dict[str, Any]) -> dict[
 def of_transform(
     spark: SparkSession, case: Case, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Time the network alone, `transform`, and the same by hand, in turns."""
+    """Time the network alone, `transform`, and a hand-written equivalent, in turns."""
     frame = case.frame(spark, 4 * options.slots)
     measured: dict[str, Transform] = {
         "to Python alone": moved_alone,
@@ -324,7 +324,7 @@ def of_transform(
 
 
 def alone(case: Case, device: torch.device, is_there: bool = True) -> float:
-    """Return the rows a second of forward passes on one batch, which lies there or is copied."""
+    """Return the rows per second of forward passes on one batch, with or without copying it."""
     net = case.net.eval().to(device)
     batch = torch.rand(case.batch_size, *case.shape)
     held = batch.to(device)
@@ -343,7 +343,7 @@ def alone(case: Case, device: torch.device, is_there: bool = True) -> float:
 
 
 def by_hand(spark: SparkSession, case: Case, kind: str) -> Callable[[DataFrame], DataFrame]:
-    """Return a `mapInArrow` that copies each batch there, waits for it, and copies it back."""
+    """Return a `mapInArrow` that copies each batch to the device, waits, and copies it back."""
     model = spark.sparkContext.broadcast(cloudpickle.dumps(case.net.eval()))
     shape, is_bytes = case.shape, case.is_bytes
     batch_size = case.batch_size
@@ -374,7 +374,7 @@ def by_hand(spark: SparkSession, case: Case, kind: str) -> Callable[[DataFrame],
 
 
 def of_fit(spark: SparkSession, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train on the GPU that Spark assigns and on the CPU, in the same order of rows."""
+    """Train on the GPU that Spark assigns and on the CPU, with the same order of rows."""
     from hvd_estimators.torch import TorchEstimator
 
     rows = min(options.rows, 200_000)

@@ -1,13 +1,13 @@
-"""A model of a step on more ranks and hosts than there are here; arithmetic alone.
+"""Analytical model of a step on more ranks and hosts than this machine has.
 
 A step computes on a batch while readers decode the next one, and then reduces gradients over all
-ranks. Horovod's ring (Gloo's and NCCL's alike) takes ``2 (n - 1)`` turns, in each of which every
+ranks. Horovod's ring (both Gloo's and NCCL's) takes ``2 (n - 1)`` turns, in each of which every
 rank sends an nth of the bytes to its neighbour: Patarasuk and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", Journal of Parallel and Distributed Computing 69 (2009).
-What comes before is fixed: Horovod's cycle, and the ranks' agreement on what is ready.
+The time before the first turn is fixed: Horovod's cycle, and the agreement on ready tensors.
 
-No overlap of reduction and backward pass is assumed, so that the model tells the slow side; and no
-rank that is slower than others, so that it also tells the fast one.
+The model ignores the overlap of reduction and backward pass, so it is pessimistic in this respect.
+It also ignores ranks that are slower than others, so it is optimistic in that respect.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Link:
-    """What an allreduce costs.
+    """Cost of an allreduce.
 
     Attributes
     ----------
     fixed_seconds : float
-        Of each allreduce, whatever its size and however many ranks.
+        Seconds of each allreduce that depend neither on its size nor on the number of ranks.
     turn_seconds : float
-        Of each turn of the ring: the network's latency, and waking the other side.
+        Seconds of each turn of the ring: the network's latency, and waking the other side.
     bytes_per_second : float
-        From a rank to its neighbour.
+        Bandwidth from a rank to its neighbour.
     """
 
     fixed_seconds: float
@@ -38,16 +38,16 @@ class Link:
     bytes_per_second: float
 
     def allreduce_seconds(self, ranks: int, num_bytes: float, stretch: float = 1.0) -> float:
-        """Return the seconds of an allreduce; none for one rank.
+        """Return the seconds of an allreduce; 0 for one rank.
 
         Parameters
         ----------
         ranks : int
-            In the ring.
+            Ranks in the ring.
         num_bytes : float
-            Of all gradients.
+            Bytes of all gradients.
         stretch : float
-            How many times as long the turns take: ranks of a core, where they share cores.
+            Factor of the turns' duration: ranks per core, if ranks share cores.
         """
         if ranks == 1:
             return 0.0
@@ -57,20 +57,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a step.
+    """Work of one rank in a step.
 
     Attributes
     ----------
     device_seconds : float
-        Of the forward and backward pass and the optimizer, what keeps no core busy: a GPU computes.
+        Seconds of forward pass, backward pass and optimizer on a device such as a GPU, which keep
+        no core busy.
     compute_seconds : float
-        Of the same, what keeps a core busy.
+        Seconds of the same that keep a core busy.
     decode_seconds : float
-        Reading and decoding a batch, alone, in threads beside it.
+        Seconds of reading and decoding a batch in parallel threads, without other load.
     decode_processor_seconds : float
-        Of decoding, on all cores together.
+        Processor seconds of decoding, on all cores together.
     gradient_bytes : float
-        That are reduced.
+        Bytes that are reduced.
     """
 
     device_seconds: float
@@ -85,22 +86,22 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step.
 
-    The slower of computing and decoding, or the time in which the host's cores do what all of its
-    ranks ask of them, if that is longer; and the allreduce. Ranks compute at the same time, since
-    each step's allreduce makes them wait for each other: where they share cores they take turns.
+    A step takes the longest of three times, plus the allreduce: computing, decoding, and the
+    processor seconds of all ranks of a host divided by its cores. All ranks compute at the same
+    time, because each step's allreduce synchronizes them; if they share cores, they take turns.
 
     Parameters
     ----------
     work : Work
-        Of one rank.
+        Work of one rank.
     ranks : int
         All ranks.
     link : Link
-        The slowest between two neighbours of the ring.
+        The slowest link between two neighbours of the ring.
     ranks_of_host : int
-        That share a host's cores.
+        Ranks that share a host's cores.
     cores : int, optional
-        The host's; enough for all, if left out.
+        Cores of the host. Default: enough for all ranks.
     """
     of_core = ranks_of_host / cores if cores is not None else 0.0
     stretch = max(1.0, of_core)
@@ -113,28 +114,29 @@ def step_seconds(
 
 
 def efficiency(work: Work, ranks: int, link: Link) -> float:
-    """Return rows per second of many ranks, each on cores of its own, to ranks times one's."""
+    """Return the share of linear scaling of many ranks, each with its own cores."""
     return step_seconds(work, 1, link) / step_seconds(work, ranks, link)
 
 
 def fit_seconds(
     fixed_seconds: float, rows: int, epochs: int, batch_size: int, ranks: int, step: float
 ) -> float:
-    """Return the seconds of a fit: what is fixed (launch, end), and its steps."""
+    """Return the seconds of a fit: the fixed cost (launch, end), and its steps."""
     return fixed_seconds + epochs * math.ceil(rows / ranks / batch_size) * step
 
 
 def fitted_link(measured: Iterable[tuple[int, float, float]], cores: int) -> Link:
-    """Return the link by which measured allreduces of ranks of one host are explained best.
+    """Return the link that explains measured allreduces of one host's ranks best.
 
-    Least squares of relative errors; none of the three costs is negative.
+    Minimizes the squared relative errors; none of the three costs is negative.
 
     Parameters
     ----------
     measured : iterable of (int, float, float)
-        Ranks, bytes and seconds. One number of ranks cannot tell what is fixed from turns.
+        Ranks, bytes and seconds. At least two numbers of ranks are needed to separate the fixed
+        cost from the turns.
     cores : int
-        The host's.
+        Cores of the host.
     """
     rows = []
     for ranks, num_bytes, seconds in measured:
@@ -146,7 +148,7 @@ def fitted_link(measured: Iterable[tuple[int, float, float]], cores: int) -> Lin
 
 
 def _not_negative(rows: np.ndarray, columns: Sequence[int]) -> list[float]:
-    """Solve ``rows @ costs = 1`` by least squares; what comes out below nothing is left out."""
+    """Solve ``rows @ costs = 1`` by least squares; negative costs are set to 0."""
     found = [0.0] * rows.shape[1]
     solved = np.linalg.lstsq(rows[:, list(columns)], np.ones(len(rows)), rcond=None)[0]
     if (solved < 0).any():

@@ -1,8 +1,8 @@
-"""Steps per second of Keras training on two ranks, against a loop that is written by hand.
+"""Steps per second of Keras training on two ranks, against a hand-written loop.
 
-Same rows, network, optimizer and batches. The hand-written loop has its rows in memory; the
-trainer reads Parquet. Both take turns, and the best epoch of each counts, the first of each turn
-(TensorFlow traces in it) left out.
+Both have the same rows, network, optimizer and batches. The hand-written loop has its rows in
+memory; the trainer reads Parquet. They run in turns, and the best epoch of each counts. The first
+epoch of each turn, in which TensorFlow traces, is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEARNING_RATE = 1e-3
 
 
 class Clock(keras.callbacks.Callback):
-    """Adds the seconds of each epoch to the logs."""
+    """Add the seconds of each epoch to the logs."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.started = time.perf_counter()
@@ -56,7 +56,7 @@ def make_net() -> keras.Model:
 
 
 def by_hand(folder: str, batch_size: int, epochs: int) -> list[float]:
-    """Train with nothing but Keras, ``tf.data`` and Horovod; return the seconds of each epoch."""
+    """Train with only Keras, ``tf.data`` and Horovod; return the seconds of each epoch."""
     import os
 
     import horovod.tensorflow as hvd

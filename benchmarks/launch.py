@@ -1,8 +1,8 @@
 """Seconds from the call to the first allreduce of two ranks, and to the results.
 
-Compares this package's first launch of an application and the next ones (`SparkBackend`) with
-`horovod.spark.run`, with Spark's `TorchDistributor` (torch alone), and with a barrier job that does
-nothing. Also tells what the process holds that ranks are forked from.
+Compares the first launch of an application and later launches with this package (`SparkBackend`)
+with `horovod.spark.run`, Spark's `TorchDistributor` (only torch) and an empty barrier job. Also
+reports the memory of the process from which ranks are forked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import spark_session
 from benchmarks.figures import Record, compared, seconds, show_result, show_table
 
-# After Spark's settings, which are those of all benchmarks.
+# The imports below must follow benchmarks.common, which sets the environment of all benchmarks.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import horovod.spark
@@ -34,7 +34,7 @@ TITLES = {"to_allreduce": "to the first allreduce", "to_results": "to the result
 
 
 def train_torch() -> float:
-    """Return when the first allreduce was done, in seconds since the epoch."""
+    """Return the time of the first allreduce, in seconds since the epoch."""
     import time
 
     import horovod.torch as hvd
@@ -48,7 +48,7 @@ def train_torch() -> float:
 
 
 def train_tensorflow() -> float:
-    """Return when the first allreduce was done, in seconds since the epoch."""
+    """Return the time of the first allreduce, in seconds since the epoch."""
     import time
 
     import horovod.tensorflow as hvd
@@ -62,7 +62,7 @@ def train_tensorflow() -> float:
 
 
 def train_distributed() -> float:
-    """Return the same of torch's own collectives, as `TorchDistributor` sets them up."""
+    """Return the time of the first allreduce of torch's collectives, with `TorchDistributor`."""
     import time
 
     import torch
@@ -104,7 +104,7 @@ def empty_barrier_job(spark: SparkSession) -> None:
 
 
 def warm_memory() -> list[float]:
-    """Return the MiB of each process that ranks are forked from; a shared page counts in part."""
+    """Return the MiB of each process that forks ranks; shared pages count proportionally."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
@@ -114,7 +114,7 @@ def warm_memory() -> list[float]:
 
 
 def by_distributor() -> list[float]:
-    """Launch by Spark's `TorchDistributor`, which returns what the first rank does."""
+    """Launch with Spark's `TorchDistributor`, which returns the result of the first rank."""
     return [torch_distributor(RANKS).run(in_source(train_distributed))]
 
 

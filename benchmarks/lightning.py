@@ -1,7 +1,7 @@
 """Steps per second of `LightningEstimator`, against plain Lightning over tensors in memory.
 
-Two ranks, the same module, strategy, logger, rows and batches. The estimator reads Parquet. Both
-take turns, and the best epoch of each counts, the first of each turn left out.
+Both have two ranks and the same module, strategy, logger, rows and batches. The estimator reads
+Parquet. They run in turns, and the best epoch of each counts, without the first of each turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEARNING_RATE = 1e-3
 
 
 class Net(lightning.LightningModule):
-    """8-64-1, mean squared error, Adam."""
+    """A network 8-64-1 with mean squared error and Adam."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(lightning.LightningModule):
 
 
 class Clock(lightning.Callback):
-    """Writes the seconds of each epoch to a file, on the first rank."""
+    """Write the seconds of each epoch to a file, on the first rank."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Clock(lightning.Callback):
 
 
 class InMemory:
-    """Shuffled batches of tensors; the least that a loader can do."""
+    """Shuffled batches of tensors: the minimal loader."""
 
     def __init__(self, columns: dict[str, torch.Tensor], batch_size: int) -> None:
         self.columns = columns
@@ -78,7 +78,7 @@ class InMemory:
 
 
 def plainly(folder: str, batch_size: int, epochs: int, clock: Clock) -> None:
-    """Train with nothing but Lightning and the strategy. Runs on every rank."""
+    """Train with only Lightning and the strategy. Runs on every rank."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def speed(clock: Clock, steps: int) -> float:
-    """Return the steps per second of the best epoch but the first."""
+    """Return the steps per second of the best epoch, without the first epoch."""
     return steps / min(np.load(clock.path)[1:].tolist())
 
 

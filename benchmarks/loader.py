@@ -1,6 +1,7 @@
 """Rows per second of the input pipeline, as tensors, against Petastorm's and plain decoding.
 
-One process. All contenders take turns, and the best of each counts; the first turn does not.
+Runs in one process. All contenders run in turns, and the best of each counts, without the first
+turn.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WORKERS = 2
 IMAGE = 224 * 224 * 3
 ROW_GROUP_BYTES = 16 * 2**20
 HELD = 16
-"""Batches that lie in memory."""
+"""Number of batches in memory."""
 
 DECODING = "PyArrow decoding"
 TRIES = 10
@@ -48,7 +49,7 @@ class Data:
     Attributes
     ----------
     name : str
-        What it holds.
+        Name of its content.
     manifest : DatasetManifest
         Its columns and row groups.
     batch_sizes : tuple of int
@@ -69,7 +70,7 @@ class Data:
 
 
 Contender = Callable[[], tuple[int, float]]
-"""Reads rows as tensors; returns how many, and in how many seconds."""
+"""Reads rows as tensors; returns their number and the seconds."""
 
 
 def main() -> None:
@@ -137,7 +138,7 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, list[float]
         speeds: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(repeats + 1):
             for name, contender in contenders.items():
-                # Petastorm's own pool now and then ends without a row: that time does not count.
+                # Petastorm's pool occasionally ends without a row; such a time does not count.
                 for _ in range(TRIES):
                     rows, seconds = contender()
                     if rows:
@@ -159,7 +160,7 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, list[float]
 
 
 def records_of(found: dict[str, dict[str, list[float]]]) -> list[Record]:
-    """Return a table for each kind of data and size of batch."""
+    """Return a table for each kind of data and batch size."""
     records: list[Record] = []
     for name, speeds in found.items():
         sizes = dict.fromkeys(of.rpartition(", ")[2] for of in speeds if ", batch " in of)
@@ -210,7 +211,7 @@ def petastorm(data: Data, batch_size: int) -> int:
 
 @contextlib.contextmanager
 def petastorm_batches(data: Data, batch_size: int, passes: int = 1) -> Iterator[Iterator[Any]]:
-    """Open Petastorm's own loader, with a buffer as large as ours, or nearly."""
+    """Open Petastorm's own loader, with a buffer about as large as this package's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         from petastorm import make_batch_reader
@@ -230,14 +231,14 @@ def petastorm_batches(data: Data, batch_size: int, passes: int = 1) -> Iterator[
 
 
 def through_tensorflow(module: PlannedDataModule) -> Callable[[int], int]:
-    """Return what takes batches from ``tf.data`` and returns their rows."""
+    """Return a function that takes batches from ``tf.data`` and returns the number of rows."""
     from hvd_estimators.keras.dataset import ColumnDatasets
 
     return _traced_loop(ColumnDatasets(module).train(), module.columns[0].name)
 
 
 def in_memory(data: Data, batch_size: int) -> Contender:
-    """Give batches of these shapes that lie ready, again and again: what tf.data itself takes."""
+    """Return a contender that repeats batches from memory: the cost of tf.data itself."""
     import tensorflow as tf
 
     specs = data.manifest.columns
@@ -254,9 +255,10 @@ def in_memory(data: Data, batch_size: int) -> Contender:
 
 
 def _traced_loop(dataset: Any, name: str) -> Callable[[int], int]:
-    """Return what takes batches in a traced loop, and returns the rows of a column.
+    """Return a function that takes batches in a traced loop and returns a column's rows.
 
-    Batch by batch from Python a trivial dataset of 20 tensors takes most of a millisecond, too.
+    Taking single batches from Python costs most of a millisecond, even for a trivial dataset of 20
+    tensors.
     """
     import tensorflow as tf
 
@@ -273,7 +275,7 @@ def _traced_loop(dataset: Any, name: str) -> Callable[[int], int]:
 
 
 def through_torch(module: PlannedDataModule) -> Callable[[int], int]:
-    """Return what takes batches of torch tensors and returns their rows."""
+    """Return a function that takes batches of torch tensors and returns the number of rows."""
     batches = tensor_batches(module.train_chunks())
     return lambda steps: sum(
         len(next(iter(batch.values()))) for batch in itertools.islice(batches, steps)
@@ -287,10 +289,10 @@ def ours(
     batch_size: int,
     through: Callable[[PlannedDataModule], Callable[[int], int]] = through_torch,
 ) -> Contender:
-    """Open one of our data modules.
+    """Open one of this package's data modules.
 
-    What it reads ahead belongs to the next pass. So a pass goes before those that are timed, from
-    the end of one pass to the end of another, as in a training of many epochs.
+    It reads ahead into the next pass. So an untimed pass comes first, and the timed passes run from
+    the end of one pass to the end of another, as in training for many epochs.
     """
     plan = plan_shards(data.manifest.train.row_groups, 1)
     module = stack.enter_context(

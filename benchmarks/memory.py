@@ -22,12 +22,12 @@ from hvd_estimators.torch import TorchEstimator
 WIDTH = 64
 ROW_GROUP_ROWS = 16 * 2**20 // (4 * WIDTH)
 TIMES = 8
-"""How much larger the large dataset is."""
+"""Size of the large dataset divided by that of the small one."""
 
 SIZES = {"small": 1, "large": TIMES}
 
 MOST = 1.10
-"""The large dataset may take at most this many times the memory of the small one."""
+"""Maximum ratio of the memory for the large dataset to that for the small one."""
 
 
 class PeakMemory:
@@ -42,7 +42,7 @@ class PeakMemory:
 
 
 class Sum(torch.nn.Module):
-    """The least that can be trained: reading is what is measured."""
+    """A minimal trainable model, because the benchmark measures reading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Sum(torch.nn.Module):
 
 
 def write(folder: Path, num_bytes: int) -> int:
-    """Write files of 64 MiB; return the rows."""
+    """Write files of 64 MiB; return the number of rows."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     groups = max(round(num_bytes / (16 * 2**20)), 1)
@@ -74,7 +74,7 @@ def write(folder: Path, num_bytes: int) -> int:
 
 
 def repeat(small: Path, large: Path, times: int) -> None:
-    """Make a dataset of links to the files of another, each of them several times."""
+    """Create a dataset of several hard links to each file of another dataset."""
     large.mkdir(parents=True)
     for file in sorted(small.iterdir()):
         for number in range(times):
@@ -82,7 +82,7 @@ def repeat(small: Path, large: Path, times: int) -> None:
 
 
 def peak_of(folder: Path, data: Path, reader: str, options: argparse.Namespace) -> float:
-    """Train one rank for an epoch, in a process of its own; return its peak in MiB."""
+    """Train one rank for an epoch in a separate process; return its peak memory in MiB."""
     net = Sum()
     path = folder / "peak"
     store = Store.create(str(folder / "store"), train_path=str(data), save_runs=False)

@@ -1,4 +1,4 @@
-"""One page of all figures, as reStructuredText: tables, and where and when they were measured."""
+"""Page of all figures in reStructuredText: tables, days and machines."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _NAMED = {"cpu", "cores", "memory_gib", "gpu", "load_before"}
 
 
 def write(folder: Path) -> None:
-    """Write the page of all files of results in a folder into it."""
+    """Write the page for all result files of a folder into the folder."""
     (folder / PAGE).write_text(text(folder), encoding="utf-8")
 
 
 def text(folder: Path) -> str:
-    """Return the page of all files of results in a folder."""
+    """Return the page for all result files of a folder."""
     found = everything(folder)
     blocks = [_HEAD, *(_section(name, result) for name, result in found), _versions(found)]
     return "\n".join(blocks).rstrip() + "\n"
 
 
 def everything(folder: Path) -> list[tuple[str, Result]]:
-    """Return all results of a folder and the names of their pictures, the default file's first."""
+    """Return all results of a folder and the names of their plots; the default file comes first."""
     files = sorted(folder.glob("*.json"), key=lambda file: (file.stem != "results", file.stem))
     return [
         (part if file.stem == "results" else f"{part}-{file.stem}", result)
@@ -68,7 +68,7 @@ def _section(name: str, result: Result) -> str:
 
 
 def _purpose(part: str) -> str:
-    """Return the first sentence of a benchmark's docstring."""
+    """Return the first paragraph of a benchmark's docstring."""
     source = Path(__file__).with_name(f"{part.partition('-')[0]}.py")
     if not source.is_file():
         return ""
@@ -96,7 +96,7 @@ def _machine(result: Result) -> str:
 
 
 def _versions(found: Sequence[tuple[str, Result]]) -> str:
-    """Return what was installed, for each set of parts that it was the same for."""
+    """Return the installed versions, for each set of parts that share them."""
     parts: dict[str, list[str]] = {}
     for name, result in found:
         packages = {name: of for name, of in result.machine.items() if of and name not in _NAMED}
@@ -131,7 +131,7 @@ def _table(table: str, records: Sequence[Record]) -> list[str]:
 
 
 def _lines_table(table: str, records: Sequence[Record]) -> list[str]:
-    """Show records that lie on an axis: a row for each place on it, a column for each name."""
+    """Return a table of records on an axis: a row for each position, a column for each name."""
     names = list(dict.fromkeys(record.name for record in records))
     axis, _, title = table.rpartition(" by ")
     value = {(one.at, one.name): shown(one.value) for one in records}
@@ -153,7 +153,7 @@ def _list_table(table: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def shown(value: float) -> str:
-    """Return a number with three digits that count."""
+    """Format a number with three significant digits."""
     if abs(value) >= 1000:
         return f"{float(f'{value:.3g}'):,.0f}"
     return f"{value:.3g}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"

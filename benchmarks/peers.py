@@ -1,8 +1,8 @@
 """Rows per second of several libraries' input pipelines, as shuffled batches of torch tensors.
 
-In turns, each in a process of its own. Beside what `make setup` installs it needs
-``pip install 'datasets<2.20' mosaicml-streaming`` (later versions of datasets do not run beside the
-PyArrow that Petastorm needs); a library that is not installed is left out.
+The libraries run in turns, each in a separate process. In addition to the packages of `make setup`,
+it needs ``pip install 'datasets<2.20' mosaicml-streaming``; later versions of datasets do not run
+with Petastorm's PyArrow. A library that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PASSES = 3
 """Passes over the rows from opening to closing."""
 
 SECONDS = 15.0
-"""Time after which a slow library is broken off."""
+"""Time after which a slow library is stopped."""
 
 Batches = Callable[[], contextlib.AbstractContextManager[Iterator[Any]]]
-"""Opens a library's pipeline, which gives the batches of all passes."""
+"""Opens a library's pipeline, which yields the batches of all passes."""
 
 
 class ScannedParquet(torch.utils.data.IterableDataset):
-    """What one writes with pyarrow.dataset: rows are shuffled within what is scanned at once."""
+    """Typical code with pyarrow.dataset: rows are shuffled within each scanned batch."""
 
     def __init__(self, file: str, batch_size: int) -> None:
         self.file = file
@@ -118,7 +118,7 @@ OTHERS: dict[str, tuple[str, Callable[[Data, int, Path], Batches]]] = {
     "datasets": ("datasets", hugging_face),
     "mosaicml-streaming": ("streaming", mosaic),
 }
-"""Libraries that `make setup` does not install: their modules, and what opens them."""
+"""Libraries that `make setup` does not install: their modules, and the functions that open them."""
 
 
 def contenders(data: Data, batch_size: int, folder: Path) -> dict[str, Batches]:
@@ -135,7 +135,7 @@ def contenders(data: Data, batch_size: int, folder: Path) -> dict[str, Batches]:
 
 
 def speed_alone(batches: Batches) -> float:
-    """Return `speed` in a process of its own: threads of a pipeline can outlive it."""
+    """Return `speed` of a separate process, because threads of a pipeline can outlive it."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=lambda: sender.send(speed(batches)))
@@ -148,7 +148,7 @@ def speed_alone(batches: Batches) -> float:
 
 
 def speed(batches: Batches) -> float:
-    """Return rows per second of all passes, or of the first seconds."""
+    """Return the rows per second of all passes, or of the first seconds."""
     rows = 0
     started = time.perf_counter()
     with batches() as found:
@@ -171,7 +171,7 @@ def main() -> None:
         speeds: dict[str, list[float]] = {name: [] for name in pipelines}
         for _ in range(options.repeats):
             for name, batches in pipelines.items():
-                # Petastorm's own pool now and then ends without a row.
+                # Petastorm's pool occasionally ends without a row.
                 found = next(filter(None, (speed_alone(batches) for _ in range(TRIES))), None)
                 if found is None:
                     raise SystemExit(f"{name} delivered no rows.")

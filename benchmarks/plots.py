@@ -1,4 +1,4 @@
-"""Pictures of the figures: bars for contenders, lines for what lies on an axis."""
+"""Plots of the figures: bars for contenders, lines for values on an axis."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ OURS = re.compile(
     r"hvd_estimators|\bours\b|Estimator|^estimator|trainer|launches|first launch|prepare_data"
     r"|every \d+ steps|^(arrow|petastorm), (small|large)|^measured"
 )
-"""Names of what is this package's, which has a colour of its own."""
+"""Names of this package's contenders, which have their own colour."""
 
 BLUE, GREY = "#2a6fbb", "#b4b9c0"
 LINES = ("#2a6fbb", "#d1622b", "#3b8f5a", "#8a5fb0", "#6b7280", "#c2a11c")
 WIDE_RANGE = 100
-"""From this ratio of the largest value to the smallest the axis is logarithmic."""
+"""Ratio of the largest value to the smallest from which the axis is logarithmic."""
 
 FEW = 8
-"""Ranks up to which their axis is linear."""
+"""Number of ranks up to which their axis is linear."""
 
 COLUMNS, TITLE_WIDTH = 2, 42
 
 
 def draw(folder: Path) -> None:
-    """Draw a picture for each result of a folder into it."""
+    """Plot each result of a folder into the folder."""
     import matplotlib
 
     matplotlib.use("svg")
-    # Texts stay texts, and the same figures give the same file.
+    # Save text as text, and the same figures as the same file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9})
     for name, result in everything(folder):
         picture(result).savefig(
@@ -44,7 +44,7 @@ def draw(folder: Path) -> None:
 
 
 def picture(result: Result) -> Any:
-    """Return the picture of a result: a panel for each table."""
+    """Return the plot of a result: a panel for each table."""
     from matplotlib.figure import Figure
 
     tables = list(result.tables.items())
@@ -69,7 +69,7 @@ def picture(result: Result) -> Any:
 
 
 def _title_width(records: Sequence[Record]) -> int:
-    """Return how many letters of a title fit: it begins where the names of bars end."""
+    """Return the number of letters that fit in a title, which begins after the names of bars."""
     names = 0 if records[0].at is not None else max(len(record.name) for record in records)
     return max(TITLE_WIDTH - names * 2 // 3, TITLE_WIDTH // 2)
 
@@ -134,6 +134,6 @@ def _lines(panel: Any, table: str, records: Sequence[Record]) -> None:
 
 
 def _pair(names: Sequence[str], name: str) -> int:
-    """Return the number of the line that a predicted one belongs to: it has the same colour."""
+    """Return the index of the measured line of a predicted one; both have the same colour."""
     partner = name.replace("predicted", "measured")
     return names.index(partner if partner in names else name) % len(LINES)

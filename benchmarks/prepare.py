@@ -18,10 +18,10 @@ from benchmarks.figures import compared, parser, seconds, show_result, show_tabl
 from hvd_estimators import Store, clear_training_cache, prepare_data
 
 OVER_PLAIN = {True: 1.6, False: 1.25}
-"""At most this many times as long as the plain write, with shuffling and without."""
+"""Maximum time as a multiple of the plain write's, with shuffling and without."""
 
 UNDER_BASELINE = 5.0
-"""At least this many times as fast as horovod.spark's."""
+"""Minimum speed as a multiple of horovod.spark's."""
 
 OURS, AGAIN = "prepare_data", "prepare_data, again"
 UNSHUFFLED = "prepare_data, not shuffled"
@@ -30,12 +30,11 @@ WARM_UP_ROWS = 4000
 
 
 class Ways:
-    """The same rows, features and label, written in each way into a folder of its own.
+    """Writers of the same rows, features and label, each into a separate folder.
 
-    The plain write converts vectors as `prepare_data` must, to arrays of 32-bit floats, and writes
-    as many files from as many tasks; with validation it writes both sides in one job, too, into
-    the folders of a partition column. It checks nothing, and neither reads footers nor writes a
-    manifest.
+    The plain write converts vectors to arrays of 32-bit floats, as `prepare_data` must. It writes
+    as many files from as many tasks. With validation, it also writes both splits in one job, into
+    the folders of a partition column. It checks nothing, reads no footers and writes no manifest.
     """
 
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
@@ -99,7 +98,7 @@ class Ways:
 def measure(
     frame: DataFrame, ways: Ways, validation: str | None, repeats: int
 ) -> dict[str, list[float]]:
-    """Prepare in each way in turn, and once more what ours has prepared already."""
+    """Prepare in each way in turn, and reuse this package's prepared data."""
     taken: dict[str, list[float]] = {
         name: [] for name in (OURS, UNSHUFFLED, PLAIN, BASELINE, AGAIN)
     }
@@ -171,7 +170,7 @@ def main() -> None:
     ):
         ways = Ways(options, folder)
         cases = {"without validation": None, "with validation": "is_validation"}
-        # The JVM compiles what all ways use before any is measured.
+        # Let the JVM compile the shared code before any way is measured.
         warm_up = regression_data(spark, WARM_UP_ROWS)
         for validation in cases.values():
             measure(warm_up, ways, validation, 1)

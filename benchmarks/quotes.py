@@ -1,4 +1,4 @@
-"""Figures that the documentation quotes, as substitutions that are written from the results."""
+"""Figures that the documentation quotes, as substitutions generated from the results."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from benchmarks.results import Result
 
 QUOTED = "quoted.txt"
-"""The file of substitutions, beside the results, that pages of the documentation include."""
+"""File of substitutions, beside the results, that documentation pages include."""
 
 
 @dataclass(frozen=True)
 class Quote:
-    """A figure, or one divided by another of the same table.
+    """A figure, optionally divided by another of the same table.
 
     Attributes
     ----------
     part, table, name : str
-        Which figure.
+        Part, table and contender of the figure.
     over : str or None
-        The contender that it is divided by.
+        The contender by which it is divided.
     digits : int
-        Of those after the point.
+        Digits after the decimal point.
     """
 
     part: str
@@ -35,7 +35,7 @@ class Quote:
     digits: int = 2
 
     def text(self, results: Mapping[str, Result]) -> str:
-        """Return it as it is quoted."""
+        """Return the figure as it is quoted."""
         result = results[self.part]
         value = result.value(self.table, self.name)
         if self.over is not None:
@@ -81,10 +81,10 @@ _DEFINITION = re.compile(r"^\.\. \|(\w+)\| replace:: (.*)$", re.MULTILINE)
 
 
 def texts(results: Mapping[str, Result]) -> dict[str, str]:
-    """Return the quoted figures that there are results of."""
+    """Return the quoted figures for which there are results."""
     found = {}
     for name, quote in QUOTES.items():
-        with contextlib.suppress(KeyError):  # The part was not run, or with other sizes.
+        with contextlib.suppress(KeyError):  # not run, or with other sizes
             found[name] = quote.text(results)
     return found
 
@@ -95,7 +95,7 @@ def written(text: str) -> dict[str, str]:
 
 
 def rewrite(file: Path, found: Mapping[str, str]) -> None:
-    """Put figures into the substitutions that a document defines."""
+    """Update the figures in the substitutions that a document defines."""
     text = file.read_text(encoding="utf-8")
     new = _DEFINITION.sub(
         lambda match: f".. |{match[1]}| replace:: {found.get(match[1], match[2])}", text
@@ -105,7 +105,7 @@ def rewrite(file: Path, found: Mapping[str, str]) -> None:
 
 
 def write(file: Path, found: Mapping[str, str]) -> None:
-    """Write all substitutions to a file; those that there is no new figure for stay."""
+    """Write all substitutions to a file; those without a new figure stay unchanged."""
     before = written(file.read_text(encoding="utf-8")) if file.is_file() else {}
     lines = [f".. |{name}| replace:: {text}" for name, text in {**before, **found}.items()]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Files of results: what each part measured, where and when."""
+"""Files of results: the measurements of each part, with day and machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.figures import Record
 
 @dataclass(frozen=True)
 class Result:
-    """What one part measured.
+    """Measurements of one part.
 
     Attributes
     ----------
@@ -22,9 +22,9 @@ class Result:
     date : str
         The day, as ``2026-11-23``, in UTC.
     commit : str or None
-        Of the sources; a plus says that they had been changed since.
+        Commit of the sources; a plus means that they had been changed since.
     settings : dict
-        Sizes and the like.
+        Sizes and similar settings.
     machine : dict
         Processor, cores, memory, versions, load in the minute before.
     records : tuple of Record
@@ -40,14 +40,14 @@ class Result:
 
     @property
     def tables(self) -> dict[str, list[Record]]:
-        """The records of each table, in the order of the tables' first ones."""
+        """The records of each table, in the order of the tables' first records."""
         found: dict[str, list[Record]] = {}
         for record in self.records:
             found.setdefault(record.table, []).append(record)
         return found
 
     def value(self, table: str, name: str) -> float:
-        """Return a figure; KeyError names what is not there."""
+        """Return a figure; the KeyError for a missing one names it."""
         for record in self.records:
             if (record.table, record.name) == (table, name):
                 return record.value
@@ -55,7 +55,7 @@ class Result:
 
 
 def parse(line: str) -> Result:
-    """Return the result that a benchmark prints as its last line; ValueError if it is none."""
+    """Return the result that a benchmark prints as its last line; ValueError if it is not one."""
     try:
         return _result(json.loads(line))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -63,7 +63,7 @@ def parse(line: str) -> Result:
 
 
 def load(file: Path) -> dict[str, Result]:
-    """Return the results in a file by their parts; none where there is no file."""
+    """Return the results in a file by their parts; empty if the file does not exist."""
     if not file.is_file():
         return {}
     documents = json.loads(file.read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def load(file: Path) -> dict[str, Result]:
 
 
 def save(file: Path, results: Mapping[str, Result]) -> None:
-    """Write results to a file, a record a line, so that changes can be read."""
+    """Write results to a file, one record per line, so that diffs are readable."""
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = []
     for part, result in results.items():

@@ -1,10 +1,10 @@
-"""Allreduces by bytes, and steps by ranks on this machine, beside what the model of hosts predicts.
+"""Allreduces by bytes and steps by ranks on this machine, compared with the predictions of a model.
 
-The model (`benchmarks.hosts`) is given allreduces of 2 and of 4 ranks, and what one rank computes
-and decodes alone. It predicts the allreduces of 3 ranks and the steps of 1, 2 and 4. A step's
-computing is partly a sleep, so that ranks that share cores are still like ranks that have their
-own; what is left of it, decoding and the allreduce do share them. Then the model extends to hosts
-that are not here.
+The model (`benchmarks.hosts`) is fitted to allreduces of 2 and of 4 ranks, and to the computing and
+decoding of one rank alone. It predicts the allreduces of 3 ranks and the steps of 1, 2 and 4. A
+step's computing is partly a sleep, so that ranks that share cores behave like ranks with their own
+cores. The rest of the computing, decoding and the allreduce share the cores. The model then
+predicts more hosts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Case:
     Attributes
     ----------
     name : str
-        For tables.
+        Name in tables.
     parameters : int
-        32-bit numbers whose gradients are reduced.
+        Number of 32-bit parameters whose gradients are reduced.
     sleep : float
         Seconds of each step in which the rank computes nothing and waits, as for a device.
     reads : bool
@@ -77,7 +77,7 @@ ELSEWHERE = {
 
 
 def allreduces(repeats: int) -> dict[int, list[float]]:
-    """Return the median seconds of allreduces of each size, so many times. Runs on every rank."""
+    """Return ``repeats`` median seconds of allreduces for each size. Runs on every rank."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -99,14 +99,14 @@ def allreduces(repeats: int) -> dict[int, list[float]]:
 
 @dataclass(frozen=True)
 class Steps:
-    """Seconds and processor seconds of a step, means of each turn on one rank."""
+    """Seconds and processor seconds of a step: means of each turn on one rank."""
 
     seconds: list[float]
     processor: list[float]
 
 
 def steps(case: Case, manifest: DatasetManifest, count: int, repeats: int) -> Steps:
-    """Take steps of a case. Runs on every rank."""
+    """Run steps of a case. Runs on every rank."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -127,7 +127,7 @@ def steps(case: Case, manifest: DatasetManifest, count: int, repeats: int) -> St
             optimizer.step()
             taken.append(time.perf_counter() - started)
         if turn:
-            # Of steps that wait for a reader's slices a median tells nothing.
+            # The mean, because only some steps wait for the reader.
             found.seconds.append(statistics.fmean(taken))
             found.processor.append((time.process_time() - processor) / count)
     hvd.shutdown()
@@ -135,7 +135,7 @@ def steps(case: Case, manifest: DatasetManifest, count: int, repeats: int) -> St
 
 
 def reading(manifest: DatasetManifest, count: int, repeats: int) -> Steps:
-    """Read batches and do nothing else. Runs on one rank."""
+    """Read batches without computing. Runs on one rank."""
     torch.set_num_threads(1)
     batches = images(manifest, 0, 1)
     found = Steps([], [])
@@ -164,7 +164,7 @@ def images(manifest: DatasetManifest, rank: int, ranks: int) -> Iterator[Mapping
 
 
 def predicted(case: Case, ranks: int, link: Link, alone: Steps, read: Steps, cores: int) -> float:
-    """Return what the model says of a step, of what one rank does alone."""
+    """Return the model's seconds of a step, from the measurements of one rank alone."""
     compute = max(min(alone.seconds) - case.sleep, 0.0)
     decode = (min(read.seconds), min(read.processor)) if case.reads else (0.0, 0.0)
     work = Work(case.sleep, compute, *decode, 4 * case.parameters)
@@ -232,7 +232,7 @@ def main() -> None:
 
 
 def at_once(ranks: int, function: Any, *arguments: Any) -> dict[int, list[float]]:
-    """Run a function on so many ranks of this machine, and return what the first returns."""
+    """Run a function on the given number of local ranks, and return the first rank's result."""
     found: dict[int, list[float]] = LocalBackend(ranks).run(function, arguments)[0]
     return found
 
@@ -257,7 +257,7 @@ def of_allreduces(
 def of_steps(
     taken: Mapping[str, Mapping[int, Steps]], model: Mapping[str, Mapping[int, float]]
 ) -> list[Record]:
-    """Return the records of steps: measured and predicted, by ranks; and the one to the other."""
+    """Return the records of steps: measured and predicted, by ranks, and their ratios."""
     records, ratios = [], {}
     for name, of_ranks in taken.items():
         for ranks, measured in of_ranks.items():
@@ -273,7 +273,7 @@ def of_steps(
 
 
 def of_more_hosts(link: Link) -> list[Record]:
-    """Return what the model says of hosts with a rank each, beside other networks."""
+    """Return the predictions for hosts with a rank each, over other networks."""
     records = []
     for name, work in ELSEWHERE.items():
         for network, speed in NETWORKS.items():

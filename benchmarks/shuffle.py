@@ -1,6 +1,7 @@
-"""How well sorted rows are mixed, and what that does to training, beside perfect random order.
+"""Mixing of sorted rows and its effect on training, compared with perfect random order.
 
-Two ranks' data modules are read in one process, and their batches joined: what N ranks train on.
+The data modules of two ranks are read in one process, and their batches are joined to the rows on
+which N ranks train.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Joined = Iterator[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Task:
-    """Rows that are sorted by label: normal numbers around a centre of each label."""
+    """Rows sorted by label: normal numbers around a centre of each label."""
 
     rows: int
     centres: np.ndarray
@@ -81,7 +82,7 @@ def vectors(values: np.ndarray) -> pa.Array:
 
 
 def write(file: Path, task: Task, group_bytes: int) -> None:
-    """Write the rows, sorted by label, in row groups of a size."""
+    """Write the rows, sorted by label, in row groups of a given size."""
     file.parent.mkdir(parents=True)
     labels = task.labels()
     rows = max(min(group_bytes // (4 * WIDTH), task.rows), 1)
@@ -99,7 +100,7 @@ def write(file: Path, task: Task, group_bytes: int) -> None:
 def opened(
     manifest: DatasetManifest, kind: type[PlannedDataModule], batch_size: int, buffer_bytes: int
 ) -> Iterator[Iterator[list[dict[str, np.ndarray]]]]:
-    """Open the data modules of all ranks as the estimators do; yields the batches of each step."""
+    """Open the data modules of all ranks as the estimators do; yield the batches of each step."""
     groups = manifest.train.row_groups
     plan = plan_shards(groups, RANKS, seed=1, open_bytes=0 if manifest.shuffled else buffer_bytes)
     warning = order_warning(groups, plan, manifest.columns, buffer_bytes)
@@ -134,7 +135,7 @@ def ours(manifest: DatasetManifest, kind: type[PlannedDataModule], buffer_bytes:
 
 
 def random_order(task: Task) -> Joined:
-    """Draw each batch's rows as a random order would: labels are a shuffle of all labels."""
+    """Generate batches in random order: their labels are a shuffle of all labels."""
     labels = np.random.default_rng(3).permutation(task.labels())
     for step, start in enumerate(range(0, task.rows, RANKS * BATCH)):
         some = labels[start : start + RANKS * BATCH]
@@ -142,7 +143,7 @@ def random_order(task: Task) -> Joined:
 
 
 def petastorm(folder: Path) -> Joined:
-    """Read as horovod.spark's torch estimator does: shards, rows and row groups by Petastorm."""
+    """Read as horovod.spark's torch estimator does: Petastorm shards and shuffles."""
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore", FutureWarning)
         from petastorm import make_batch_reader

@@ -1,7 +1,7 @@
 """Rows per second of both readers on S3 and HDFS, against local disk, and requests per epoch.
 
-The servers run on this machine: moto's S3, and a NameNode and a DataNode of Hadoop's.
-``HVD_TEST_JARS`` names the folder of its archives; HDFS is left out without it.
+The servers run on this machine: moto's S3, and a Hadoop NameNode and DataNode. ``HVD_TEST_JARS``
+names the folder of Hadoop's archives; HDFS is left out without it.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Place:
     Attributes
     ----------
     name : str
-        For tables.
+        Name in tables.
     store : Store
-        Reads it.
+        Store that reads it.
     manifest : DatasetManifest
-        What it holds.
+        Manifest of the data.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Place:
 
 
 Contender = Callable[[], tuple[int, float]]
-"""Reads rows; returns how many, and in how many seconds."""
+"""Reads rows; returns their number and the seconds."""
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def write(folder: Path, rows: int) -> None:
-    """Write files of 20 narrow columns, a column that nobody wants, and a vector."""
+    """Write files of 20 narrow columns, an unused column, and a vector."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for number in range(FILES):
@@ -197,7 +197,7 @@ def count_requests(place: Place) -> dict[str, dict[str, int]]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """Note the bytes of each range that is requested of a store in this process."""
+    """Record the bytes of each range that this process requests from a store."""
     sizes: list[int] = []
     read_ranges = BaseStore.read_ranges
 
@@ -216,7 +216,7 @@ def counted() -> Iterator[list[int]]:
 def measure(
     stack: contextlib.ExitStack, found: list[Place], repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Return the rows per second of each contender on each store: the best of turns."""
+    """Return the rows per second of each contender on each store, in turns."""
     contenders: dict[tuple[str, str], Contender] = {}
     for place in found:
         for kind in READERS:
@@ -232,7 +232,7 @@ def measure(
 
 
 def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: Place) -> Contender:
-    """Open a reader, that reads shuffled rows pass after pass; a pass goes before a timed one."""
+    """Open a reader of shuffled rows, pass after pass; a warm-up pass precedes a timed one."""
     data = stack.enter_context(module(kind, place))
     batches = data.train_chunks()
 
@@ -252,7 +252,7 @@ def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: P
 
 
 def fetching(place: Place) -> Contender:
-    """Fetch the same bytes, in the same requests, a file after another, and decode nothing."""
+    """Fetch the same bytes, in the same requests, file after file, without decoding."""
     store, footers = place.store, FooterCache(place.store)
 
     def run() -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Time the micro-batches of a stream with `transform`, and beside it with a UDF written by hand."""
+"""Time the micro-batches of a stream with `transform`, against a hand-written UDF."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_batches(spark: SparkSession, folder: str, batches: int, rows: int) -> 
 
 
 def by_hand(net: torch.nn.Module) -> Callable[[DataFrame], DataFrame]:
-    """Return what adds the network's output with an iterator UDF of pandas."""
+    """Return a transformation that adds the network's output with an iterator pandas UDF."""
 
     @pandas_udf(T.DoubleType())  # type: ignore[call-overload]
     def predict(batches: Iterator[pd.Series]) -> Iterator[pd.Series]:
@@ -51,13 +51,13 @@ def by_hand(net: torch.nn.Module) -> Callable[[DataFrame], DataFrame]:
 
 
 def memory() -> dict[str, float]:
-    """Return what the driver's Python, its JVM and Spark's Python workers hold, in MiB."""
+    """Return the memory of the driver's Python, its JVM and Spark's Python workers, in MiB."""
     driver = psutil.Process()
     sizes = {"driver": driver.memory_info().rss, "JVM": 0, "workers": 0}
     for process in driver.children(recursive=True):
         try:
             name, rss = " ".join(process.cmdline()), process.memory_info().rss
-        except psutil.Error:  # It has just ended.
+        except psutil.Error:  # The process has just ended.
             continue
         if "pyspark.daemon" in name:
             sizes["workers"] += rss
@@ -69,7 +69,7 @@ def memory() -> dict[str, float]:
 def run(
     frame: DataFrame, transform: Callable[[DataFrame], DataFrame], look: int = 0
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Run a stream to its end; return the milliseconds of each micro-batch, and memory meanwhile.
+    """Run a stream to its end; return the milliseconds of each micro-batch, and memory samples.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def run(
     transform : callable
         Predicts on it.
     look : int
-        After how many micro-batches memory is looked at, each time.
+        Number of micro-batches between two memory samples; 0 for no samples.
     """
     seen: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def main() -> None:
         for transform in transforms.values():
             run(warm_up, transform)
         for turn in range(options.repeats):
-            # What comes first compiles more of Spark.
+            # The order alternates, because the first contender makes the JVM compile more of Spark.
             for name, transform in [*transforms.items()][:: -1 if turn % 2 else 1]:
                 spent, looked = run(measured, transform, options.batches // 4)
                 times[name] += spent

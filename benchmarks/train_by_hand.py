@@ -1,4 +1,4 @@
-"""The training that one would write by hand: with Horovod, and for Spark's `TorchDistributor`."""
+"""Hand-written training: with Horovod, and with Spark's `TorchDistributor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.common import WIDTH, Arrays, Net, squared_error
 
 @dataclass(frozen=True)
 class Trained:
-    """What rank 0 returns: the weights and the seconds that its loop took."""
+    """Result of rank 0: the weights and the seconds of its loop."""
 
     state: dict[str, Any]
     seconds: float
@@ -34,7 +34,7 @@ def save(folder: Path, split: str, rows: Arrays) -> None:
 
 
 def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed: int) -> Trained:
-    """Train `Net` by Horovod on arrays that lie ready; validate after epochs. On each rank."""
+    """Train `Net` with Horovod on saved arrays; validate after each epoch. Runs on every rank."""
     hvd.init()
     torch.manual_seed(seed + hvd.rank())
     model = Net()
@@ -58,7 +58,7 @@ def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed
 def _train_epoch(
     model: torch.nn.Module, optimizer: Any, features: Any, labels: Any, batch_size: int
 ) -> None:
-    """Take each row once, in random order; leave the model as it is for validation."""
+    """Train on each row once, in random order; leave the model ready for validation."""
     model.train()
     for rows in torch.randperm(len(features)).split(batch_size):
         optimizer.zero_grad()
@@ -79,14 +79,14 @@ def _share(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 def distribute(
     frame: DataFrame, folder: Path, ranks: int, settings: tuple[int, int, float, int]
 ) -> Trained:
-    """Train with `TorchDistributor`: write Parquet by Spark, and read and train in its processes.
+    """Train with `TorchDistributor`: write Parquet with Spark, and read and train in its processes.
 
     Parameters
     ----------
     frame : DataFrame
         ``features``, ``label`` and ``is_validation``.
     folder : Path
-        Where to write.
+        Output folder.
     ranks : int
         Processes.
     settings : tuple
@@ -99,14 +99,14 @@ def distribute(
 
 
 def torch_distributor(ranks: int) -> TorchDistributor:
-    """Return one whose processes are Spark's tasks."""
+    """Return a distributor whose processes are Spark tasks."""
     return TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False)
 
 
 def in_source(function: Any) -> Any:
-    """Return a function that is sent as its code: its processes cannot import this package.
+    """Return the function, to be pickled by value because its processes cannot import this package.
 
-    `TorchDistributor` pickles with PySpark's own cloudpickle, which has a list of its own.
+    `TorchDistributor` uses PySpark's copy of cloudpickle, which has its own registry.
     """
     for name in ("benchmarks.train_by_hand", "benchmarks.common", "benchmarks.launch"):
         if name in sys.modules:
@@ -117,7 +117,7 @@ def in_source(function: Any) -> Any:
 def train_from_parquet(
     folder: str, epochs: int, batch_size: int, learning_rate: float, seed: int
 ) -> Trained:
-    """Train `Net` with ``DistributedDataParallel``, validating after each epoch; on each rank."""
+    """Train `Net` with ``DistributedDataParallel``; validate each epoch. Runs on every rank."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -135,8 +135,8 @@ def train_from_parquet(
         dist.all_reduce(loss)
     taken = time.perf_counter() - started
     dist.destroy_process_group()
-    # The thread of the group needs Python's lock to let go of its last tensor. The model's end,
-    # below, waits for that thread with the lock held, and torch 2.13 would wait for ever.
+    # The group's thread needs the GIL to release its last tensor. Deleting the model, below, waits
+    # for that thread while holding the GIL; with torch 2.13 this is a deadlock.
     time.sleep(0.1)
     return Trained(model.module.state_dict(), taken)
 

@@ -1,4 +1,4 @@
-"""Time `transform` against horovod.spark's, inference written by hand, and a scan of its input."""
+"""Time `transform` against horovod.spark's, hand-written inference, and a scan of its input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OUTPUTS = 16
 
 
 class Wide(torch.nn.Module):
-    """8-64-16."""
+    """A network 8-64-16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def predictions(transform: Transform, frame: DataFrame) -> np.ndarray:
 def largest_difference(
     transforms: dict[str, Transform], frame: DataFrame, net: torch.nn.Module
 ) -> float:
-    """Return how far predictions are from those of the network called in this process."""
+    """Return the largest difference from the predictions of the network in this process."""
     sample = frame.where(f"id < {CHECKED_ROWS}")
     with torch.inference_mode():
         expected = net(torch.from_numpy(collect(sample.orderBy("id")).features)).numpy()
@@ -93,7 +93,7 @@ def main() -> None:
 
                 predict["horovod.spark"] = baseline.make_model(net, WIDTH).transform
             measured: dict[str, Transform] = {**predict, "scan alone": lambda frame: frame}
-            # Python workers import torch, and the JVM compiles, before anything is measured.
+            # Let Python workers import torch and the JVM compile before anything is measured.
             for transform in measured.values():
                 consume(transform(warm_up))
             differences.append(largest_difference(predict, frame, net))

@@ -1,4 +1,4 @@
-"""Time `transform` of images beside forward passes alone, and beside moving the images alone."""
+"""Time `transform` of images against forward passes alone and against transferring the images."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvd_estimators.torch import TorchModel
 
 IMAGE = (3, 64, 64)
 BATCH_ROWS = 2**25 // (8 * 3 * 64 * 64)
-"""As many as `transform` gives the model at a time."""
+"""Rows that `transform` passes to the model at a time."""
 
 SHARE_OF_DEEP = 4
-"""One row of so many is enough for a network that takes a hundred times as long."""
+"""The deep network takes a hundred times as long, so it gets only one of this many rows."""
 
 
 NETWORKS = ("three convolutions", "fourteen convolutions")
@@ -86,10 +86,10 @@ def image_data(spark: SparkSession, rows: int, partitions: int) -> DataFrame:
 
 
 def of_images(spark: SparkSession, rows: int, cores: int, repeats: int) -> dict[str, Any]:
-    """Return what is measured with a small network and a deep one, beside forward passes alone.
+    """Return the measurements with a small and a deep network, including forward passes alone.
 
-    The target is for the deep one: a small one computes for less time than Spark takes to bring the
-    images to Python, which is measured, too.
+    The target applies to the deep network. The small one computes for less time than Spark takes to
+    transfer the images to Python, which is also measured.
     """
     frame = image_data(spark, rows, 4 * cores)
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""How ways to predict are timed beside each other: for `benchmarks.transform`."""
+"""Interleaved timing of prediction methods, for `benchmarks.transform`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Transform = Callable[[DataFrame], DataFrame]
 
 
 def consume(frame: DataFrame) -> None:
-    """Compute every row and every column, and keep none."""
+    """Compute every row and every column, and discard them."""
     frame.write.format("noop").mode("overwrite").save()
 
 
@@ -29,7 +29,7 @@ def measure(measured: dict[str, Transform], frame: DataFrame, repeats: int) -> d
 
 
 def show(title: str, figures: dict[str, Any], rows: int) -> float:
-    """Print a table, and return our time as a share of that of a hand-written `mapInArrow`."""
+    """Print a table, and return this package's time as a share of a hand-written `mapInArrow`'s."""
     by_hand = figures["mapInArrow"]["seconds"]
     show_table(
         title,
@@ -43,7 +43,7 @@ def show(title: str, figures: dict[str, Any], rows: int) -> float:
 
 
 def records_of(table: str, figures: dict[str, Any]) -> list[Record]:
-    """Return the records of what `measure` returned."""
+    """Return the records of the measurements of `measure`."""
     taken = {name: found["all_seconds"] for name, found in figures.items()}
     return compared(table, taken, "s", "mapInArrow")
 

@@ -1,4 +1,4 @@
-"""What the examples share: their options, a Spark session, and images of handwritten digits."""
+"""Shared command-line options, Spark session and digit images of the examples."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 
-# TensorFlow tells what it finds on the machine; Spark's tasks and the ranks inherit this.
+# TensorFlow logs the hardware that it finds. Spark's tasks and the ranks inherit this setting.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def make_parser(doc: str, name: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of the options that all examples have.
+    """Return a parser of the options that all examples share.
 
     Parameters
     ----------
     doc : str
-        The script's docstring, whose first line is its description.
+        The script's docstring, whose first line becomes the description.
     name : str
-        Names the folder for the results.
+        Prefix of the results folder.
     **defaults
-        Of the options, where they are others.
+        Defaults of options that differ from the shared ones.
     """
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -46,12 +46,12 @@ def make_parser(doc: str, name: str, **defaults: Any) -> argparse.ArgumentParser
 
 
 def folder(path: str) -> Path:
-    """Return an absolute path: Spark and the ranks have working folders of their own."""
+    """Return an absolute path, because Spark and the ranks have different working directories."""
     return Path(path).absolute()
 
 
 def start_spark(args: argparse.Namespace, name: str, **settings: str) -> SparkSession:
-    """Start a quiet session, whose tasks run the Python that runs this script."""
+    """Start a quiet session whose tasks use the Python that runs this script."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -62,14 +62,14 @@ def start_spark(args: argparse.Namespace, name: str, **settings: str) -> SparkSe
     }
     builder = SparkSession.builder.master(args.master).appName(name)
     spark = builder.config(map=settings).getOrCreate()
-    # Models and functions of modules beside a script are loaded in Spark's tasks, too.
+    # Spark's tasks also load models and functions from modules beside a script.
     for module in Path(__file__).parent.glob("*.py"):
         spark.sparkContext.addPyFile(str(module))
     return spark
 
 
 def read_digits(spark: SparkSession) -> DataFrame:
-    """Return scikit-learn's 1,797 images of 8 x 8: ``image``, a vector, and ``digit``, a word."""
+    """Return scikit-learn's 1,797 images of 8 x 8: a vector ``image`` and a word ``digit``."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

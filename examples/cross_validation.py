@@ -1,9 +1,9 @@
-"""Which learning rate and which width? A search by Spark's CrossValidator.
+"""Search learning rates and network widths with Spark's CrossValidator.
 
-A network says from ten measurements of cells whether a tumour is benign (scikit-learn's breast
-cancer data). Each point of the grid is trained on three folds, two fits at a time with one rank
-each; the rows of a fold are written once for all of them. Spark's logistic regression on the same
-rows is the baseline.
+A network predicts from ten measurements of cells whether a tumour is benign (scikit-learn's breast
+cancer data). Each grid point trains on three folds, with two parallel fits of one rank each. The
+rows of a fold are written once for all of them. The baseline is Spark's logistic regression on the
+same rows.
 
 Run it with ``python examples/cross_validation.py``; see ``--help`` for options.
 """
@@ -66,7 +66,7 @@ def make_search(args: argparse.Namespace) -> CrossValidator:
     )
     rates = [args.learning_rate / 10, args.learning_rate * 10]
     grid = ParamGridBuilder().addGrid(estimator.learning_rate, rates).build()
-    # A network and its optimizer are set together: each optimizer holds its network's parameters.
+    # Set a network and its optimizer together: each optimizer holds its network's parameters.
     points = [
         {**point, estimator.model: network, estimator.optimizer: optimizer}
         for point in grid
@@ -83,7 +83,7 @@ def make_search(args: argparse.Namespace) -> CrossValidator:
 
 
 def print_grid(model: CrossValidatorModel) -> None:
-    """Print the mean score of each point over the folds."""
+    """Print the mean score of each grid point over the folds."""
     print(f"\n{'learning rate':>14}{'width':>7}   area under ROC")
     for point, score in zip(model.getEstimatorParamMaps(), model.avgMetrics, strict=True):
         values = {param.name: value for param, value in point.items()}
@@ -92,7 +92,7 @@ def print_grid(model: CrossValidatorModel) -> None:
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
-    """Search, and score the best point on rows held out; return the scores."""
+    """Search, and return the scores of the best grid point on the test rows."""
     train, held_out = read_tumours(spark).randomSplit([0.75, 0.25], seed=args.seed)
     measured = [name for name in train.columns if name != LABEL]
     features = Pipeline(
@@ -119,7 +119,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "cross_validation", num_proc=1, epochs=10)
     parser.add_argument("--folds", type=int, default=3, help="parts that the rows are cut into")
     return parser.parse_args(argv)

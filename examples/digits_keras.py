@@ -1,8 +1,8 @@
-"""Which digit is it? A convolutional network by KerasEstimator, with callbacks.
+"""Classify images of digits with KerasEstimator and callbacks.
 
-scikit-learn's images of digits, of which a fifth is held out. ``EarlyStopping`` ends training on
-all ranks together, ``BestModelCheckpoint`` keeps the model of the best epoch, and Spark's evaluator
-scores it. The saved model is loaded by plain Keras in the end.
+The data are scikit-learn's images of digits, of which a fifth is the test set. ``EarlyStopping``
+stops training on all ranks together. ``BestModelCheckpoint`` saves the model of the best epoch,
+and Spark's evaluator scores it. Finally, plain Keras loads the saved model.
 
 Run it with ``python examples/digits_keras.py``; see ``--help`` for options.
 """
@@ -37,14 +37,14 @@ def make_network() -> keras.Model:
 
 
 def with_number(digits: DataFrame) -> DataFrame:
-    """Add the column ``number``: what a word such as "seven" says."""
+    """Add the column ``number``: the value of a word such as "seven"."""
     pairs = [(F.lit(word), F.lit(number)) for number, word in enumerate(DIGITS)]
     numbers = F.create_map(*[part for pair in pairs for part in pair])
     return digits.withColumn("number", numbers[F.col("digit")])
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> float:
-    """Train and score; return the accuracy on the images held out."""
+    """Train and score; return the accuracy on the test images."""
     train, held_out = with_number(read_digits(spark)).randomSplit([0.8, 0.2], seed=args.seed)
     keras.utils.set_random_seed(args.seed)
     estimator = KerasEstimator(

@@ -1,8 +1,8 @@
-"""Which digit is it? A LightningModule by LightningEstimator, with Lightning's own callbacks.
+"""Classify images of digits with LightningEstimator and Lightning's own callbacks.
 
-scikit-learn's images of digits, of which a fifth is held out. The module's steps get a dict of
-column name to tensor. What it logs is averaged over the ranks, and early stopping and the
-learning rate's scheduler act on it.
+The data are scikit-learn's images of digits, of which a fifth is the test set. The module's steps
+get a dict of column name to tensor. Its logged values are averaged over the ranks, and early
+stopping and the learning rate scheduler use them.
 
 Run it with ``python examples/digits_lightning.py``; see ``--help`` for options.
 """
@@ -63,7 +63,7 @@ class DigitNet(lightning.LightningModule):
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> float:
-    """Train and score; return the accuracy on the images held out."""
+    """Train and score; return the accuracy on the test images."""
     indexer = StringIndexer(inputCol="digit", outputCol="digit_index")
     digits = read_digits(spark)
     train, held_out = indexer.fit(digits).transform(digits).randomSplit([0.8, 0.2], seed=args.seed)

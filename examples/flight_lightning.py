@@ -1,4 +1,4 @@
-"""The network of ``flight_networks.py`` in Lightning: torch's, with Lightning's steps."""
+"""The network of ``flight_networks.py`` in Lightning: the torch network with Lightning's steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_estimators.lightning import LightningEstimator
 
 
 class DelayModule(lightning.LightningModule):
-    """Steps on a batch, which is a dict of column name to tensor."""
+    """Training and validation steps on a batch, which is a dict of column name to tensor."""
 
     def __init__(self, sizes: Sizes, label: str, learning_rate: float) -> None:
         super().__init__()

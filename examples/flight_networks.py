@@ -1,8 +1,8 @@
-"""One network in three frameworks: it embeds categories, and regresses a flight's delay.
+"""A network in three frameworks that embeds categories and predicts a flight's delay.
 
-Each framework has a module of its own, ``flight_torch.py`` for example, which is imported only if
-that framework is used. Its ``estimator`` makes the network and the estimator that trains it. The
-layers work in standard units; the outputs, and so the losses, are in minutes.
+Each framework has its own module, for example ``flight_torch.py``, which is imported only if that
+framework is used. The module's ``estimator`` function builds the network and the estimator that
+trains it. The layers work in standard units. The outputs, and so the losses, are in minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FRAMEWORKS = ("torch", "keras", "lightning")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a network has to fit.
+    """Numbers of categories, width of the continuous vector, and statistics of the label.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class Sizes:
     continuous : int
         Length of the continuous vector.
     label_mean, label_std : float
-        Of the training labels, in minutes.
+        Mean and standard deviation of the training labels, in minutes.
     """
 
     categories: list[int]
@@ -34,7 +34,7 @@ class Sizes:
     label_std: float
 
     def embedding_dims(self) -> list[int]:
-        """Return how many numbers stand for a value of each category."""
+        """Return the embedding width of each category."""
         return [min(16, (size + 1) // 2) for size in self.categories]
 
 

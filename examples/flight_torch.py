@@ -12,14 +12,14 @@ from hvd_estimators.torch import TorchEstimator
 
 
 class DelayNet(nn.Module):
-    """An embedding of each category, and dense layers on all of them."""
+    """An embedding of each category, followed by dense layers."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         dims = sizes.embedding_dims()
         self.embeddings = nn.ModuleList(map(nn.Embedding, sizes.categories, dims))
         for embedding in self.embeddings:
-            # Start near zero: a rare category, or one never seen, should say little.
+            # Start near zero: a rare or unseen category should have little effect.
             nn.init.normal_(embedding.weight, std=0.1)
         self.layers = nn.Sequential(
             nn.Linear(sizes.continuous + sum(dims), 128),
@@ -49,7 +49,7 @@ def estimator(sizes: Sizes, learning_rate: float, **params: Any) -> TorchEstimat
     network = DelayNet(sizes)
     return TorchEstimator(
         model=network,
-        # The rate of one rank; training multiplies it by the number of ranks.
+        # The learning rate of one rank; training multiplies it by the number of ranks.
         optimizer=torch.optim.Adam(network.parameters(), lr=learning_rate),
         loss=nn.functional.mse_loss,
         **params,

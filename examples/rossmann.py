@@ -1,18 +1,18 @@
-"""What will each store sell? Kaggle's Rossmann competition, from CSV files to a submission.
+"""Predict store sales: Kaggle's Rossmann competition, from CSV files to a submission.
 
-Three steps, each of which can be run alone with ``--steps``:
+There are three steps, and ``--steps`` runs each alone:
 
-* ``prepare``: Spark joins sales, stores, weather and search trends, makes features, and writes them
-  as Parquet.
+* ``prepare``: Spark joins sales, stores, weather and search trends, creates features, and writes
+  them as Parquet.
 * ``train``: a ``KerasEstimator`` trains a network that embeds each category, on two Horovod ranks.
-  The metric is the competition's, the root mean squared percentage error (RMSPE), over the weeks
-  that lie a year before those to predict. The model of the best epoch is saved.
-* ``predict``: the saved model predicts the test rows, and ``submission.csv`` is written.
+  The metric is the competition's, the root mean squared percentage error (RMSPE), over the weeks a
+  year before the test weeks. The model of the best epoch is saved.
+* ``predict``: the saved model predicts the test rows and writes ``submission.csv``.
 
-``--data`` names the folder with Kaggle's files (``train.csv``, ``test.csv``, ``store.csv``) and the
-others that this needs (``store_states.csv``, ``state_names.csv``, ``googletrend.csv``,
-``weather.csv``). Without it small files of the same schema are made up, whose noise alone is
-an RMSPE of 0.10.
+``--data`` is the folder with Kaggle's files (``train.csv``, ``test.csv``, ``store.csv``) and the
+additional files (``store_states.csv``, ``state_names.csv``, ``googletrend.csv``, ``weather.csv``).
+Without it, the script generates small files of the same schema, whose noise alone causes an RMSPE
+of 0.10.
 
 Run it with ``python examples/rossmann.py``; see ``--help`` for options.
 """
@@ -51,14 +51,14 @@ class RMSPE(keras.metrics.Mean):
 
 
 def make_network(sizes: dict[str, int], mean: float, spread: float) -> keras.Model:
-    """Return a network that embeds each category and regresses the logarithm of sales.
+    """Return a network that embeds each category and predicts the logarithm of sales.
 
     Parameters
     ----------
     sizes : dict of str to int
-        How many values each category has.
+        Number of values of each category.
     mean, spread : float
-        Mean and standard deviation of what is predicted.
+        Mean and standard deviation of the label.
     """
     inputs = [keras.Input((1,), name=name) for name in sizes]
     embedded = [
@@ -76,13 +76,13 @@ def make_network(sizes: dict[str, int], mean: float, spread: float) -> keras.Mod
 
 
 def rmspe(rows: DataFrame) -> float:
-    """Return the error of ``expected``, which stands for ``log_sales``."""
+    """Return the error of ``expected``, the prediction of ``log_sales``."""
     error = 1 - F.exp(F.col("expected") - F.col(LOG_SALES))
     return rows.agg(F.sqrt(F.avg(error * error))).head()[0]
 
 
 def print_errors(train: DataFrame, error: float, history: list[float]) -> None:
-    """Print the errors of the network, and of averages: a store's, on such a day."""
+    """Print the errors of the network and of the averages by store, weekday and promotion."""
     known = train.where("not is_validation").groupBy("Store", "DayOfWeek", "Promo")
     averages = known.agg(F.avg(LOG_SALES).alias("expected"))
     joined = train.where("is_validation").join(averages, ["Store", "DayOfWeek", "Promo"])
@@ -94,7 +94,7 @@ def print_errors(train: DataFrame, error: float, history: list[float]) -> None:
 
 
 def prepare_step(spark: SparkSession, args: argparse.Namespace) -> None:
-    """Join the files, and write what is trained on and what is predicted."""
+    """Join the files, and write the training and test rows."""
     folder = args.data
     if folder is None:
         folder = args.output / "data"
@@ -110,7 +110,7 @@ def prepare_step(spark: SparkSession, args: argparse.Namespace) -> None:
 
 
 def read_prepared(spark: SparkSession, output: Path) -> tuple[DataFrame, dict[str, int]]:
-    """Return the rows to train on, and the sizes of their categories; say how many there are."""
+    """Return the training rows and the sizes of their categories; print the number of rows."""
     train = spark.read.parquet(str(output / "train.parquet")).cache()
     rows = {
         row["is_validation"]: row["count"]
@@ -121,14 +121,14 @@ def read_prepared(spark: SparkSession, output: Path) -> tuple[DataFrame, dict[st
 
 
 def train_step(spark: SparkSession, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Train the network and save the model of the best epoch; return what was measured."""
+    """Train the network and save the model of the best epoch; return the history."""
     train, sizes = read_prepared(spark, args.output)
     mean, spread = train.agg(F.avg(LOG_SALES), F.stddev(LOG_SALES)).head()
     estimator = KerasEstimator(
         num_proc=args.num_proc,
         store=Store.create(str(args.output / "store")),
         model=make_network(sizes, mean, spread),
-        # The rate of one rank; training multiplies it by the number of ranks.
+        # The learning rate of one rank; training multiplies it by the number of ranks.
         optimizer=keras.optimizers.Adam(args.learning_rate),
         loss="mae",
         metrics=[RMSPE()],
@@ -167,7 +167,7 @@ def predict_step(spark: SparkSession, args: argparse.Namespace) -> Path:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "rossmann", epochs=6, batch_size=64)
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="what to do")
     parser.add_argument("--data", type=Path, help="folder of Kaggle's files (default: made up)")
@@ -178,7 +178,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> None:
-    """Do the steps that are asked for."""
+    """Run the requested steps."""
     keras.utils.set_random_seed(args.seed)
     steps = {"prepare": prepare_step, "train": train_step, "predict": predict_step}
     for step in STEPS:

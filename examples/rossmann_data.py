@@ -1,8 +1,8 @@
-"""The tables of Kaggle's Rossmann competition: made up where they are absent, and their features.
+"""Tables of Kaggle's Rossmann competition: generated files, and features.
 
-`make_files` writes small CSV files of the schema of Kaggle's, with sales that follow a known rule.
-`prepare` joins the files, Kaggle's or these, and returns DataFrames that a network can train on.
-Both are used by ``rossmann.py`` and ``rossmann_run.py``.
+`make_files` generates small CSV files with Kaggle's schema, in which sales follow a known rule.
+`prepare` joins the files, Kaggle's or generated ones, and returns DataFrames for training a
+network. ``rossmann.py`` and ``rossmann_run.py`` use both.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ LOG_SALES = "log_sales"
 _STATES = {"Bayern": "BY", "Hessen": "HE", "Niedersachsen": "HB,NI", "Sachsen": "SN"}
 _NOISE = 0.1
 _HORIZON = 60
-"""Days beyond which an event is as good as none."""
+"""Days beyond which an event has no effect."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a network is trained and tried on.
+    """Training and test data of a network.
 
     Attributes
     ----------
     train : DataFrame
         One row per store and day with sales: ``INDEXED``, the vector ``numbers``, ``log_sales`` and
-        the boolean ``is_validation``, which is true in the days of ``test`` a year before.
+        the boolean ``is_validation``, which is true on the days of ``test`` a year before.
     test : DataFrame
         The rows to predict: the same features, and ``Id``, ``Open``.
     sizes : dict of str to int
-        How many values each of ``INDEXED`` has.
+        Number of values of each of ``INDEXED``.
     """
 
     train: DataFrame
@@ -85,11 +85,11 @@ class Prepared:
 
 
 def make_files(folder: Path, stores: int, seed: int) -> None:
-    """Write CSV files of the schema of Kaggle's, from July 2013 to September 2015.
+    """Generate CSV files with Kaggle's schema, from July 2013 to September 2015.
 
     A store's sales are its own level times factors of the weekday, a promotion, the weeks before
-    Christmas and the temperature, times noise whose logarithm has a standard deviation of 0.1: no
-    prediction can have an RMSPE much below that.
+    Christmas and the temperature, times noise. The noise's logarithm has a standard deviation of
+    0.1, so no prediction can have an RMSPE much below that.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def make_files(folder: Path, stores: int, seed: int) -> None:
         )
     weather["Max_Wind_SpeedKm_h"] = random.integers(10, 60, len(weather))
     weather["Mean_Wind_SpeedKm_h"] = weather["Max_Wind_SpeedKm_h"] // 2
-    # Kaggle's has days without a reading, too, and Events are often empty.
+    # Kaggle's file also has days without a reading, and Events are often empty.
     weather["CloudCover"] = np.where(random.random(len(weather)) < 0.1, None, mean.clip(0, 8))
     weather["Events"] = random.choice(["", "Rain", "Fog-Rain", "Snow"], len(weather))
     weather.to_csv(folder / "weather.csv", index=False)
@@ -143,7 +143,7 @@ def _make_stores(count: int, random: np.random.Generator) -> pd.DataFrame:
 
 
 def _make_trend(folder: Path, random: np.random.Generator) -> None:
-    starts = pd.date_range("2013-06-30", "2015-09-13", freq="7D")  # Sundays, as Google's are
+    starts = pd.date_range("2013-06-30", "2015-09-13", freq="7D")  # Sundays, as in Google's files
     weeks = [f"{day:%Y-%m-%d} - {day + pd.Timedelta(days=6):%Y-%m-%d}" for day in starts]
     codes = ["", *(f"_{code.split(',')[-1]}" for code in _STATES.values())]
     trend = pd.DataFrame(
@@ -189,14 +189,14 @@ def _make_sales(
 
 
 def prepare(spark: SparkSession, folder: Path, sample: float = 1.0) -> Prepared:
-    """Join the seven files and make the features. Everything is done by Spark.
+    """Join the seven files and create the features. Everything runs in Spark.
 
     Parameters
     ----------
     spark : SparkSession
-        Does it.
+        The session.
     folder : Path
-        Holds the files.
+        Folder of the files.
     sample : float
         Share of the stores to keep, in training and test.
     """
@@ -218,7 +218,7 @@ def prepare(spark: SparkSession, folder: Path, sample: float = 1.0) -> Prepared:
     if found != expected:
         raise SystemExit(f"{expected:,} rows of sales became {found:,} when tables were joined.")
 
-    # Vocabularies are those of all rows: a test row's values are known beforehand.
+    # The vocabularies cover all rows: a test row's values are known in advance.
     indexer = StringIndexer(inputCols=CATEGORIES, outputCols=INDEXED).fit(rows)
     sizes = dict(zip(INDEXED, map(len, indexer.labelsArray), strict=True))
     assembler = VectorAssembler(inputCols=NUMBERS, outputCol="raw_numbers")
@@ -239,7 +239,7 @@ def prepare(spark: SparkSession, folder: Path, sample: float = 1.0) -> Prepared:
 
 
 def _read(spark: SparkSession, path: Path) -> DataFrame:
-    # As strings: Kaggle's StateHoliday holds "0" and "a", and types are given where they count.
+    # As strings: Kaggle's StateHoliday holds "0" and "a". Casts set the types where needed.
     return spark.read.csv(str(path), header=True)
 
 
@@ -254,7 +254,7 @@ def _with_typed_columns(days: DataFrame) -> DataFrame:
         F.month(date).cast("string").alias("Month"),
         F.dayofmonth(date).cast("string").alias("Day"),
         F.weekofyear(date).cast("string").alias("Week"),
-        # Kaggle's test rows lack it for a store that was open.
+        # In Kaggle's test rows it is missing for a store that was open.
         F.coalesce(F.col("Open") != "0", F.lit(True)).alias("Open"),
         *[F.when(F.col(name) == "0", "no").otherwise("yes").alias(name) for name in EVENTS],
         F.col("Sales").cast("double").alias("Sales"),
@@ -307,12 +307,12 @@ def _with_store(rows: DataFrame, store: DataFrame) -> DataFrame:
 
 
 def _whole(name: str) -> Column:
-    # Some copies of Kaggle's files have "9.0", which is no int to Spark 4.
+    # Some copies of Kaggle's files have "9.0", which Spark 4 does not parse as an int.
     return F.col(name).cast("double").cast("int")
 
 
 def _elapsed(since: str, days: int, most: int) -> Column:
-    """Return how many times so many days have passed, from 0 to the most, as a category."""
+    """Return the number of elapsed periods of ``days`` days, from 0 to ``most``, as a category."""
     passed = F.coalesce(F.floor(F.datediff("Date", since) / days), F.lit(0))
     return F.greatest(F.lit(0), F.least(passed, F.lit(most))).cast("string")
 
@@ -322,7 +322,7 @@ def _with_trend(rows: DataFrame, trend: DataFrame) -> DataFrame:
     code = F.regexp_extract("file", "^Rossmann_DE_?(.*)$", 1)
     trend = trend.select(
         F.to_date(F.substring("week", 1, 10)).alias("sunday"),
-        # The stores of Bremen are counted with those of Lower Saxony.
+        # Bremen's stores belong to Lower Saxony's group.
         F.when(code == "NI", "HB,NI").otherwise(code).alias("State"),
         F.col("trend").cast("double").alias("trend"),
     )

@@ -1,14 +1,14 @@
-"""Rossmann's sales by a training function of one's own: `hvd_estimators.run` calls it on each rank.
+"""Predict Rossmann's sales with a training function that `hvd_estimators.run` calls on each rank.
 
-The data, the network and the steps are those of ``rossmann.py``. The training loop is Keras's, with
-what Horovod needs written out: the optimizer that averages gradients, the callbacks that start all
-ranks from the same weights and average metrics, a learning rate that warms up, and each rank's
-share of the rows. Rank 0 returns the best model as bytes; Spark predicts with it.
+The data, the network and the steps are those of ``rossmann.py``. The loop is Keras's, and the
+script writes out the parts that Horovod needs: an optimizer that averages gradients, callbacks that
+start all ranks from the same weights and average metrics, a warm-up of the learning rate, and each
+rank's share of the rows. Rank 0 returns the best model as bytes, and Spark predicts with it.
 
-Where Spark has GPUs, ``--gpus task`` holds one for every task of the application, as a cluster's
-settings usually do, and ``--gpus stage`` only for the tasks that train (stage-level scheduling):
-preparing the data takes all cores then. Both work on Standalone, YARN and Kubernetes, and on this
-machine alone with ``--master 'local-cluster[2,1,1024]'``.
+If Spark has GPUs, ``--gpus task`` reserves one for every task of the application, as is usual in
+cluster settings. ``--gpus stage`` reserves one only for the training tasks (stage-level
+scheduling), so preparing the data uses all cores. Both work on Standalone, YARN and Kubernetes, and
+on a single machine with ``--master 'local-cluster[2,1,1024]'``.
 
 Run it with ``python examples/rossmann_run.py``; see ``--help`` for options.
 """
@@ -35,22 +35,22 @@ PATIENCE = 5
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank needs to know.
+    """Settings that every rank needs.
 
     Attributes
     ----------
     data : str
-        The Parquet that preparation has written, on storage that all ranks see.
+        The Parquet that preparation has written, on storage that all ranks share.
     sizes : dict of str to int
-        How many values each category has.
+        Number of values of each category.
     mean, spread : float
-        Of the label.
+        Mean and standard deviation of the label.
     epochs, batch_size : int
-        Passes over the data at most, and rows of a rank's step.
+        Maximum number of passes over the data, and rows of a rank's step.
     learning_rate : float
-        Of one rank.
+        Learning rate of one rank.
     seed : int
-        Of weights and order.
+        Seed of the weights and the order.
     """
 
     data: str
@@ -64,16 +64,16 @@ class Job:
 
 
 def train(job: Job) -> tuple[dict[str, list[float]], list[str], bytes]:
-    """Train the network. Runs on every rank; what rank 0 returns counts.
+    """Train the network. Runs on every rank; the caller uses the result of rank 0.
 
     Returns
     -------
     history : dict of str to list of float
-        What was measured in each epoch.
+        Losses and metrics of each epoch.
     gpus : list of str
         The GPUs that Spark has assigned to the rank's task.
     model : bytes
-        The ``.keras`` file of the best epoch; of rank 0 alone.
+        The ``.keras`` file of the best epoch; empty except on rank 0.
     """
     import tempfile
 
@@ -91,13 +91,13 @@ def train(job: Job) -> tuple[dict[str, list[float]], list[str], bytes]:
     )
 
     hvd.init()
-    # A rank sees its own GPU alone. Without this TensorFlow would take all of its memory at once.
+    # A rank sees only its own GPU. Without this, TensorFlow would reserve all of its memory.
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
     keras.utils.set_random_seed(job.seed + hvd.rank())
 
-    # Each rank takes every size-th row, and as many as the others: a rank with one step more would
-    # wait for them for ever.
+    # Each rank takes every size-th row, and as many rows as the others: a rank with one more step
+    # would wait for the others indefinitely.
     frame = pq.read_table(job.data).to_pandas()
     parts = [frame[frame["is_validation"] == part] for part in (False, True)]
     training, validation = (
@@ -113,7 +113,7 @@ def train(job: Job) -> tuple[dict[str, list[float]], list[str], bytes]:
         jit_compile=False,  # Horovod's operations cannot be compiled by XLA
     )
     path = Path(tempfile.mkdtemp()) / "best.keras"
-    # Averages come before the callbacks that act on them, so that all ranks act the same.
+    # Average metrics before the callbacks that use them, so that all ranks act the same.
     callbacks = [
         BroadcastCallback(),
         MetricAverageCallback(),
@@ -145,12 +145,12 @@ def columns_of(frame: pd.DataFrame) -> tuple[dict[str, np.ndarray], np.ndarray]:
     inputs = {name: frame[name].to_numpy("float32")[:, None] for name in INDEXED}
     inputs["numbers"] = vectors(frame["numbers"])
     labels = frame[LOG_SALES] if LOG_SALES in frame else pd.Series(dtype="float32")
-    # In the shape of the network's output: a metric would subtract each row from all of (rows,).
+    # In the shape of the network's output: with (rows,), a metric would subtract all pairs of rows.
     return inputs, labels.to_numpy("float32")[:, None]
 
 
 def vectors(column: pd.Series) -> np.ndarray:
-    """Return dense ML vectors as an array: Parquet holds them as structs, UDFs as objects."""
+    """Convert dense ML vectors to an array: Parquet holds them as structs, UDFs as objects."""
     rows = [row["values"] if isinstance(row, dict) else row.toArray() for row in column]
     return np.array(rows, "float32")
 
@@ -177,7 +177,7 @@ def predict(rows: DataFrame, model: bytes) -> DataFrame:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "rossmann_run", epochs=8, batch_size=64)
     parser.add_argument("--data", type=Path, help="folder of Kaggle's files (default: made up)")
     parser.add_argument("--stores", type=int, default=30, help="stores to make up")
@@ -199,7 +199,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def gpu_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Return the settings by which Spark schedules GPUs."""
+    """Return the Spark settings that schedule GPUs."""
     if args.gpus == "none":
         return {}
     script, amount = str(args.gpu_discovery_script.resolve()), str(args.gpus_per_executor)
@@ -208,7 +208,7 @@ def gpu_settings(args: argparse.Namespace) -> dict[str, str]:
         "spark.executor.resource.gpu.discoveryScript": script,
     }
     if args.master.startswith("local-cluster"):
-        # Of the workers, which elsewhere are started with these.
+        # Settings of the workers; on other clusters, the workers are started with them.
         settings["spark.worker.resource.gpu.amount"] = amount
         settings["spark.worker.resource.gpu.discoveryScript"] = script
     if args.gpus == "task":
@@ -217,7 +217,7 @@ def gpu_settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Prepare, train, predict; return what was measured."""
+    """Prepare, train and predict; return the history."""
     prepare_step(spark, args)
     rows, sizes = read_prepared(spark, args.output)
     mean, spread = rows.agg(F.avg(LOG_SALES), F.stddev(LOG_SALES)).head()

@@ -1,9 +1,9 @@
-"""What does Horovod do all the time? A training loop by HorovodRunner, and its timeline.
+"""Analyse Horovod's timeline of a training loop that runs with HorovodRunner.
 
 ``HorovodRunner(np=-2)`` runs a hand-written torch loop in two processes on this machine, without
-Spark; ``--np 2`` in two tasks of a Spark job. What rank 0 tells with ``log_to_driver`` shows here,
-and ``HOROVOD_TIMELINE`` makes Horovod write what it does with every tensor. The script adds that
-up; chrome://tracing or https://ui.perfetto.dev draw it.
+Spark. ``--np 2`` runs it in two tasks of a Spark job. Messages that rank 0 sends with
+``log_to_driver`` appear here. ``HOROVOD_TIMELINE`` makes Horovod record its activity for every
+tensor. The script adds up the times; chrome://tracing or https://ui.perfetto.dev displays them.
 
 Run it with ``python examples/runner_timeline.py``; see ``--help`` for options.
 """
@@ -22,9 +22,9 @@ from hvd_estimators import HorovodRunner
 
 
 def train(learning_rate: float, batch_size: int, epochs: int, seed: int) -> float:
-    """Train a network on this rank's share of the digits; return its accuracy on all that is held.
+    """Train a network on this rank's share of the digits; return its accuracy on all test images.
 
-    Runs on every rank, in a process of its own.
+    Runs on every rank, in a separate process.
     """
     import horovod.torch as hvd
     import torch
@@ -34,7 +34,7 @@ def train(learning_rate: float, batch_size: int, epochs: int, seed: int) -> floa
     from hvd_estimators import log_to_driver
 
     hvd.init()
-    torch.manual_seed(seed)  # the same network, before its parameters are broadcast anyway
+    torch.manual_seed(seed)  # the same initial network; broadcast_parameters ensures it anyway
     data = load_digits()
     images, digits = torch.tensor(data.data / 16).float(), torch.tensor(data.target)
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -44,7 +44,7 @@ def train(learning_rate: float, batch_size: int, epochs: int, seed: int) -> floa
     )
     hvd.broadcast_parameters(network.state_dict(), root_rank=0)
 
-    # The last 297 are held out. All ranks take as many batches.
+    # The last 297 images are the test set. All ranks take the same number of batches.
     steps = 1500 // (batch_size * hvd.size())
     for epoch in range(epochs):
         order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))
@@ -63,10 +63,10 @@ def train(learning_rate: float, batch_size: int, epochs: int, seed: int) -> floa
 
 
 def time_spent(timeline: Path) -> dict[str, tuple[int, float]]:
-    """Return how often each activity took place, and for how many milliseconds in all.
+    """Return the count and the total milliseconds of each activity.
 
-    The file lists events in the format of Chrome's traces: each tensor is a process (``pid``),
-    whose activities begin ("B") and end ("E"), one within another.
+    The file lists events in the format of Chrome's traces. Each tensor is a process (``pid``),
+    whose activities begin ("B") and end ("E") and can be nested.
     """
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else f"{text}]")
@@ -83,7 +83,7 @@ def time_spent(timeline: Path) -> dict[str, tuple[int, float]]:
 
 
 def run(args: argparse.Namespace) -> tuple[float, dict[str, tuple[int, float]]]:
-    """Train and read the timeline; return the accuracy, and what took how long."""
+    """Train and read the timeline; return the accuracy and the times of the activities."""
     args.output.mkdir(parents=True, exist_ok=True)
     timeline = args.output / "timeline.json"
     timeline.unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> tuple[float, dict[str, tuple[int, float]]]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "runner_timeline", learning_rate=3e-3)
     parser.add_argument(
         "--np", type=int, default=-2, help="below 0: processes here; above 0: tasks of Spark"

@@ -1,15 +1,15 @@
-"""One model, predicting in four ways: a batch, a query in SQL, a stream, and without Spark.
+"""Predict with one model in four ways: a batch, a SQL query, a stream, and without Spark.
 
-A small network learns scikit-learn's digits, and is saved with the pipeline around it. It is then
-loaded, and predicts the same images
+A small network learns scikit-learn's digits and is saved with its pipeline. The script then loads
+it and predicts the same images
 
 * of a DataFrame (``transform``),
 * in SQL (``as_udf``),
-* of a stream of Parquet files that arrive in a folder, with a checkpoint, so that a query that is
-  started again predicts new files alone,
+* of a stream of Parquet files that arrive in a folder, with a checkpoint, so that a restarted query
+  predicts only new files,
 * in a plain Python process that needs no Spark (``load_predictor``).
 
-All four have to agree to the last bit; the script says so.
+All four must agree bit for bit; the script prints the result of the comparison.
 
 Run it with ``python examples/streaming.py``; see ``--help`` for options.
 """
@@ -36,7 +36,7 @@ OUTPUT = "scores"
 
 
 def train(digits: DataFrame, args: argparse.Namespace) -> Path:
-    """Train a pipeline, save it, and return where."""
+    """Train a pipeline, save it, and return its path."""
     torch.manual_seed(args.seed)
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     estimator = TorchEstimator(
@@ -62,14 +62,14 @@ def train(digits: DataFrame, args: argparse.Namespace) -> Path:
 
 
 def by_stream(spark: SparkSession, model: PipelineModel, folder: Path, output: Path) -> DataFrame:
-    """Predict the files in a folder as a stream, and those that come later as its next run."""
+    """Predict the files in a folder as a stream; a later call predicts only files added since."""
     schema = spark.read.parquet(str(folder)).schema
     stream = spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(str(folder))
     query = (
         model.transform(stream)
         .writeStream.format("parquet")
         .option("checkpointLocation", str(output / "checkpoint"))
-        .trigger(availableNow=True)  # to the end of what is there; leave it out to go on for ever
+        .trigger(availableNow=True)  # leave it out for an endless query
         .start(str(output / "predictions"))
     )
     query.awaitTermination()
@@ -80,9 +80,9 @@ def by_stream(spark: SparkSession, model: PipelineModel, folder: Path, output: P
 
 
 def collect(predictions: DataFrame) -> np.ndarray:
-    """Return the scores, shape (rows, 10), in the order of the rows' numbers."""
+    """Return the scores, shape (rows, 10), in the order of the row numbers."""
     rows = predictions.select("row", OUTPUT).orderBy("row").collect()
-    # An ML vector from transform, an array from SQL.
+    # transform returns an ML vector, SQL an array.
     return np.array([list(row[OUTPUT]) for row in rows])
 
 
@@ -107,7 +107,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> None:
     digits.where(~first_half).write.mode("append").parquet(str(incoming))
     scores["stream"] = collect(by_stream(spark, model, incoming, streamed))
 
-    # The stages of a saved pipeline are folders of their own.
+    # Each stage of a saved pipeline is a separate folder.
     (stage,) = (path / "stages").glob("1_*")
     predictor = load_predictor(str(stage))
     frame = digits.orderBy("row").toPandas()

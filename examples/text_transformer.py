@@ -1,10 +1,9 @@
-"""Whose documentation is this? A small transformer, built from scratch, reads English.
+"""Classify English docstrings by library with a small transformer, built from scratch.
 
-The texts are those that the environment holds anyway: docstrings of libraries. Each is cut into
-words by Spark, the names of the libraries are left out, and the 3,000 most frequent words get
-numbers. The transformer (embeddings of words and positions, blocks of attention and two layers)
-learns which library a text comes from. A quarter of the files is held out, and Spark's logistic
-regression on counts of words is the baseline.
+The texts are docstrings of installed libraries. Spark splits each text into words, removes the
+names of the libraries, and numbers the 3,000 most frequent words. The transformer (embeddings of
+words and positions, blocks of attention and two layers) learns which library a text comes from. A
+quarter of the files is the test set. The baseline is Spark's logistic regression on word counts.
 
 Run it with ``python examples/text_transformer.py``; see ``--help`` for options.
 """
@@ -36,13 +35,13 @@ from hvd_estimators.torch import TorchEstimator
 LIBRARIES = ("torch", "pandas", "sklearn", "matplotlib", "pyspark")
 NAMES = r"(torch|pandas|\bpd\b|sklearn|scikit|matplotlib|\bmpl\b|\bplt\b|py\w*|spark\w*)"
 LENGTH = 48
-"""Words of a text that are read."""
+"""Maximum number of words that the network reads of a text."""
 
 VOCABULARY = 3000
 
 
 def docstrings(library: str, count: int, seed: int) -> Iterator[tuple[str, str, bool]]:
-    """Yield texts of a library, its name, and whether they are held out, file by file."""
+    """Yield a library's texts, its name, and whether they are test texts, file by file."""
     package = importlib.util.find_spec(library)
     if package is None or package.origin is None:
         raise SystemExit(f"{library} is not installed.")
@@ -67,20 +66,20 @@ def docstrings(library: str, count: int, seed: int) -> Iterator[tuple[str, str, 
 
 
 def read_texts(spark: SparkSession, count: int, seed: int) -> DataFrame:
-    """Return texts with their words in lower case, in the order in which they are written."""
+    """Return texts with their words in lower case, in the original order."""
     rows = [row for library in LIBRARIES for row in docstrings(library, count, seed)]
     frame = pd.DataFrame(rows, columns=["text", "library", "is_held_out"])
     texts = spark.createDataFrame(frame).repartition(4)
     nameless = F.regexp_replace(F.lower("text"), NAMES, "")
     cleaned = texts.withColumn("nameless", nameless)
-    # Anything that is no letter is between words.
+    # All characters except letters separate words.
     return RegexTokenizer(inputCol="nameless", outputCol="words", pattern="[^a-z]+").transform(
         cleaned
     )
 
 
 def with_tokens(texts: DataFrame, vocabulary: list[str]) -> DataFrame:
-    """Add ``tokens``: the numbers of the first words; 0 fills up, 1 is any other word."""
+    """Add ``tokens``: the numbers of the first words; 0 is padding, 1 is any other word."""
     numbers = {word: number for number, word in enumerate(vocabulary, start=2)}
 
     @F.pandas_udf("array<int>")
@@ -108,7 +107,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, is_word: torch.Tensor) -> torch.Tensor:
-        """Take words, shape (rows, length, width), and which of them are there."""
+        """Transform words, shape (rows, length, width), given a mask of real words."""
         rows, length, width = x.shape
         parts = self.queries_keys_values(self.norms[0](x)).chunk(3, dim=-1)
         queries, keys, values = (
@@ -122,7 +121,7 @@ class Block(nn.Module):
 
 
 class TextNet(nn.Module):
-    """Embed words and positions, let blocks work on them, and score the classes by their mean."""
+    """Embed words and positions, apply the blocks, and score the classes by the mean word."""
 
     def __init__(self, classes: int, width: int = 64, heads: int = 4, blocks: int = 2) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ class TextNet(nn.Module):
 def train_transformer(
     train: DataFrame, words: list[str], args: argparse.Namespace
 ) -> PipelineModel:
-    """Return the fitted network, and the words of its predictions."""
+    """Return the fitted pipeline of network and predicted words."""
     torch.manual_seed(args.seed)
     network = TextNet(len(words))
     estimator = TorchEstimator(
@@ -170,7 +169,7 @@ def train_transformer(
 
 
 def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
-    """Train both models, and return their accuracies on the files held out."""
+    """Train both models, and return their accuracies on the test files."""
     texts = read_texts(spark, args.texts, args.seed)
     indexer = StringIndexer(inputCol="library", outputCol="library_index").fit(texts)
     train = texts.where("not is_held_out")
@@ -199,7 +198,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "text_transformer", epochs=6)
     parser.add_argument("--texts", type=int, default=1000, help="of each library, at most")
     return parser.parse_args(argv)
