@@ -1,1 +1,1 @@
-"""What ``transform`` does with rows: its UDF and the columns around it."""
+"""Inference of ``transform``: its UDF and the columns around the UDF."""

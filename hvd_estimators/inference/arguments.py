@@ -1,4 +1,8 @@
-"""Arguments of a prediction UDF, in the form in which `transform` passes columns."""
+"""Arguments of SQL UDFs, converted to the form of the columns that `transform` passes.
+
+`transform` converts columns in the JVM, where their types are known. The argument types of a
+SQL UDF are known only when a batch arrives. Runs on executors.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +20,33 @@ from hvd_estimators.inference.batch import is_ragged
 __all__ = ["DENSE", "VECTOR", "check_count", "in_columns_form", "is_no_number"]
 
 VECTOR = ("type", "size", "indices", "values")
-
-
-"""Fields of the struct that Spark's vectors are stored as."""
+"""Fields of the struct in which Spark stores ML vectors."""
 
 
 DENSE = 1
-
-
-"""What ``type`` is for dense vectors; 0 for sparse ones."""
+"""Value of ``type`` for dense vectors; sparse vectors have 0."""
 
 
 def in_columns_form(
     given: Sequence[pd.Series | pd.DataFrame], columns: Sequence[str], text: Sequence[str]
 ) -> list[pd.Series]:
-    """Return the arguments of a call as columns: numbers, arrays of them, or text.
+    """Convert the arguments of a call to columns: numbers, arrays of numbers, or text.
 
     Parameters
     ----------
     given : sequence of pd.Series or pd.DataFrame
-        The arguments; a data frame of its fields for a struct, as which vectors come.
+        The arguments. A struct is a data frame of its fields; ML vectors are structs.
     columns : sequence of str
-        What they are, by position.
+        Names of the arguments, by position.
     text : sequence of str
-        Those that may be text.
+        Names of the arguments that may be text.
 
     Raises
     ------
     ParamError
-        If they are not as many.
+        If the number of arguments is wrong.
     ColumnError
-        If the model can take no values of such a type.
+        If the model cannot take values of an argument's type.
     """
     check_count(given, columns)
     return [
@@ -55,12 +55,12 @@ def in_columns_form(
 
 
 def check_count(given: Sequence[Any], columns: Sequence[str]) -> None:
-    """Make sure that a UDF is called with as many arguments as it takes.
+    """Check the number of arguments of a UDF call.
 
     Raises
     ------
     ParamError
-        If it is not.
+        If the number of arguments differs from the number of columns.
     """
     if len(given) != len(columns):
         raise ParamError(
@@ -93,7 +93,7 @@ def _column(values: pd.Series | pd.DataFrame, name: str, is_text: bool) -> pd.Se
 
 
 def _vectors(fields: pd.DataFrame, name: str) -> pd.Series:
-    """Return ML vectors as arrays of floats; None where there is none."""
+    """Return ML vectors as arrays of floats; null vectors become None."""
     kinds = fields["type"].to_numpy(np.float64, na_value=np.nan)
     columns = (fields[part].tolist() for part in ("size", "indices", "values"))
     vectors = [
@@ -117,7 +117,7 @@ def _vector(is_dense: bool, size: Any, indices: Any, values: Any) -> Array:
 
 
 def _without_decimals(values: pd.Series) -> pd.Series:
-    """Return arrays, of arrays too, with floats for decimals."""
+    """Convert decimals in arrays, nested arrays included, to floats."""
     return values.map(_floats, na_action="ignore") if _holds_decimals(values.tolist()) else values
 
 
@@ -137,7 +137,7 @@ def _floats(array: Any) -> Any:
 
 
 def is_no_number(name: str, what: str) -> ColumnError:
-    """Return what is raised of an argument that is none of numbers."""
+    """Return the error for an argument that does not hold numbers."""
     return ColumnError(
         f"Argument {name!r} {what}; the UDF takes numbers, booleans, vectors and arrays of "
         "numbers. Convert it in the query, or select other columns."

@@ -1,11 +1,6 @@
-"""Batches of Arrow columns as arrays, and arrays as columns, without a Python object per row.
+"""Arrow columns converted to arrays and back, without a Python object per row.
 
-Before Spark 4.1 the columns of a batch come to a Python worker as Arrow's, too, and PySpark makes
-pandas' of them: a Python object for each row of an array, and NaN of nulls. A public way to leave
-them as they are does not exist, so the method that converts them is replaced while a UDF of ours
-runs. Where PySpark has no such method the columns come as pandas'.
-
-Imports no PySpark: what predicts without Spark uses it, too.
+Imports no PySpark, because predictions without Spark use this module, too.
 """
 
 from __future__ import annotations
@@ -26,35 +21,33 @@ __all__ = ["arguments", "rows_of", "to_array", "to_arrays", "to_result", "to_vec
 
 
 _ITEM = "element"
-
-
-"""As Spark names what is in arrays. Under other names it would cast them."""
+"""Spark's name for the elements of arrays; Spark would cast lists with another name."""
 
 
 _ANY_SIZE = (-1,)
-
-
-"""The shape of a row that is a vector, whatever its size."""
+"""Shape of a row that is a vector of any size."""
 
 
 def to_arrays(
     inference: BatchPredictor, columns: Sequence[pa.Array], is_row: Array | None = None
 ) -> tuple[dict[str, Array], Array | None]:
-    """Return the columns of a batch, and which of its rows these are; None for all of them.
+    """Return the columns of a batch as arrays, and a mask of the rows in these arrays.
+
+    The mask is None if the arrays hold all rows of the batch.
 
     Parameters
     ----------
     inference : BatchPredictor
-        Says which they are, and whether rows with nulls are left out.
+        Names the columns; its ``keeps_nulls`` leaves rows with nulls out of the arrays.
     columns : sequence of pa.Array
         The columns.
     is_row : array, optional
-        Which rows are none of the empty ones.
+        Mask that is false for empty rows.
 
     Raises
     ------
     DataError
-        If there are nulls that are an error, or lists that differ in length.
+        If there are nulls without ``keeps_nulls``, or if lists differ in length.
     """
     masks = [] if is_row is None else [is_row]
     for name, column in zip(inference.columns, columns, strict=True):
@@ -80,7 +73,7 @@ def to_arrays(
 
 
 def to_result(columns: Mapping[str, pa.Array]) -> pa.Array:
-    """Return what a UDF yields: a column, or several as a struct."""
+    """Return a UDF's result for a batch: one column, or a struct of several."""
     names, arrays = list(columns), list(columns.values())
     return arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
 
@@ -88,23 +81,23 @@ def to_result(columns: Mapping[str, pa.Array]) -> pa.Array:
 def arguments(
     given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str]
 ) -> list[pa.Array]:
-    """Return what a UDF is called with in SQL as columns: numbers, arrays of them, or text.
+    """Convert the arguments of a UDF in SQL to columns: numbers, arrays of numbers, or text.
 
     Parameters
     ----------
     given : sequence of pa.Array
         The arguments.
     columns : sequence of str
-        What they are, by position.
+        Names of the arguments, by position.
     text : sequence of str
-        Those that may be text.
+        Names of the arguments that may be text.
 
     Raises
     ------
     ParamError
-        If they are not as many.
+        If the number of arguments is wrong.
     ColumnError
-        If the model can take no values of such a type.
+        If the model cannot take values of an argument's type.
     """
     check_count(given, columns)
     return [
@@ -113,7 +106,7 @@ def arguments(
 
 
 def valid_rows(column: pa.Array) -> Array | None:
-    """Return which rows hold no null, neither themselves nor in an array; None where all do not."""
+    """Return a mask of the rows without nulls, also within arrays; None if there are no nulls."""
     valid: Array | None = None
     if column.null_count:
         valid = column.is_valid().to_numpy(zero_copy_only=False)
@@ -123,16 +116,17 @@ def valid_rows(column: pa.Array) -> Array | None:
     valid_items = valid_rows(items)
     if valid_items is None:
         return valid
-    # A row holds nulls if their number grows from its first entry to its last.
+    # A row holds nulls if the running count of nulls grows from its first entry to its last.
     num_nulls = np.concatenate([[0], np.cumsum(~valid_items)])[offsets]
     holds_none = num_nulls[1:] == num_nulls[:-1]
     return holds_none if valid is None else valid & holds_none
 
 
 def rows_of(column: pa.Array, wanted: Array) -> pa.Array:
-    """Return some rows of a column; of lists a view, where the other rows hold nothing.
+    """Return the wanted rows of a column.
 
-    Between large rows there are many empty ones, and Arrow's filter copies.
+    For lists, the result is a view if all other rows hold no entries. This avoids the copy that
+    Arrow's filter makes. Large rows have many empty rows between them.
     """
     if pa.types.is_struct(column.type):
         parts = [rows_of(part, wanted) for part in column.flatten()]
@@ -149,7 +143,7 @@ def rows_of(column: pa.Array, wanted: Array) -> pa.Array:
 def to_array(column: pa.Array, name: str) -> Array:
     """Return a column without nulls as an array, rows first.
 
-    It may be a view of Arrow's memory, which cannot be written to.
+    The array may be a read-only view of Arrow's memory.
 
     Parameters
     ----------
@@ -157,7 +151,7 @@ def to_array(column: pa.Array, name: str) -> Array:
         Numbers, booleans, text, lists of one length in all rows (also nested or of a fixed size),
         or Spark's vectors, which become 32-bit floats.
     name : str
-        Its name, for errors.
+        Name of the column, for errors.
 
     Raises
     ------
@@ -176,20 +170,20 @@ def to_array(column: pa.Array, name: str) -> Array:
 
 
 def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
-    """Return an output of one dimension as what Spark stores dense ML vectors as.
+    """Return an output of one dimension in the form in which Spark stores dense ML vectors.
 
     Parameters
     ----------
     array : array
         The output, of shape ``(rows, size)``.
     valid : array, optional
-        Which of the column's rows the output's are; the others are null.
+        Mask of the column's rows that the output has; the other rows are null.
     """
     values = to_column(array, _ANY_SIZE, valid)
     count = len(values)
     numbers = pa.list_(pa.field(_ITEM, pa.float64(), nullable=False))
     places = pa.list_(pa.field(_ITEM, pa.int32(), nullable=False))
-    # VectorUDT's, by Spark's names and in its order.
+    # The fields of Spark's VectorUDT, in Spark's order.
     parts = {
         pa.field("type", pa.int8(), nullable=False): pa.array(np.full(count, DENSE, np.int8)),
         pa.field("size", pa.int32()): pa.nulls(count, pa.int32()),
@@ -236,7 +230,7 @@ def _is_list(data_type: pa.DataType) -> bool:
 
 
 def _parts(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Return where lists begin among their entries, the end too, and the entries."""
+    """Return the offsets of lists among their entries, the end included, and the entries."""
     if pa.types.is_fixed_size_list(column.type):
         size = column.type.list_size
         entries = column.values.slice(column.offset * size, len(column) * size)
@@ -257,7 +251,7 @@ def _size_of_all(sizes: Array, name: str) -> int:
 
 
 def _vectors(column: pa.StructArray, name: str) -> Array:
-    """Return dense and sparse vectors as 32-bit floats."""
+    """Return dense and sparse vectors as one array of 32-bit floats."""
     fields: dict[str, Any] = {
         column.type.field(index).name: field for index, field in enumerate(column.flatten())
     }
@@ -275,6 +269,6 @@ def _vectors(column: pa.StructArray, name: str) -> Array:
     of_dense = np.repeat(is_dense, lengths)
     array[is_dense] = numbers[of_dense].reshape(-1, size)
     _, indices = _parts(fields["indices"])
-    # Dense vectors have no indices, so these are the sparse ones' in their order.
+    # Dense vectors have no indices, so all indices belong to sparse vectors, in row order.
     array[rows[~of_dense], indices.to_numpy(zero_copy_only=False)] = numbers[~of_dense]
     return array

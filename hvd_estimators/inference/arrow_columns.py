@@ -1,4 +1,11 @@
-"""Arrow UDFs: which PySpark has them, and which columns they take as they are stored."""
+"""Arrow UDFs: support in PySpark, and columns that reach a UDF in Arrow's format.
+
+Spark 4.1 and later have Arrow UDFs. Before Spark 4.1, a batch's columns also reach the Python
+worker in Arrow's format, but PySpark converts them to pandas. The conversion makes a Python object
+for each row of an array, and NaN of nulls. PySpark has no public way to skip the conversion, so
+`unconverted` replaces the converting method while a UDF of this package runs. If PySpark lacks that
+method, the columns arrive as pandas series.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +35,26 @@ _CONVERT = "arrow_to_pandas"
 
 
 def takes_arrow() -> bool:
-    """Return whether there are Arrow UDFs, as in Spark 4.1; pandas' otherwise."""
+    """Return whether PySpark has Arrow UDFs (since 4.1); otherwise pandas UDFs are used."""
     return hasattr(F, ARROW_UDF)
 
 
 def can_leave_unconverted() -> bool:
-    """Return whether PySpark is one whose pandas UDFs can be given Arrow's columns."""
+    """Return whether this PySpark's pandas UDFs can receive Arrow columns."""
     return callable(getattr(_serializer(), _CONVERT, None))
 
 
 def sees_arrow() -> bool:
-    """Return whether columns reach a UDF of ours as Arrow's. Runs on the driver."""
+    """Return whether this package's UDFs receive Arrow columns. Runs on the driver."""
     return takes_arrow() or can_leave_unconverted()
 
 
 def vector_parts(column: Column) -> Column:
-    """Return ML vectors as the struct that they are stored as. Runs on the driver.
+    """Return ML vectors as the struct in which Spark stores them. Runs on the driver.
 
-    Since Spark 4.1 the JVM asks for the size of a batch after each row, for which it goes back to
-    the last list that was not null: where dense vectors' indices are null, in time that grows with
-    the square of the rows. Empty ones are not passed over again.
+    Since Spark 4.1 the JVM computes the size of a batch after each row. For that, it searches
+    backwards for the last list that is not null. Dense vectors have null indices, so the time
+    would grow with the square of the rows. Empty lists in place of null indices avoid the search.
     """
     parts = F.unwrap_udt(column)
     if not takes_arrow():
@@ -60,10 +67,10 @@ def vector_parts(column: Column) -> Column:
 
 @contextlib.contextmanager
 def unconverted() -> Iterator[None]:
-    """Let PySpark give the columns of batches as Arrow's. Runs on executors.
+    """Make PySpark pass the columns of batches in Arrow's format. Runs on executors.
 
-    Of a Python worker's UDFs one of ours is the only one as long as it runs: Spark gives a worker
-    no other beside one that takes an iterator of batches.
+    The patch affects no other UDF. Spark runs a UDF that takes an iterator of batches as the only
+    UDF of its Python worker.
     """
     serializer: Any = _serializer()
     convert = getattr(serializer, _CONVERT, None)

@@ -1,4 +1,4 @@
-"""What is done with a batch of rows: arrays in, arrays out. Imports NumPy alone."""
+"""Prediction of a batch of rows: arrays in, arrays out. Imports only NumPy."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ __all__ = [
 Result = TypeVar("Result")
 
 Predictor = Callable[[list[Array]], list[Array]]
-"""Feature arrays, rows first, to output arrays, rows first. Runs on executors."""
+"""Function from feature arrays to output arrays, both with rows first. Runs on executors."""
 
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """What the UDF does with a batch of rows.
+    """Transformation, forward passes and class scores for a batch of rows.
 
     Attributes
     ----------
     columns : tuple of str
-        The columns that it is given.
+        The columns of a batch.
     flagged : tuple of str
-        Those of which another column, which follows them, tells where nulls are.
+        Columns whose nulls are reported by one further column, which follows the others.
     keeps_nulls : bool
-        Whether rows with nulls become nulls; they are an error otherwise.
+        Whether rows with nulls get null predictions; otherwise nulls are an error.
     features : tuple of str
-        Those, after the transformation, that the predictor is given.
+        The columns that the predictor takes, after the transformation.
     shapes : tuple of tuple of int or None
-        Shape of a row of each output; None for a size that only a batch can tell.
+        Shape of a row of each output; None for a size that is known only from a batch.
     batch_rows : int or None
-        Rows of one forward pass; None for a whole Arrow batch.
+        Rows per forward pass; None for a whole Arrow batch.
     scores : ClassScores or None
-        Makes a classifier's columns of the only output.
+        Computes a classifier's columns from the only output.
     transformation : Transformation or None
         Applied before the forward pass.
     dtypes : mapping
-        Column to the NumPy type in which the transformation saw it in training.
+        Column to its NumPy type in the training's transformation.
     """
 
     columns: tuple[str, ...]
@@ -70,25 +70,25 @@ class BatchPredictor:
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a row of all that the UDF gives."""
+        """Names of all fields of the UDF's result, with the shapes of their rows."""
         outputs = {f"o{index}": shape for index, shape in enumerate(self.shapes)}
         return {**outputs, **(self.scores.fields(self.shapes[0]) if self.scores else {})}
 
     def __call__(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
-        """Return what `fields` says, for some rows: an array per field, rows first.
+        """Return an array for each of `fields`, rows first.
 
         Raises
         ------
         ShapeError
-            If the model's outputs are not what they were expected to be.
+            If the model's outputs differ from the expected ones.
         """
         return self.begin(predictor, columns)()
 
     def begin(self, predictor: Predictor, columns: dict[str, Array]) -> Callable[[], list[Array]]:
-        """Begin what a call does, and return what ends it.
+        """Start a prediction, and return a function that finishes it.
 
-        Of forward passes on a GPU the outputs are waited for when the next one has been begun, here
-        and in what is called next.
+        On a GPU, a forward pass is awaited only after the next pass has started. This applies to
+        the passes of one batch and, with `one_ahead`, to successive batches.
         """
         rows = len(next(iter(columns.values())))
         step = self.batch_rows or max(rows, 1)
@@ -109,11 +109,11 @@ class BatchPredictor:
         return finish
 
     def predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
-        """Return the outputs for some rows, after the transformation if there is one."""
+        """Return the outputs for some rows, after the transformation if one is set."""
         return predictor(self.inputs(columns))
 
     def inputs(self, columns: dict[str, Array]) -> list[Array]:
-        """Return what the predictor is given: the features, after the transformation."""
+        """Return the predictor's inputs: the features, after the transformation."""
         if self.transformation is None:
             return [columns[name] for name in self.features]
         typed = {
@@ -132,7 +132,7 @@ class BatchPredictor:
     def _take(
         self, forward: Callable[[], list[Array]], rows: int, parts: list[list[Array]]
     ) -> None:
-        """Wait for the outputs of a forward pass, and put them with those of others."""
+        """Wait for the outputs of a forward pass, check them and append them to ``parts``."""
         outputs = list(map(np.asarray, forward()))
         check_outputs(outputs, rows, self.shapes)
         parts.append(outputs)
@@ -149,7 +149,7 @@ class BatchPredictor:
 
 
 def _begin(predictor: Predictor, inputs: list[Array]) -> Callable[[], list[Array]]:
-    """Begin a forward pass where it can be waited for later; elsewhere make it."""
+    """Start a forward pass if the predictor can overlap passes; otherwise run the pass."""
     if getattr(predictor, "overlaps", False):
         finish: Callable[[], list[Array]] = predictor.begin(inputs)  # type: ignore[attr-defined]
         return finish
@@ -158,14 +158,14 @@ def _begin(predictor: Predictor, inputs: list[Array]) -> Callable[[], list[Array
 
 
 def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Make sure that outputs are numbers, as many as expected, with a row for each row.
+    """Check the number of outputs, their types, and their numbers of rows and dimensions.
 
-    Sizes within a row may be others than those that were expected.
+    Sizes within a row may differ from the expected ones.
 
     Raises
     ------
     ShapeError
-        If they are not.
+        If an output is not numeric, or if one of the counts is wrong.
     """
     if len(outputs) != len(shapes):
         raise ShapeError(
@@ -196,19 +196,19 @@ def is_scalar(shape: tuple[int, ...]) -> bool:
 
 
 def known_sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
-    """Return a shape with 1 for each size that only a batch can tell (None or -1)."""
+    """Return a shape with 1 for each size that is known only from a batch (None or -1)."""
     return tuple(1 if size is None or size < 0 else size for size in shape)
 
 
 def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> Iterator[Result]:
-    """Yield what functions return, on a GPU each when the next one has been begun, too.
+    """Yield the results of started predictions; on a GPU, each after the next one has started.
 
     Parameters
     ----------
     begun : iterable of callable
-        What `BatchPredictor.begin` returned, or calls that.
+        Functions that `BatchPredictor.begin` returned, or functions that call these.
     predictor : callable
-        What it was called with.
+        The predictor that `BatchPredictor.begin` was called with.
     """
     waiting: collections.deque[Callable[[], Result]] = collections.deque()
     for finish in begun:
@@ -220,7 +220,7 @@ def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> It
 
 
 def has_nulls(name: str) -> DataError:
-    """Return what is raised of a column that holds nulls."""
+    """Return the error for a column that holds nulls."""
     return DataError(
         f"Column {name!r} holds nulls; fill or drop them before transform(), or set handleInvalid: "
         "with 'keep' such rows get null predictions, with 'skip' they are left out."
@@ -228,5 +228,5 @@ def has_nulls(name: str) -> DataError:
 
 
 def is_ragged(name: str) -> DataError:
-    """Return what is raised of a column whose arrays differ in length."""
+    """Return the error for a column whose arrays differ in length."""
     return DataError(f"Column {name!r} is ragged: its arrays differ in length.")

@@ -1,12 +1,12 @@
 """Broadcast of models to executors, each part once.
 
-What was sent in parts is put together in a file, once per executor: the workers map that into their
-memory, so that they have one copy between them where a framework can take it from there.
+Each executor joins the parts of a large model in one file. Its Python workers map the file into
+memory, so they share one copy if the framework can load from mapped memory.
 
-PySpark makes a broadcast variable of every function above 1 MiB, anew each time, and its file stays
-on the driver's disk for as long as the application. Here equal bytes are one broadcast variable, as
-long as a model or the plan of a DataFrame needs them. Plans live in the JVM, so the JVM is asked
-whether one still does, and the file is deleted once none does.
+PySpark makes a new broadcast variable each time it sends a function above 1 MiB. The variable's
+file stays on the driver's disk until the application ends. Here, equal bytes share one broadcast
+variable as long as a model or a DataFrame's plan needs it. Plans live in the JVM, so a weak
+reference in the JVM shows whether a plan needs the variable. Files of unused variables are deleted.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = ["Parts", "Sent", "SharedBytes", "received"]
 _FOLDER = "hvd_estimators-models"
 
 
-# Models of an executor: those that are predicted with in turn, say. A file that is deleted stays
-# with the workers that have it mapped.
+# Number of models that an executor keeps, for example two models that predict alternately. Workers
+# that have mapped a file can still read it after its deletion.
 _KEPT = 2
 
 
 @contextlib.contextmanager
 def received(sent: Sent) -> Iterator[bytes | Path]:
-    """Yield the bytes that `SharedBytes.send` was given, or a file with them.
+    """Yield the bytes that were passed to `SharedBytes.send`, or a file with these bytes.
 
-    The file is there until the block ends; what is mapped of it, for longer.
+    The file exists until the block ends; memory that is mapped from the file stays valid.
     """
     if isinstance(sent, bytes):
         yield sent
@@ -63,7 +63,7 @@ def received(sent: Sent) -> Iterator[bytes | Path]:
 
 def _value(variable: Broadcast[bytes]) -> bytes:
     document = variable.value
-    # A worker would keep them in memory beside what is made of them; it can read the file again.
+    # A worker would keep the bytes in memory beside the model; it can read the file again.
     if getattr(variable, "_path", None):
         vars(variable).pop("_value", None)
     return document
@@ -71,7 +71,7 @@ def _value(variable: Broadcast[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def _file_of(sent: Parts) -> Iterator[Path]:
-    # Spark deletes it when the application ends.
+    # Spark deletes this directory when the application ends.
     folder = Path(SparkFiles.getRootDirectory() or tempfile.gettempdir()) / _FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / sent.digest
@@ -82,7 +82,7 @@ def _file_of(sent: Parts) -> Iterator[Path]:
                 os.utime(path)
             else:
                 _put_together(sent, path)
-            # Others may come between.
+            # Changing the lock is not atomic: another worker may delete the file in between.
             fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():
                 break
@@ -90,7 +90,7 @@ def _file_of(sent: Parts) -> Iterator[Path]:
 
 
 def _put_together(sent: Parts, path: Path) -> None:
-    """Write a file of the parts, and delete those of others but the newest."""
+    """Join the parts in a file, and delete the files of other models except the newest."""
     partly = path.with_suffix(".partly")
     with open(partly, "wb") as file:
         for part in sent.parts:
@@ -102,28 +102,30 @@ def _put_together(sent: Parts, path: Path) -> None:
 
 
 PART_BYTES = 64 * 2**20
+"""Maximum bytes of a broadcast variable. A driver's heap has 1 GiB by default."""
 
 
-"""Bytes of a broadcast variable, at most. A driver's heap has 1 GiB by default."""
-
-
-# Less is cheaper to send with the function itself, and well below where PySpark broadcasts.
+# Up to this size, bytes are sent within the function, which is cheaper. PySpark broadcasts only
+# much larger functions.
 _INLINE_BYTES = 2**18
 
 
-# The JVM notices that plans are gone when it collects garbage, which may be hours apart. It is told
-# to do so when this much is waiting for it, and then only when twice as much is as was left.
+# The JVM notices unused plans only when it collects garbage, which may be hours apart. `sweep`
+# requests a collection when files of this many bytes may be unused. After that, it requests the
+# next one only when twice as many bytes may be unused as the last collection left.
 _WAITING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes that are sent in parts: of one variable Spark holds all in the JVM's heap for a moment.
+    """Bytes that are sent in several broadcast variables.
+
+    Spark briefly holds all bytes of a variable in the JVM's heap.
 
     Attributes
     ----------
     digest : str
-        `Hashed.digest`, which names them.
+        `Hashed.digest`, which names the joined file.
     parts : tuple of Broadcast
         The parts, in order.
     """
@@ -133,22 +135,20 @@ class Parts:
 
 
 Sent = Union[bytes, "Broadcast[bytes]", Parts]
-
-
-"""What takes the place of bytes in a UDF."""
+"""Form in which a UDF carries bytes."""
 
 
 @dataclass(frozen=True)
 class Hashed:
-    """Bytes that are to be sent, and what tells them from others: of GBs that takes a while.
+    """Bytes to send, with their digests. Hashing GBs takes a while.
 
     Attributes
     ----------
     document : bytes or LocalFile
-        The bytes, or a file that holds them. One that is written when it is read is not written
-        where all of it has been sent before.
+        The bytes, or a file with the bytes. A `LazyFile` is not written if all its parts have
+        been sent before.
     size : int
-        How many bytes there are.
+        Number of bytes.
     digests : tuple of str
         SHA-256 of each part of `PART_BYTES`, in order.
     """
@@ -159,7 +159,7 @@ class Hashed:
 
     @classmethod
     def of(cls, document: bytes | LocalFile) -> Hashed:
-        """Return a document with its digests."""
+        """Return bytes, or a file, with their digests."""
         found = digests_of(document, PART_BYTES)
         return cls(document, found.size, found.parts)
 
@@ -174,7 +174,7 @@ class Hashed:
         Raises
         ------
         PredictionError
-            If it is written now, and the model has changed since.
+            If the file is written only now, and the model has changed since it was hashed.
         """
         found = part_of(self.document, index * PART_BYTES, PART_BYTES)
         is_new = isinstance(self.document, LazyFile)
@@ -187,23 +187,25 @@ class Hashed:
 
 
 class SharedBytes:
-    """What a model has sent to executors. Held by the model and by its copies.
+    """Bytes that a model has sent to executors. A model shares this object with its copies.
 
-    What was sent last is kept, so that the next `transform` need not send it again.
+    The last bytes sent are kept, so the next `transform` does not send them again.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, Sent] = {}
 
     def send(self, dataset: DataFrame, role: str, hashed: Hashed) -> Sent:
-        """Return what takes the place of bytes in a UDF on a DataFrame; see `received`.
+        """Broadcast bytes, and return the form in which a UDF carries them; see `received`.
+
+        Small bytes are returned unchanged.
 
         Parameters
         ----------
         dataset : DataFrame
-            Its application needs them.
+            A DataFrame of the application that needs the bytes.
         role : str
-            What they are; of each role one is kept.
+            Purpose of the bytes. For each role, only the last bytes are kept.
         hashed : Hashed
             The bytes.
         """
@@ -225,7 +227,7 @@ class SharedBytes:
 
 @dataclass(frozen=True)
 class _File:
-    """A broadcast variable's file, and the JVM's weak reference to the variable."""
+    """File of a broadcast variable, and a weak reference in the JVM to the variable."""
 
     key: tuple[str, str]
     path: str
@@ -242,7 +244,7 @@ class _File:
 class _Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        # A model holds the variable itself, a plan of the JVM's its counterpart there.
+        # A model holds the Python variable; a plan in the JVM holds the variable's counterpart.
         self._sent: weakref.WeakValueDictionary[tuple[str, str], Broadcast[bytes]] = (
             weakref.WeakValueDictionary()
         )
@@ -252,7 +254,7 @@ class _Registry:
     def get(
         self, context: SparkContext, digest: str, read: Callable[[], bytes]
     ) -> Broadcast[bytes]:
-        """Return the variable of bytes with a digest, which are read if there is none yet."""
+        """Return the variable for a digest; read and broadcast the bytes if none exists yet."""
         key = (str(context.applicationId), digest)
         with self._lock:
             found = self._sent.get(key)
@@ -269,7 +271,7 @@ class _Registry:
             return broadcast
 
     def sweep(self, context: SparkContext, *, collect: bool = False) -> None:
-        """Delete the files of variables that nothing needs any more."""
+        """Delete the files of variables that are no longer needed."""
         with self._lock:
             waiting = self._waiting_bytes()
             if collect or waiting > max(_WAITING_BYTES, 2 * self._left_bytes):

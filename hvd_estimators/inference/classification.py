@@ -1,6 +1,6 @@
-"""A classifier's columns as Spark ML has them: prediction, probability, rawPrediction.
+"""Spark ML's columns of a classifier: prediction, probability and rawPrediction.
 
-The columns are made on the executors; the params are in `hvd_estimators.params.model`.
+Executors compute the columns. The params are in `hvd_estimators.params.model`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvd_estimators.exceptions import DataError, ParamError
 __all__ = ["ClassScores", "check_classes", "class_columns", "class_scores"]
 
 Get = Callable[[str], Any]
-"""The name of a param to its value."""
+"""Function from a param's name to its value."""
 
 _PARAMS = {
     "prediction": "predictionCol",
@@ -25,34 +25,34 @@ _PARAMS = {
     "raw": "rawPredictionCol",
 }
 
-# Sums of probabilities differ from one by more than this in a model that gives none. Half
-# precision has three digits.
+# Maximum deviation of a sum of probabilities from one. Outputs that are not probabilities deviate
+# more; half precision has three digits.
 _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class ClassScores:
-    """Makes a classifier's columns of its output.
+    """Conversion of a classifier's output to its columns.
 
     Attributes
     ----------
     kind : str
-        What the output is, see ``outputs_are``.
+        Kind of the output, see ``outputs_are``.
     wanted : tuple of str
-        Some of ``prediction``, ``probability`` and ``raw``.
+        Requested columns: some of ``prediction``, ``probability`` and ``raw``.
     """
 
     kind: str
     wanted: tuple[str, ...]
 
     def fields(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the names, and the shapes of a row, of what is made of an output of a shape."""
-        # Only the number of dimensions counts where a batch has to tell the size.
+        """Return the columns' names and the shapes of their rows, given the output's shape."""
+        # If a size is known only from a batch, only the number of dimensions counts.
         classes = max(int(np.prod([size or 1 for size in shape])), 2)
         return {name: () if name == "prediction" else (classes,) for name in self.wanted}
 
     def __call__(self, output: Array) -> Mapping[str, Array]:
-        """Return the columns of some rows.
+        """Return the columns for some rows.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class ClassScores:
         Raises
         ------
         DataError
-            If probabilities are wanted and the output has none.
+            If the output should hold probabilities, or their logarithms, and does not.
         """
         scores = output.reshape(len(output), -1).astype(np.float64)
         if self.kind == "values":
@@ -75,13 +75,13 @@ class ClassScores:
 
     def _probabilities(self, scores: Array, raw: Array) -> Array:
         if self.kind == "logits":
-            # -z and z differ by 2 z, and the probability is the sigmoid of z.
+            # The raw scores -z and z differ by 2 z, and the probability is the sigmoid of z.
             logits = raw / 2 if scores.shape[1] == 1 else raw
             powers = np.exp(logits - logits.max(axis=1, keepdims=True))
             return powers / powers.sum(axis=1, keepdims=True)
         given = scores if self.kind == "probabilities" else np.exp(scores)
         total = given.sum(axis=1) if given.shape[1] > 1 else np.ones(len(given))
-        # NaN, which is neither, is left as it is.
+        # NaN fulfils neither condition and stays NaN.
         wrong = (given < 0) | (given > 1 + _TOLERANCE)
         if wrong.any() or (np.abs(total - 1) > _TOLERANCE).any():
             row = int(np.argmax(wrong.any(axis=1) | (np.abs(total - 1) > _TOLERANCE)))
@@ -94,7 +94,7 @@ class ClassScores:
 
 
 def _of_two_classes(score: Array, kind: str) -> Array:
-    """Return the scores of classes 0 and 1 of that of class 1."""
+    """Return the scores of classes 0 and 1, given the score of class 1."""
     if kind == "logits":
         return np.column_stack([-score, score])
     if kind == "probabilities":
@@ -104,25 +104,25 @@ def _of_two_classes(score: Array, kind: str) -> Array:
 
 
 def _highest(raw: Array) -> Array:
-    """Return the positions of the highest scores, the first of equal ones; NaN where one is NaN."""
+    """Return each row's position of the highest score: the first of equals, NaN if any is NaN."""
     positions = raw.argmax(axis=1).astype(np.float64)
     positions[np.isnan(raw).any(axis=1)] = np.nan
     return positions
 
 
 def class_columns(get: Get) -> dict[str, str]:
-    """Return the columns that are wanted: what they hold, to their names."""
+    """Return the names of the requested columns, keyed by content."""
     columns = {content: get(param) for content, param in _PARAMS.items()}
     return {content: name for content, name in columns.items() if name}
 
 
 def check_classes(get: Get, outputs: int) -> None:
-    """Check the params as far as that is possible before the outputs' shapes are known.
+    """Check the params as far as possible before the outputs' shapes are known.
 
     Raises
     ------
     ParamError
-        If they do not go together, or not with so many outputs.
+        If the params contradict each other, or if the model does not have exactly one output.
     """
     wanted, kind = class_columns(get), get("outputs_are")
     if not wanted:
@@ -141,12 +141,12 @@ def check_classes(get: Get, outputs: int) -> None:
 
 
 def class_scores(get: Get, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
-    """Return what makes the columns; None if none is wanted.
+    """Return the conversion to a classifier's columns; None if no column is requested.
 
     Raises
     ------
     ParamError
-        If they cannot be made of outputs of these shapes.
+        If the columns cannot be computed from outputs of these shapes.
     """
     wanted, kind = class_columns(get), get("outputs_are")
     if not wanted:

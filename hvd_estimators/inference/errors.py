@@ -1,4 +1,4 @@
-"""What is said of a model that fails on a batch of rows. Imports no framework and no PySpark."""
+"""Errors of models that fail on a batch of rows. Imports no framework and no PySpark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHERS = (
     os.path.dirname(hvd_estimators.__file__) + os.sep,
     "<frozen ",
 )
-"""What is in the names of files that are none of the user's."""
+"""Parts of file names that mark code as not the user's."""
 
 _OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|OOM|MemoryError|ResourceExhausted")
 
@@ -29,19 +29,19 @@ _OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|OOM|MemoryError|ResourceE
 def naming_inputs(
     given: Callable[[], str], wanted: Callable[[], str] | None = None
 ) -> Iterator[None]:
-    """Let an error of a model's tell what the model was called with.
+    """Add a description of a model's inputs to its errors.
 
     Parameters
     ----------
     given : callable
-        Returns that, see `described`.
+        Returns a description of the inputs, see `described`.
     wanted : callable, optional
-        Returns what the model says that it takes; an empty text where it does not say.
+        Returns the model's description of the inputs it takes; an empty string without one.
 
     Raises
     ------
     PredictionError
-        From any error but those of this package.
+        From any error except the errors of this package.
     """
     try:
         yield
@@ -65,12 +65,17 @@ def naming_inputs(
 
 @contextlib.contextmanager
 def naming_transformation(get: Callable[[str], Any]) -> Iterator[None]:
-    """Let an error about a column name apply_transformation, if that is what is missing.
+    """Suggest ``apply_transformation`` in errors about columns, if it may be missing.
 
     Parameters
     ----------
     get : callable
-        Name to value of the model's params.
+        Function from the name of a model's param to its value.
+
+    Raises
+    ------
+    ColumnError
+        With the suggestion if the model was trained with a transformation.
     """
     try:
         yield
@@ -79,7 +84,7 @@ def naming_transformation(get: Callable[[str], Any]) -> Iterator[None]:
         is_asked = "olumn" in str(error) and not str(error).startswith("outputCols")
         if given is None or get("apply_transformation") or not is_asked:
             raise
-        # What training advises, such as a StringIndexer, is what the transformation did.
+        # Drop the advice for training, such as a StringIndexer: the transformation did that.
         found = str(error).partition("; expected ")[0].rstrip(".")
         raise ColumnError(
             f"{found}. The model was trained with a transformation, and takes columns as that "
@@ -90,7 +95,7 @@ def naming_transformation(get: Callable[[str], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_missing_modules() -> Iterator[None]:
-    """Say of a module that a Python worker lacks how it gets there.
+    """Explain how to install a module that a Python worker cannot import.
 
     Raises
     ------
@@ -111,9 +116,9 @@ def naming_missing_modules() -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Return where an error was raised, in the user's own code where that is on the way.
+    """Return the location of an error; if possible, the last one in the user's code.
 
-    Spark shows an error of a Python worker's without its cause.
+    Spark shows a Python worker's error without its cause.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in _OTHERS)]
@@ -123,14 +128,14 @@ def _place(error: Exception) -> str:
 
 
 def described(arrays: Mapping[str, Any]) -> str:
-    """Return names, shapes and dtypes of arrays or tensors, whose rows come first."""
+    """Return the names, shapes and dtypes of arrays or tensors, rows first."""
     return ", ".join(
         f"{name} {tuple(array.shape)} {_dtype(array)}" for name, array in arrays.items()
     )
 
 
 def _dtype(array: Any) -> str:
-    # NumPy's, torch's and TensorFlow's.
+    # A dtype of NumPy, torch or TensorFlow.
     dtype = array.dtype
     name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
     return "text" if name in ("object", "string") else name

@@ -1,12 +1,15 @@
 """DataFrames around a UDF: nulls, barriers for the optimizer, and batches bounded by bytes.
 
-Spark fills an Arrow batch with a number of rows (10,000 by default, see
-``spark.sql.execution.arrow.maxRecordsPerBatch``), whatever their size, in the JVM's direct memory:
-10,000 images are some GB. That number is the session's, read whenever a DataFrame is run, so no
-DataFrame has one of its own. What it can have are more rows: after each row come as many empty ones
-as make its share of a batch what its bytes are of `BATCH_BYTES`. The UDF skips the empty rows, and
-they are dropped behind it. They must not be dropped before: a filter that goes below the UDF has to
-find the same in them as in their row. Filters on what is emptied in them stay above.
+Spark fills an Arrow batch with a fixed number of rows, whatever their size, in the JVM's direct
+memory. The default is 10,000 (``spark.sql.execution.arrow.maxRecordsPerBatch``), and 10,000 images
+take some GB. The setting belongs to the session and is read at each run of a DataFrame, so a
+DataFrame cannot have a separate value.
+
+Instead, `pad_large_rows` inserts empty rows after each large row. A row and its empty rows take up
+the same share of a batch's rows as the row's bytes of `BATCH_BYTES`. The UDF skips the empty rows,
+and they are dropped after the UDF. They must not be dropped before: a filter that Spark pushes
+below the UDF must find the same values in the empty rows as in their row. Filters on emptied
+columns stay above the UDF.
 """
 
 from __future__ import annotations
@@ -44,29 +47,27 @@ __all__ = [
 ]
 
 _ROWS = 2
-
-
-"""As many as show which dimension counts the rows."""
+"""Number of rows of zeros; two rows show which dimension counts the rows."""
 
 
 def rows_of_zeros(
     columns: Sequence[str], shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str]
 ) -> dict[str, Array] | None:
-    """Return two rows of zeros as a UDF would be given them.
+    """Return two rows of zeros in the form in which a UDF receives rows.
 
     Parameters
     ----------
     columns : sequence of str
         The columns.
     shapes : mapping
-        Column to the shape of a row, as far as that is known.
+        Column to the shape of a row, if known.
     dtypes : mapping
-        Column to the name of its NumPy type; "object" for text, of which there are no zeros.
+        Column to the name of its NumPy type; "object" for text, which has no zeros.
 
     Returns
     -------
     dict of str to array, or None
-        None if the shape or type of a column is not known.
+        None if the shape or type of a column is unknown, or if a column is text.
     """
     zeros = {}
     for name in columns:
@@ -83,25 +84,25 @@ def known_shapes(
     dataset: DataFrame | None = None,
     allow_text: bool = False,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return what is known of columns without running anything: their shapes and their types.
+    """Return the shapes and types of columns that are known without running a job.
 
     Parameters
     ----------
     columns : sequence of str
         The columns.
     metadata : mapping
-        What is known from training, see `column_metadata`.
+        Metadata from training, see `column_metadata`.
     edited : sequence of EditedField
-        What a transformation makes of columns, where they come as it leaves them.
+        Fields that a transformation changed, if the columns are transformed already.
     dataset : DataFrame, optional
-        What is predicted on.
+        The DataFrame to predict on.
     allow_text : bool
         Whether columns may be text.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     for name in columns:
-        # Models of horovod.spark say less.
+        # Models of horovod.spark have less metadata.
         entry = metadata.get(name, {})
         if isinstance(entry.get("shape"), (list, tuple)) and None not in entry["shape"]:
             shapes[name] = tuple(entry["shape"])
@@ -117,7 +118,7 @@ def known_shapes(
         assert dataset is not None
         spec = stored_column(dataset, name, allow_text=allow_text).spec
         dtypes[name] = spec.dtype
-        # Where the DataFrame's type says more than the training's, or something else.
+        # The DataFrame's type may be more specific than the training's, or differ from it.
         width = vector_width(dataset, name)
         if not spec.shape:
             shapes[name] = ()
@@ -135,18 +136,19 @@ _EXACT = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 
 
 def null_tracked(dataset: DataFrame | None, names: Iterable[str], keeps: bool) -> tuple[str, ...]:
-    """Return the columns whose nulls `first_null` has to tell, as pandas cannot.
+    """Return the columns whose nulls `first_null` must report, because pandas cannot.
 
-    To pandas NaN and null are the same; and integers with nulls among them are floats to it.
+    Pandas does not distinguish NaN from null, and converts integers with nulls to floats.
 
     Parameters
     ----------
     dataset : DataFrame or None
-        Has the columns; None where types are not known, and nothing is told.
+        The DataFrame with the columns. None if types are unknown; then no column is returned.
     names : iterable of str
-        What a model is given.
+        Columns that the model takes.
     keeps : bool
-        Whether rows with nulls are kept: otherwise a null is an error, whatever the others become.
+        Whether rows with nulls are kept. Otherwise a null is an error, and the type that pandas
+        converts the other values to does not matter.
     """
     if dataset is None:
         return ()
@@ -168,14 +170,14 @@ def first_null(names: Sequence[str]) -> Column:
 
 
 def without_null(column: Column, data_type: T.DataType) -> Column:
-    """Return a flagged column as its type is to pandas: nulls are zero where that has none."""
+    """Return a tracked column with zeros for nulls, if its pandas type has no nulls."""
     return F.coalesce(column, F.lit(0).cast(data_type)) if isinstance(data_type, _EXACT) else column
 
 
 def without_nulls(dataset: DataFrame, names: Iterable[str]) -> DataFrame:
-    """Return the rows that have no null in some columns, nor within an array there.
+    """Return the rows that have no null in some columns, also within arrays.
 
-    Columns that hold none by their schema are not looked at.
+    Columns that cannot hold nulls by their schema are not checked.
     """
     conditions = []
     for name in names:
@@ -194,7 +196,7 @@ def _may_hold_null(data_type: T.DataType) -> bool:
 
 
 def _holds_null(array: Column, data_type: T.DataType) -> Column:
-    """Return whether an array that is not null holds a null."""
+    """Return whether an array holds a null; the array itself must not be null."""
     assert isinstance(data_type, T.ArrayType)
     element = data_type.elementType
     if not _may_hold_null(element):
@@ -202,7 +204,7 @@ def _holds_null(array: Column, data_type: T.DataType) -> Column:
     return F.exists(array, lambda value: value.isNull() | _holds_null(value, element))
 
 
-# By name, since not every PySpark has all of these.
+# Names instead of classes, because not every PySpark has all of these types.
 _COLUMNAR = {
     *("BooleanType", "ByteType", "ShortType", "IntegerType", "LongType", "FloatType", "DoubleType"),
     *("DecimalType", "BinaryType", "DateType", "TimestampType", "TimestampNTZType", "VariantType"),
@@ -211,43 +213,43 @@ _COLUMNAR = {
 
 
 def with_barrier_column(frame: DataFrame, column: Column, name: str) -> DataFrame:
-    """Return a DataFrame with a further column; filters on it stay above it.
+    """Return a DataFrame with a further column; filters on that column stay above it.
 
-    Spark pushes a filter below a projection with the column's expression in it: a UDF would run in
-    the filter, and once more. Here filters on other columns do go below, and the column is computed
-    only where it is needed.
+    Spark pushes a filter below a projection and puts the column's expression into the filter. A UDF
+    would run in the filter, and again in the projection. Here, filters on other columns still go
+    below, and the column is computed only if it is needed.
 
     Parameters
     ----------
     frame : DataFrame
         The other columns.
     column : Column
-        What the column holds.
+        Expression of the column.
     name : str
-        Its name, which no other column has.
+        Name of the column; no other column may have this name.
     """
-    # An unpivot of one column leaves as many rows as there were. To the optimizer it is an Expand,
-    # past which it takes conditions on the columns that an Expand is given, and not on those that
-    # it makes; and it computes none of these that nothing asks for.
+    # Unpivoting one column keeps the number of rows. The optimizer sees an Expand: it pushes
+    # conditions on the Expand's inputs below it, but not conditions on the columns it adds. Added
+    # columns that are not used are not computed.
     variable = f"{name}_from"
     return frame.unpivot("*", column.alias("column"), variable, name).drop(variable)
 
 
 def computed_here(frame: DataFrame) -> DataFrame:
-    """Return the same DataFrame; what its columns are made of does not go further up.
+    """Return the same DataFrame; Spark computes its columns at this point of the plan.
 
-    Spark puts what a column holds into the expression that uses it, where that is one, and a UDF's
-    rows then wait for its results with what the column is made of.
+    Otherwise, Spark inlines a column into the expression that uses it, if only one does. Rows that
+    wait for a UDF's results then hold the inputs of the column's expression.
     """
     name = f"__{uuid.uuid4().hex}"
     return with_barrier_column(frame, F.lit(0), name).drop(name)
 
 
 def as_rows(frame: DataFrame) -> DataFrame:
-    """Return the same DataFrame; an Arrow UDF is given its rows and not the columns of its files.
+    """Return the same DataFrame; an Arrow UDF reads its rows instead of its files' columns.
 
-    Spark 4.3 hands columns of Parquet on as they are, and fails where one beside the UDF's has a
-    type that it has forgotten there, such as an ML vector.
+    Spark 4.3 passes columns of Parquet files on without conversion. It fails if a column beside
+    the UDF's columns has a type that is not supported there, such as an ML vector.
     """
     if all(_is_columnar(field.dataType) for field in frame.schema):
         return frame
@@ -262,27 +264,25 @@ def _is_columnar(data_type: T.DataType) -> bool:
     if isinstance(data_type, T.MapType):
         return _is_columnar(data_type.keyType) and _is_columnar(data_type.valueType)
     if isinstance(data_type, T.StringType):
-        # Others have a collation.
+        # Other string types have a collation.
         return data_type.simpleString() == "string"
     return type(data_type).__name__ in _COLUMNAR
 
 
 BATCH_BYTES = 32 * 2**20
-
-
-"""Bytes of values that a batch has at most, or a single row."""
+"""Maximum bytes of values in a batch, unless a single row is larger."""
 
 
 _ITEM_BYTES = 8
 
 
-# Rows of a known size are taken for small ones if they are much smaller than those that count for
-# one: what is predicted on may be larger than what was trained on.
+# Rows of a known size count as small only if this many of them fit into one row's share of a batch.
+# The rows to predict on may be larger than the rows of the training.
 _MARGIN = 4
 
 
-# Text of so many bytes is copied to the empty rows, so that filters on names and paths go below the
-# UDF. On columns that hold longer text they may take empty rows away.
+# Text up to this many bytes is copied to the empty rows, so filters on names and paths can go below
+# the UDF. Filters on columns with longer text may remove empty rows.
 _SHORT_BYTES = 256
 
 
@@ -291,16 +291,17 @@ _TEXT = (T.StringType, T.BinaryType)
 
 @dataclass(frozen=True)
 class PaddedFrame:
-    """A DataFrame with empty rows in it.
+    """DataFrame with empty rows between its rows.
 
     Attributes
     ----------
     frame : DataFrame
-        The rows, all columns included, and empty ones.
+        The rows with all columns, and the empty rows.
     marker : str
-        A column of it that is 0 for the former and more for the latter.
+        Name of a column that is 0 for rows and greater than 0 for empty rows.
     emptied : tuple of StructField
-        The columns that hold nothing in empty rows. Text does if it is long.
+        Columns without values in empty rows. Text columns are not included, although long text is
+        emptied, too.
     """
 
     frame: DataFrame
@@ -309,13 +310,14 @@ class PaddedFrame:
 
     @property
     def is_row(self) -> Column:
-        """Whether a row is none of the empty ones."""
+        """Condition that is false for empty rows."""
         return F.col(self.marker) == 0
 
     def without_empty_rows(self, column: Column, name: str) -> DataFrame:
-        """Return the rows alone, with a further column that is computed of all, empty ones too.
+        """Return the rows without the empty rows, with a further column.
 
-        No filter on it sees what it holds for empty rows.
+        The column is computed for all rows, empty rows included. Filters on the column do not see
+        its values for empty rows.
         """
         hidden, is_row = f"{name}_hidden", f"{name}_is_row"
         frame = self.frame.select("*", column.alias(hidden))
@@ -337,22 +339,22 @@ def pad_large_rows(
     known_sizes: Mapping[str, int | None],
     output_items: int,
 ) -> PaddedFrame | None:
-    """Return a DataFrame with empty rows in it; None where rows are small.
+    """Insert empty rows after large rows; return None if all rows are small.
 
     Parameters
     ----------
     dataset : DataFrame
-        What is predicted on.
+        The DataFrame to predict on.
     columns : sequence of str
-        What a UDF is given of it.
+        Columns that the UDF takes.
     known_sizes : mapping
-        Column to the numbers in a row, where that is known.
+        Column to the count of numbers in a row, if known.
     output_items : int
-        Numbers that the UDF returns for a row.
+        Count of numbers that the UDF returns for a row.
     """
     max_rows = int(str(dataset.sparkSession.conf.get(_MAX_ROWS)))
     if max_rows <= 0:
-        return None  # all rows of a partition, however many
+        return None  # a batch holds all rows of a partition
     counted_as_one = BATCH_BYTES / max_rows
     types = {name: dataset.schema[name].dataType for name in columns}
     sizes = [_known_items(types[name], known_sizes.get(name)) for name in columns]
@@ -391,7 +393,7 @@ _MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
 def _known_items(data_type: T.DataType, known: int | None) -> int | None:
-    """Return how many numbers a value is; None if that is not known."""
+    """Return the count of numbers in a value; None if it is unknown."""
     if isinstance(data_type, _TEXT):
         return None
     return known if _may_be_large(data_type) else 1
@@ -403,13 +405,13 @@ def _may_be_large(data_type: T.DataType) -> bool:
 
 
 def _num_bytes(column: Column, data_type: T.DataType) -> Column:
-    """Return about how many bytes a value has in a batch."""
+    """Return the approximate bytes of a value in a batch."""
     if isinstance(data_type, VectorUDT):
         raw = F.unwrap_udt(column)
         length = F.coalesce(raw["size"], F.size(raw["values"]))
         return _or_none(length) * _ITEM_BYTES
     if isinstance(data_type, T.ArrayType):
-        # Of nested arrays the first one tells: all have to have the same length.
+        # The first nested array represents the others: all must have the same length.
         first = F.try_element_at(column, F.lit(1))
         return _or_none(F.size(column)) * _num_bytes(first, data_type.elementType)
     if isinstance(data_type, _TEXT):
@@ -422,7 +424,7 @@ def _or_none(length: Column) -> Column:
 
 
 def _empty(field: T.StructField) -> Column:
-    """Return what an empty row has, lest a column that has no nulls seem to have some."""
+    """Return a column's value in empty rows: no null in arrays and text that are not nullable."""
     data_type: Any = field.dataType
     if field.nullable or isinstance(data_type, T.UserDefinedType):
         return F.lit(None)

@@ -1,7 +1,4 @@
-"""Output columns of `transform`: their names and types.
-
-Imports no PySpark.
-"""
+"""Names and types of the output columns of `transform`. Imports no PySpark."""
 
 from __future__ import annotations
 
@@ -26,13 +23,14 @@ __all__ = ["DOUBLE", "OutputType", "java_text", "output_columns", "output_types"
 def output_columns(get: Callable[[str], Any]) -> list[str]:
     """Return the names of the output columns, as set or by default.
 
-    The default for an output that pairs with a label is ``<label>__output``. Others are named after
-    ``outputs``: ``<name>__output``, or ``output_<position>``, or ``output`` for a single one.
+    The default for an output that pairs with a label is ``<label>__output``. Other outputs are
+    named after ``outputs``: ``<name>__output``, ``output_<position>``, or ``output`` if there is
+    only one.
 
     Parameters
     ----------
     get : callable
-        The name of a model's param to its value.
+        Function from the name of a model's param to its value.
     """
     given = get("outputCols")
     if given:
@@ -85,35 +83,29 @@ _MOST_DIGITS = 38
 
 
 _EXACT = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
-
-
-"""Has the digits of any double."""
+"""Decimal context with enough digits for any double."""
 
 
 _ITEM = "element"
-
-
-"""The name that Spark gives to the elements of arrays; it would cast lists with another one."""
+"""Spark's name for the elements of arrays; Spark would cast lists with another name."""
 
 
 _PLAIN_LOWEST, _PLAIN_LIMIT = 1e-3, 1e7
-
-
-"""Between these, Java writes numbers without an exponent."""
+"""Bounds between which Java writes numbers without an exponent."""
 
 
 @dataclass(frozen=True)
 class OutputType:
-    """The type of an output column.
+    """Type of an output column.
 
     Attributes
     ----------
     element : str
-        Spark's name of the type of its numbers: "double", "int", "decimal", "string", ...
+        Spark's name for the type of the elements: "double", "int", "decimal", "string", ...
     depth : int
-        How many arrays these are in.
+        Number of nested arrays around an element.
     precision, scale : int
-        Those of decimals.
+        Precision and scale of decimals.
     """
 
     element: str = "double"
@@ -123,7 +115,7 @@ class OutputType:
 
     @classmethod
     def parse(cls, ddl: str) -> OutputType:
-        """Read a type as Spark writes it, such as ``array<decimal(10,2)>``.
+        """Parse a type in Spark's notation, such as ``array<decimal(10,2)>``.
 
         Raises
         ------
@@ -154,21 +146,21 @@ class OutputType:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy's type of the elements: doubles for decimals, objects for text."""
+        """NumPy type of the elements: doubles for decimals, objects for text."""
         return np.dtype(_DTYPES[self.element])
 
     @property
     def arrow(self) -> pa.DataType:
-        """Arrow's type of the elements."""
+        """Arrow type of the elements."""
         if self.element == "decimal":
             return pa.decimal128(self.precision, self.scale)
         return pa.string() if self.element == "string" else pa.from_numpy_dtype(self.dtype)
 
     def elements(self, values: Array, name: str) -> pa.Array:
-        """Return numbers in the elements' type; null takes the place of NaN if there is none.
+        """Convert numbers to the elements' type; NaN becomes null if the type has no NaN.
 
-        Whole numbers lose their fraction, decimals are rounded half up from the shortest text of
-        the double, and text is what Java writes: as Spark's casts do.
+        The results equal those of Spark's casts. Integers lose the fraction. Decimals are rounded
+        half up from the shortest text of the double. Text has Java's format.
 
         Parameters
         ----------
@@ -197,11 +189,11 @@ class OutputType:
         return pa.array(numbers.astype(self.dtype), mask=is_nan if is_nan.any() else None)
 
     def array(self, values: Array, name: str) -> Array:
-        """Return numbers as an array of `dtype`; doubles if there are NaNs that it cannot hold."""
+        """Return numbers as an array of `dtype`; doubles if `dtype` cannot hold their NaNs."""
         if self.element in _FLOATS:
             return values.astype(self.dtype, copy=False)
         column = without_decimals(self.elements(values.reshape(-1), name))
-        # A copy: Arrow's memory cannot be written to.
+        # A copy, because Arrow's memory is read-only.
         found = np.array(column.to_numpy(zero_copy_only=False))
         if column.null_count:
             found = np.array([np.nan if value is None else value for value in found], np.float64)
@@ -238,21 +230,21 @@ DOUBLE = OutputType()
 def output_types(
     ddls: Sequence[str | None] | None, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
 ) -> list[OutputType | None]:
-    """Return the types that are asked for; None for the default one.
+    """Return the requested types; None for an output with the default type.
 
     Parameters
     ----------
     ddls : sequence of str or None
-        The types as Spark writes them, one for each output.
+        The types in Spark's notation, one for each output.
     names : sequence of str
-        The outputs' columns.
+        Columns of the outputs.
     shapes : sequence of tuple of int
         Shape of a row of each output.
 
     Raises
     ------
     ParamError
-        If they are not as many as outputs, or if one does not fit its output.
+        If the numbers of types and outputs differ, or if a type does not fit its output.
     """
     if ddls is None:
         return [None] * len(names)
@@ -281,7 +273,7 @@ def to_column(
     kind: OutputType = DOUBLE,
     name: str = "The output",
 ) -> pa.Array:
-    """Return an output as a column of numbers (or text), or of lists of them.
+    """Return an output as a column of numbers or text, or of nested lists of numbers or text.
 
     Parameters
     ----------
@@ -290,11 +282,11 @@ def to_column(
     shape : tuple of int
         Shape of a row.
     valid : array, optional
-        Which rows of the column the output has; the others are null.
+        Mask of the column's rows that the output has; the other rows are null.
     kind : OutputType
-        The type of the column.
+        Type of the column.
     name : str
-        Its name, for messages.
+        Name of the column, for messages.
 
     Raises
     ------
@@ -311,7 +303,7 @@ def to_column(
             offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
         else:
             ends = np.concatenate([[0], np.cumsum(valid)]).astype(np.int32) * np.int32(size)
-            # A null where a list begins makes the list null.
+            # A null offset at the start of a list makes the list null.
             offsets = pa.array(ends, mask=np.append(~valid, False))
         data_type = pa.list_(pa.field(_ITEM, column.type))
         column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
@@ -323,7 +315,7 @@ def _positions(valid: Array) -> pa.Array:
 
 
 def java_text(value: float) -> str:
-    """Return a double as Java writes it, with the fewest digits that tell it from others."""
+    """Format a double as Java does, with the fewest digits that identify it."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

@@ -1,4 +1,4 @@
-"""Batches as PySpark's pandas UDFs take and give them, to arrays and back. Runs on executors."""
+"""Batches of PySpark's pandas UDFs, converted to arrays and back. Runs on executors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ __all__ = ["arguments", "to_arrays", "to_result"]
 def to_arrays(
     inference: BatchPredictor, series: Sequence[pd.Series], is_row: Array | None = None
 ) -> tuple[dict[str, Array], Array | None]:
-    """Return the columns of a batch, and which of its rows these are; None for all of them.
+    """Return the columns of a batch as arrays, and a mask of the rows in these arrays.
+
+    The mask is None if the arrays hold all rows of the batch.
 
     Parameters
     ----------
     inference : BatchPredictor
-        Says which they are, and whether rows with nulls are left out.
+        Names the columns; its ``keeps_nulls`` leaves rows with nulls out of the arrays.
     series : sequence of pd.Series
-        The columns, and where `BatchPredictor.flagged` names some the position of the first of
-        these that is null in each row, or -1.
+        The columns. If `BatchPredictor.flagged` names columns, one more series follows. It holds
+        the position of the first flagged column that is null in each row, or -1.
     is_row : array, optional
-        Which rows are none of the empty ones.
+        Mask that is false for empty rows.
 
     Raises
     ------
     DataError
-        If there are nulls that are an error, or arrays that differ in length.
+        If there are nulls without ``keeps_nulls``, or if arrays differ in length.
     """
     valid = _valid_rows(inference, series, is_row)
     if valid is not None:
@@ -53,10 +55,10 @@ def to_arrays(
 
 
 class _Converted(pd.Series):
-    """A column of Arrow's: it is written as it is, NaN as a number and null as null.
+    """Arrow column that PySpark writes unchanged: NaN as a number, null as null.
 
-    PySpark converts lists by applying a function to each, which makes Python objects of all numbers
-    in them. There is nothing to convert here.
+    PySpark converts lists by applying a function to each list, which makes a Python object of each
+    number. This column needs no conversion.
     """
 
     @property
@@ -64,12 +66,12 @@ class _Converted(pd.Series):
         return _Converted
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the column."""
+        """Return the column unchanged."""
         return self
 
 
 class _ConvertedFields(pd.DataFrame):
-    """Columns of Arrow's, as the fields of a struct."""
+    """Arrow columns as the fields of a struct."""
 
     @property
     def _constructor_sliced(self) -> Any:
@@ -77,9 +79,9 @@ class _ConvertedFields(pd.DataFrame):
 
 
 def to_result(columns: Mapping[str, pa.Array]) -> pd.Series | pd.DataFrame:
-    """Return columns of Arrow's as what a pandas UDF yields: one as a series, several as a frame.
+    """Return Arrow columns as a pandas UDF's result: one as a series, several as a frame.
 
-    They have the UDF's types.
+    The columns must have the UDF's types.
     """
     series = {
         name: _Converted(pd.arrays.ArrowExtensionArray(column)) for name, column in columns.items()
@@ -90,16 +92,16 @@ def to_result(columns: Mapping[str, pa.Array]) -> pd.Series | pd.DataFrame:
 def _valid_rows(
     inference: BatchPredictor, series: Sequence[pd.Series], is_row: Array | None = None
 ) -> Array | None:
-    """Return which rows of a batch are predicted on; None for all of them.
+    """Return a mask of the rows of a batch to predict on; None for all rows.
 
     Parameters
     ----------
     inference : BatchPredictor
-        Says whether there may be rows with nulls, which are not.
+        Its ``keeps_nulls`` excludes rows with nulls.
     series : sequence of pd.Series
-        What the UDF was given.
+        Arguments of the UDF.
     is_row : array, optional
-        Which rows are none of the empty ones.
+        Mask that is false for empty rows.
     """
     masks = [] if is_row is None else [is_row]
     if inference.keeps_nulls:
@@ -123,14 +125,14 @@ def _to_array(series: pd.Series, name: str) -> Array:
 
 
 def _stacked(rows: list[Any], name: str) -> Array:
-    """Return arrays, or arrays of arrays, as one."""
+    """Return arrays, or arrays of arrays, as one array."""
     try:
         lengths = set(map(len, rows))
     except TypeError:  # None has no length
         raise has_nulls(name) from None
     if len(lengths) != 1:
         raise is_ragged(name)
-    # Several times as fast as np.stack, which makes a view of each row first.
+    # Several times as fast as np.stack, which first makes a view of each row.
     items = np.concatenate(rows)
     if items.dtype == object:
         items = _stacked(items.tolist(), name)

@@ -16,21 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["Digests", "Payload", "as_bytes", "digests_of", "part_of"]
 
 Payload = Union[bytes, "os.PathLike[str]"]
-
-
-"""What a predictor is made of: bytes, or a file that holds them."""
+"""Serialized predictor: bytes, or a file with the bytes."""
 
 
 _READ_BYTES = 2**20
 
 
 def as_bytes(document: bytes | os.PathLike[str]) -> bytes:
-    """Return the bytes of a document that may be a file."""
+    """Return the bytes of a payload that may be a file."""
     return document if isinstance(document, bytes) else Path(document).read_bytes()
 
 
 def part_of(document: bytes | os.PathLike[str], start: int, size: int) -> bytes:
-    """Return some bytes of a document, from one on; fewer where it ends."""
+    """Return ``size`` bytes of a payload from ``start``, or fewer at its end."""
     if isinstance(document, bytes):
         return document if len(document) <= size else document[start : start + size]
     with open(document, "rb") as file:
@@ -39,7 +37,7 @@ def part_of(document: bytes | os.PathLike[str], start: int, size: int) -> bytes:
 
 
 def digests_of(document: bytes | os.PathLike[str], part_bytes: int) -> Digests:
-    """Return the digests of a document's parts. A file that is not written yet stays so."""
+    """Return the digests of a payload's parts. This does not write a `LazyFile` to disk."""
     digests = Digests(part_bytes)
     if isinstance(document, bytes):
         digests.write(document)
@@ -53,17 +51,17 @@ def digests_of(document: bytes | os.PathLike[str], part_bytes: int) -> Digests:
 
 
 class Digests(io.RawIOBase):
-    """A file that keeps nothing of what is written to it but SHA-256 of each part.
+    """Write-only file that keeps only the SHA-256 of each part and the size.
 
     Parameters
     ----------
     part_bytes : int
-        Bytes of a part; the last one may have fewer.
+        Bytes of a part; the last part may have fewer.
 
     Attributes
     ----------
     size : int
-        Bytes that have been written.
+        Number of bytes written.
     """
 
     def __init__(self, part_bytes: int) -> None:
@@ -76,11 +74,11 @@ class Digests(io.RawIOBase):
         return tuple(part.hexdigest() for part in self._parts)
 
     def writable(self) -> bool:
-        """Return that it is."""
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Take some bytes, and return how many."""
+        """Hash some bytes, and return their number."""
         view = memoryview(data).cast("B")
         start = 0
         while start < len(view):
@@ -94,12 +92,12 @@ class Digests(io.RawIOBase):
         return len(view)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to the start, where `truncate` may follow."""
+        """Accept a seek to the start, before a call of `truncate`."""
         if (offset, whence) != (0, os.SEEK_SET):
             raise io.UnsupportedOperation("what was written is not kept")
         return 0
 
     def truncate(self, size: int | None = 0) -> int:
-        """Begin anew."""
+        """Discard all digests."""
         self.size, self._parts = 0, list[Any]()
         return 0

@@ -1,4 +1,4 @@
-"""CPU cores and GPU of a process that predicts. Imports no framework and no PySpark."""
+"""CPU threads and GPU of a process that predicts. Imports no framework and no PySpark."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a predictor may use.
+    """CPU threads and GPU that a predictor may use.
 
     Attributes
     ----------
     num_threads : int or None
-        Threads to compute with; None for as many as the framework takes by itself.
+        Number of compute threads; None for the framework's default.
     gpu : int or None
-        The GPU, as its number among those that the process sees; None for the CPU.
+        Number of the GPU among the GPUs that the process sees; None for the CPU.
     named : str or None
-        What a user called it; None where Spark assigned it.
+        The user's name for the device; None if Spark assigned the device.
     """
 
     num_threads: int | None = None
@@ -34,14 +34,19 @@ class Resources:
     named: str | None = None
 
     def among(self, visible: int) -> int | None:
-        """Return the GPU, of so many that a framework sees; None for the CPU.
+        """Return the number of the GPU if a framework sees it; None for the CPU.
 
-        A framework that sees none, as it was built without CUDA, predicts on the CPU.
+        A framework that sees no GPU, because it was built without CUDA, predicts on the CPU.
+
+        Parameters
+        ----------
+        visible : int
+            Number of GPUs that the framework sees.
 
         Raises
         ------
         GpuError
-            If it sees some, and not this one.
+            If the framework sees GPUs, but not this one.
         """
         if self.gpu is None or not visible:
             return None
@@ -60,22 +65,20 @@ class Resources:
 
 
 FRAMEWORKS_CHOICE = Resources()
-
-
-"""The CPU, and as many threads as the framework takes by itself."""
+"""The CPU, with the framework's default number of threads."""
 
 
 def task_resources(task: Any, env: MutableMapping[str, str] = os.environ) -> Resources:
-    """Return what a Spark task has. Runs in its Python worker.
+    """Return the resources of a Spark task. Runs in the task's Python worker.
 
     Parameters
     ----------
     task : TaskContext or None
-        The task; None outside of one.
+        The task; None outside of a task.
     env : mapping
         The worker's environment. Spark sets ``OMP_NUM_THREADS`` there to ``spark.task.cpus``,
-        unless ``spark.executorEnv.OMP_NUM_THREADS`` says something else. ``CUDA_VISIBLE_DEVICES``
-        is set to a GPU that has no number, if it is not set.
+        unless ``spark.executorEnv.OMP_NUM_THREADS`` is set. If ``CUDA_VISIBLE_DEVICES`` is not set
+        and the GPU has no number, this function sets the variable to the GPU's address.
 
     Raises
     ------
@@ -92,10 +95,10 @@ def task_resources(task: Any, env: MutableMapping[str, str] = os.environ) -> Res
 
 
 def _number(address: str, env: MutableMapping[str, str]) -> int | None:
-    """Return the number of a GPU, given Spark's address of it; None if the GPUs are hidden.
+    """Return the number of a GPU, given its address in Spark; None if all GPUs are hidden.
 
-    What a worker sees cannot be the task's GPU alone, as for ranks: it serves other tasks
-    afterwards, with other GPUs, and CUDA reads its variable once.
+    Unlike a rank, a worker cannot be limited to the task's GPU. The worker later serves other
+    tasks with other GPUs, and CUDA reads ``CUDA_VISIBLE_DEVICES`` only once.
     """
     visible = visible_gpus(env) if VISIBLE_VARIABLE in env else None
     if visible == []:
@@ -103,7 +106,7 @@ def _number(address: str, env: MutableMapping[str, str]) -> int | None:
     if address.isdigit():
         assigned_gpus([address], env)
         return int(address)
-    # A UUID, or a MIG instance, of which CUDA takes one per process.
+    # A UUID or a MIG instance. CUDA takes one MIG instance per process.
     if visible is None:
         env[VISIBLE_VARIABLE] = address
         return 0

@@ -1,8 +1,4 @@
-"""UDFs for SQL: arguments, result types and names.
-
-There the JVM makes this form of columns whose types are known. Of a UDF's arguments they are not,
-before a batch comes. Runs on executors.
-"""
+"""UDFs for SQL: result types, names and the session. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -35,15 +31,15 @@ _TYPES: dict[str, type[T.DataType]] = {
 
 @dataclass(frozen=True)
 class SqlForm:
-    """How a UDF is called from SQL, and what it gives.
+    """Signature of a UDF in SQL.
 
     Attributes
     ----------
     text : tuple of str
-        The columns that may be text.
+        Columns that may be text.
     types : mapping
-        The names of what it gives, in order, to their types: a value if it is one, or else the
-        fields of a struct.
+        Names of the results, in order, to their types. The UDF returns a single result as a plain
+        value, and several results as a struct.
     """
 
     text: tuple[str, ...]
@@ -51,21 +47,21 @@ class SqlForm:
 
     @property
     def returned(self) -> T.DataType:
-        """The type of a result."""
+        """Return type of the UDF."""
         if len(self.types) == 1:
             return next(iter(self.types.values()))
         return T.StructType([T.StructField(name, found) for name, found in self.types.items()])
 
 
 def active_session() -> SparkSession:
-    """Return the session that UDFs are made in.
+    """Return the active session, in which UDFs are created.
 
     Raises
     ------
     ParamError
-        If there is none.
+        If there is no active session.
     DependencyError
-        If it is one of Spark Connect, and this PySpark is too old for that.
+        If the session uses Spark Connect, and this PySpark is too old for Spark Connect.
     """
     session = SparkSession.getActiveSession()
     if session is None:
@@ -78,12 +74,12 @@ def active_session() -> SparkSession:
 
 
 def checked_name(session: SparkSession, name: Any) -> str:
-    """Return the name of a function in SQL.
+    """Check and return the name of a SQL function.
 
     Raises
     ------
     ParamError
-        If it is no text, or the name of one of Spark's own functions, which it would hide.
+        If the name is not text or is blank, or if it would hide one of Spark's own functions.
     """
     if not isinstance(name, str) or not name.strip():
         raise ParamError(f"name: expected a name of a function, found {name!r}.")
@@ -97,7 +93,7 @@ def checked_name(session: SparkSession, name: Any) -> str:
 
 
 def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
-    """Return Spark's type of an output column; arrays of doubles if no type is set."""
+    """Return Spark's type of an output column; doubles, or arrays of them, if no type is set."""
     kind = kind or OutputType(depth=0 if is_scalar(shape) else len(shape))
     found: T.DataType
     if kind.element == "decimal":

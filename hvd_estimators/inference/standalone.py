@@ -47,29 +47,27 @@ from hvd_estimators.saving.saved import Saved
 __all__ = ["InputTable", "SavedPredictor", "on_device", "read_table", "resources_of"]
 
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
-
-
 """Column to its values, the shape of a row, and its type."""
 
 
 @dataclass(frozen=True)
 class InputTable:
-    """Columns of rows that hold no null.
+    """Columns of the rows without nulls.
 
     Attributes
     ----------
     columns : mapping of str to array
         The columns, rows first.
     count : int
-        How many rows these are.
+        Number of rows without nulls.
     valid : array or None
-        Which of the given rows they are; None for all.
+        Mask of the given rows that are in ``columns``; None for all rows.
     null_column : str or None
         A column with a null, if there is one.
     give : callable
-        Makes what a user gets of a table, or of a dict of arrays.
+        Converts a table, or a dict of arrays, to the form that the user gets.
     as_arrow : bool
-        Whether it is given a table.
+        Whether ``give`` takes a table.
     """
 
     columns: dict[str, Array]
@@ -81,7 +79,7 @@ class InputTable:
 
     @property
     def are_all_scalars(self) -> bool:
-        """Whether each row is a number in every column."""
+        """True if every column has one value per row."""
         return all(column.ndim == 1 for column in self.columns.values())
 
     def result(self, predicted: Predicted, keeps: bool) -> Any:
@@ -92,7 +90,7 @@ class InputTable:
         predicted : mapping
             Column to its values, the shape of a row, and its type.
         keeps : bool
-            Whether rows with nulls have nulls; else they are left out.
+            Whether rows with nulls get null predictions; otherwise they are left out.
         """
         valid = self.valid if keeps else None
         left = None if keeps else self.valid
@@ -121,22 +119,22 @@ def read_table(
     given : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
         See `SavedPredictor.predict`.
     features : sequence of str
-        Columns that have to be there.
+        Required columns.
     others : sequence of str
-        Columns that are taken, too, where they are there.
+        Columns that are read if they exist.
     text : collection of str, or None
-        Those that may be text; None for all.
+        Columns that may be text; None for all columns.
     dimensions : mapping of str to int, optional
-        How many dimensions a row of a column has, as far as that is known.
+        Column to the number of dimensions of a row, if known.
 
     Raises
     ------
     ColumnError
-        If a column is missing, or is of a type that is none of numbers.
+        If a column is missing, or if its type is not numeric.
     ParamError
-        If there are not as many arrays as features.
+        If the numbers of arrays and features differ.
     DataError
-        If columns differ in length, or their arrays do.
+        If columns, or the arrays of a column, differ in length.
     """
     found, give, as_arrow = _columns(given, features, dimensions or {})
     missing = [name for name in features if name not in found]
@@ -190,9 +188,9 @@ def _columns(
 def _records(
     given: Any, features: Sequence[str], dimensions: Mapping[str, int]
 ) -> tuple[list[Mapping[str, Any]] | None, Callable[[Any, Array | None], Any]]:
-    """Return rows that are given one by one, and what makes the predictions' form of arrays.
+    """Return rows that were given one by one, and the conversion of predictions to their form.
 
-    None if columns are given.
+    The rows are None if columns were given.
     """
     if isinstance(given, (list, tuple)) and given and all(_as_record(row) for row in given):
         return [_as_record(row) or {} for row in given], _one_by_one
@@ -203,7 +201,7 @@ def _records(
 
 
 def _as_record(row: Any) -> Mapping[str, Any] | None:
-    """Return a dict, Spark's Row or a row of a data frame as a mapping; None for anything else."""
+    """Convert a dict, a Spark Row or a data frame's row to a mapping; None for other types."""
     if isinstance(row, Mapping):
         return row
     if isinstance(row, tuple) and hasattr(row, "asDict"):
@@ -223,7 +221,7 @@ def _are_names(names: Sequence[Any]) -> bool:
 def _is_one_row(
     record: Mapping[str, Any], features: Sequence[str], dimensions: Mapping[str, int]
 ) -> bool:
-    """Return whether a mapping holds values of a row, and not columns of several."""
+    """Return whether a mapping holds the values of one row, instead of columns."""
     for name in features:
         value = record.get(name)
         if value is None:
@@ -270,7 +268,7 @@ def _one_by_one(made: Mapping[str, Array], left: Array | None) -> list[dict[str,
 
 
 def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
-    """Return the features that were given without names."""
+    """Return the features of rows that were given without names."""
     if len(features) == 1:
         is_one = isinstance(given, (list, tuple)) and len(given) == 1 and np.ndim(given[0])
         return [given[0] if is_one and isinstance(given[0], np.ndarray) else given]
@@ -291,7 +289,7 @@ def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
 
 
 def _column(values: Any, name: str) -> Array | pa.Array:
-    """Return a column as an array where it is of numbers, and as Arrow's elsewhere."""
+    """Return a column as a NumPy array if it holds numbers, otherwise as an Arrow array."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
         if isinstance(values, pa.ChunkedArray):
@@ -325,9 +323,9 @@ def _column(values: Any, name: str) -> Array | pa.Array:
 
 
 def _listed(values: Any) -> Any:
-    """Return objects as Arrow takes them, with None for what is missing.
+    """Convert objects to types that Arrow accepts; missing values become None.
 
-    Arrow knows arrays of one dimension alone, and no vectors of Spark's.
+    Arrow accepts only arrays of one dimension, and does not know Spark's vectors.
     """
     if not isinstance(getattr(values, "dtype", None), np.dtype):
         return values
@@ -340,13 +338,16 @@ def _object(value: Any, is_text: bool) -> Any:
         return np.asarray(value.toArray(), np.float32)
     if isinstance(value, np.ndarray) and value.ndim > 1:
         return value.tolist()
-    # In text pandas has NaN, which is a number elsewhere.
+    # Pandas marks missing text with NaN; elsewhere NaN is a number.
     is_missing = type(value).__name__ == "NAType" or (is_text and isinstance(value, float))
     return None if is_missing else value
 
 
 def _valid(columns: Mapping[str, Array | pa.Array]) -> tuple[Array | None, str | None]:
-    """Return which rows hold no null in any column, and a column with one."""
+    """Return a mask of the rows without nulls, and the name of a column with nulls.
+
+    Both are None if there are no nulls.
+    """
     valid: Array | None = None
     null_column = None
     for name, column in columns.items():
@@ -358,7 +359,7 @@ def _valid(columns: Mapping[str, Array | pa.Array]) -> tuple[Array | None, str |
 
 
 def _readable(column: pa.Array) -> pa.Array:
-    """Return a column in a type that becomes an array of NumPy's."""
+    """Convert a column to a type that NumPy supports."""
     column = without_decimals(column)
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
@@ -399,18 +400,18 @@ _MOST_BYTES = 2**25
 
 
 class SavedPredictor:
-    """A saved model that predicts without Spark, as the model's ``transform()`` does.
+    """Saved model that predicts without Spark, with the results of ``transform()``.
 
-    Made by ``hvd_estimators.torch.load_predictor`` and its likes. Several threads may call it at
-    the same time.
+    ``load_predictor`` of each framework's package, such as `hvd_estimators.torch`, returns a
+    predictor. Several threads may call the predictor at the same time.
 
     Attributes
     ----------
     feature_columns : tuple of str
-        The columns that it takes, in the order of the model's inputs; with ``apply_transformation``
-        as they are before the transformation.
+        Columns that the predictor takes, in the order of the model's inputs. With
+        ``apply_transformation``, these are the columns before the transformation.
     output_columns : tuple of str
-        The columns that it gives: those that ``transform()`` adds, in their order.
+        Columns that the predictor returns: the columns that ``transform()`` adds, in order.
     """
 
     def __init__(
@@ -421,20 +422,20 @@ class SavedPredictor:
         text: Sequence[str] = (),
         batch_size: int | None = None,
     ) -> None:
-        """Make one of what was read.
+        """Create a predictor from a saved model.
 
         Parameters
         ----------
         saved : Saved
-            The model's params.
+            Params of the model.
         predictor : callable
-            Its forward pass.
+            Forward pass of the model.
         output_shapes : sequence of tuple of int, or None
-            Shape of a row of each output; None: as the first rows show.
+            Shape of a row of each output; None to use the shapes of the first predictions.
         text : sequence of str
-            The features that may be text.
+            Features that may be text.
         batch_size : int, optional
-            Rows of one forward pass.
+            Rows per forward pass.
         """
         get = saved.get
         self.feature_columns = tuple(get("feature_columns") or ())
@@ -456,7 +457,7 @@ class SavedPredictor:
         self._lock = threading.Lock()
 
     def __call__(self, rows: Any) -> Any:
-        """Return what `predict` does."""
+        """Return the predictions for some rows; see `predict`."""
         return self.predict(rows)
 
     def __repr__(self) -> str:
@@ -471,37 +472,48 @@ class SavedPredictor:
         Parameters
         ----------
         rows : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
-            Column names to columns; what is no feature is left alone. Or single rows: a list of
-            dicts (or of Spark's ``Row``), each with names and values, or one of these. A dict is
-            taken for one row if a feature in it is a single value, or has as many dimensions as a
-            row had in training. Or the features without
-            names, in their order: one array per feature, rows first, where there are several; one
-            array where there is one, or where each feature is a number, rows by features. Columns
-            hold what `transform` takes: numbers, arrays of them of one shape in all rows, text
-            where the model takes it, and in Arrow Spark's vectors, as Parquet files have them.
+            The rows, in one of three forms:
+
+            - Columns by name: a mapping, a data frame or a table. Columns that are not features
+              are ignored.
+            - Single rows: a list of dicts (or of Spark's ``Row``) with names and values, or one
+              dict or ``Row``. A dict is one row if a feature in it is a single value, or has as
+              many dimensions as a row had in training.
+            - Features without names, in order. Several features are a list with one array per
+              feature, rows first. A single feature is one array. Features that are all numbers may
+              be one array, rows by features.
+
+            Columns hold the types that `transform` takes: numbers, arrays of numbers with one shape
+            in all rows, and text if the model takes text. Arrow columns may also hold Spark's
+            vectors in the form of Parquet files.
 
         Returns
         -------
         dict, list of dict, pandas.DataFrame or pyarrow.Table
-            For single rows a dict of values for each; None for a row that is left out and was
-            given alone. Else the columns that ``transform()`` adds, and these alone: arrays (rows
-            first) by name, or a data frame (with the index of the given one) or a table for such.
-            Doubles, or what ``output_types`` says; in arrays the nearest doubles instead of
-            decimals. If a type has no NaN, null takes its place. Rows with nulls have nulls, which
-            in arrays are NaN, or are left out or an error, as ``handleInvalid`` says; nulls are
-            None, pandas' and Arrow's; NaN in a column of floating-point numbers is a number.
+            The columns that ``transform()`` adds, and no others. For single rows, a dict of values
+            for each row; None for a row that was given alone and is left out. For a data frame, a
+            data frame with the same index. For a table, a table. Otherwise arrays by name, rows
+            first.
+
+            Values are doubles, or have the types of ``output_types``; arrays hold the nearest
+            doubles instead of decimals. NaN becomes null if its type has no NaN.
+
+            ``handleInvalid`` decides about rows with nulls: they get null predictions, are left
+            out, or raise an error. In arrays, null predictions are NaN. In the input, nulls are
+            None and the nulls of pandas and Arrow; NaN in a column of floating-point numbers is a
+            number.
 
         Raises
         ------
         ColumnError
-            If a column is missing or of a type that is none of numbers.
+            If a column is missing, or if its type is not numeric.
         DataError
-            If arrays of a column differ in length, or ``handleInvalid`` is ``"error"`` and there is
-            a null.
+            If arrays of a column differ in length, or if there is a null and ``handleInvalid`` is
+            ``"error"``.
         ParamError
-            If there are not as many arrays as features.
+            If the numbers of arrays and features differ.
         PredictionError
-            If the model fails, or gives a number that its type of ``output_types`` cannot hold.
+            If the model fails, or if a type of ``output_types`` cannot hold a prediction.
         """
         inference = self._inference
         with naming_transformation(self._get):
@@ -517,7 +529,7 @@ class SavedPredictor:
         try:
             if self._is_ready:
                 return self._predict(given)
-            # What traces a model, or finds shapes, does so once.
+            # The first call may trace the model or find the shapes, so only one thread runs it.
             with self._lock:
                 return self._predict(given)
         except (PredictionError, ShapeError) as error:
@@ -561,7 +573,7 @@ class SavedPredictor:
         )
 
     def _found_shapes(self, inference: BatchPredictor, given: InputTable) -> list[tuple[int, ...]]:
-        # Of a single row a model may drop the dimension that counts rows.
+        # Two rows, because a model may drop the dimension of rows if it gets a single row.
         first = {name: array[:2] for name, array in given.columns.items()}
         return [output.shape[1:] for output in inference.predict(self._predictor, first)]
 
@@ -586,12 +598,12 @@ def _default_rows(given: InputTable) -> int:
 
 
 def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
-    """Return what a predictor may use, as a user says it.
+    """Return the resources for a predictor from the user's arguments.
 
     Raises
     ------
     ParamError
-        If it is not usable.
+        If an argument is invalid.
     """
     for name, value in (("num_threads", num_threads), ("batch_size", batch_size)):
         is_count = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
@@ -607,12 +619,12 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
 def on_device(
     load: Callable[[Resources], Predictor], device: str, resources: Resources
 ) -> Predictor:
-    """Return a predictor that is where it was asked to be.
+    """Load a predictor, and check that it is on the requested device.
 
     Raises
     ------
     GpuError
-        If the framework does not see such a GPU.
+        If the framework does not see the requested GPU.
     """
     predictor = load(resources)
     if resources.gpu is not None and not getattr(predictor, "overlaps", False):

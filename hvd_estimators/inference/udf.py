@@ -1,6 +1,7 @@
-"""The UDF that predicts: one forward pass per batch of rows. Runs on the executors.
+"""The UDF that predicts on batches of rows.
 
-What makes it and the columns that it takes and gives are in `hvd_estimators.model`.
+`hvd_estimators.model` creates the UDF, its input columns and its output columns. `make_udf` runs
+on the driver, the UDF on executors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hvd_estimators.inference.worker import cached_predictor, predictor_key
 __all__ = ["make_udf"]
 
 Send = Callable[[str, Hashed], Sent]
-"""The role of bytes and these to what takes its place in a UDF; see `SharedBytes`."""
+"""Function from a role and hashed bytes to the form a UDF carries; see `SharedBytes.send`."""
 
 
 def make_udf(
@@ -49,30 +50,32 @@ def make_udf(
     kinds: Sequence[OutputType | None] = (),
     columns: Sequence[str] = (),
 ) -> Callable[..., Column]:
-    """Return a UDF from columns to the output, or to a struct where there are several fields.
+    """Return a UDF from columns to the output, or to a struct if there are several fields.
 
     Parameters
     ----------
     document : bytes or LocalFile
-        What the predictor is made of.
+        The serialized predictor.
     load : callable
-        Makes it.
+        Loads the predictor.
     inference : BatchPredictor
-        What to do with a batch.
+        Predicts on a batch.
     send : callable
-        Sends what may be large to the executors.
+        Sends large payloads to the executors.
     has_empty_rows : bool
-        Whether a further, last column is true for rows and false for empty ones, which are skipped:
-        the output is null there.
+        Whether a further, last column is true for rows and false for empty rows. The UDF skips
+        empty rows; their output is null.
     form : SqlForm, optional
-        How it is called from SQL. Default: as `transform` calls it, which knows types of columns.
+        Signature of the UDF in SQL. Default: the signature for `transform`, which knows the types
+        of columns.
     vectors : mapping, optional
-        Fields that are ML vectors, and no arrays, to that type. Arrow UDFs alone can give these.
+        Fields that are ML vectors instead of arrays, to the vectors' type. Only Arrow UDFs can
+        return ML vectors.
     kinds : sequence of OutputType or None
-        The type of each output, by name in the order of the fields; further fields, and None, get
-        the default type.
+        Type of each output, in the order of the fields. None and further fields mean the default
+        type.
     columns : sequence of str
-        Names of the outputs' columns, for messages.
+        Names of the output columns, for messages.
     """
     vectors = vectors or {}
     as_vectors = frozenset(vectors)
@@ -109,7 +112,7 @@ def make_udf(
         predictor = cached_predictor(key, model, load, resources)
 
         def begin(batch: Any) -> Callable[[], Any]:
-            # PySpark gives one column as it is, and several as a tuple.
+            # PySpark passes one column directly, and several columns as a tuple.
             columns = list(batch) if isinstance(batch, tuple) else [batch]
             is_row = None
             batches_of: Any = arrow_batches if _are_arrows(columns) else pandas_batches
@@ -136,7 +139,7 @@ def make_udf(
 
         yield from one_ahead(map(begin, batches), predictor)
 
-    # PySpark reads the kind of UDF from the hints.
+    # PySpark infers the kind of UDF from the type hints.
     given = len(inference.columns) + bool(inference.flagged) + has_empty_rows
     column: Any = pa.Array if takes_arrow() else pd.Series
     taken: Any = column if given == 1 else tuple[column, ...]

@@ -1,7 +1,4 @@
-"""Predictors in an executor's Python worker: resources, and a cache across tasks.
-
-Imports no framework and no PySpark.
-"""
+"""Cache of predictors in an executor's Python worker, across tasks. Imports no framework."""
 
 from __future__ import annotations
 
@@ -27,19 +24,21 @@ _OF_JAVA = ".jar"
 
 
 def forget_archives(finders: MutableMapping[str, Any] | None = None) -> None:
-    """Let the next task's worker read fewer archives again.
+    """Remove import finders, so the worker's next task rereads fewer archives.
 
-    PySpark before 4.1 calls ``importlib.invalidate_caches`` at the beginning of each task, and of
-    each folder in an archive that modules were imported from (a dozen in ``pyspark.zip``) Python
-    then reads the archive's whole list of files: 60 ms, where a task's rows may take 20. Python
-    makes the finders again where it needs them, from the list that the archive's own finder keeps
-    up to date. Java's archives, of which Spark has one in ``PYTHONPATH``, are not looked at again
-    before something is imported: a running JVM's do not change.
+    PySpark before 4.1 calls ``importlib.invalidate_caches`` at the start of each task. Python then
+    rereads an archive's whole list of files for each of its folders that modules were imported
+    from. ``pyspark.zip`` has a dozen such folders; that takes 60 ms, and a task's rows may take
+    only 20 ms. Python recreates finders of folders when it needs them, from the list that the
+    archive's own finder keeps up to date.
+
+    Finders of Java archives are removed, too. Spark has one Java archive in ``PYTHONPATH``, which
+    is then reread only at the next import. The archives of a running JVM do not change.
 
     Parameters
     ----------
     finders : mapping, optional
-        Path to finder. Default: those of this process, ``sys.path_importer_cache``.
+        Path to finder. Default: ``sys.path_importer_cache``, the finders of this process.
     """
     finders = sys.path_importer_cache if finders is None else finders
     for path, finder in list(finders.items()):
@@ -51,15 +50,15 @@ def forget_archives(finders: MutableMapping[str, Any] | None = None) -> None:
 
 
 def predictor_key(hashed: Hashed, load: Callable[[Payload], Predictor]) -> str:
-    """Return what tells a predictor from others: a digest of all that it is made of.
+    """Return the predictor's cache key: a digest of the payload and of ``load``.
 
-    Of one document, models with other settings make other predictors: ``load`` is pickled with all
-    that it refers to.
+    Models with different settings make different predictors from one payload. Therefore ``load``
+    is pickled with all objects that it refers to.
     """
     return hashlib.sha256(hashed.digest.encode() + cloudpickle.dumps(load)).hexdigest()
 
 
-# Python workers serve many tasks: a model is unpickled once in each of them.
+# A Python worker serves many tasks, and unpickles a model only once.
 _predictors: dict[tuple[str, Resources], Predictor] = {}
 
 
@@ -69,18 +68,20 @@ def cached_predictor(
     load: Callable[..., Predictor],
     resources: Resources = FRAMEWORKS_CHOICE,
 ) -> Predictor:
-    """Return the predictor with a key, made now where the worker has another one or none.
+    """Return the predictor with a key, and load it if the worker has no predictor with that key.
+
+    The worker caches only one predictor.
 
     Parameters
     ----------
     key : str
-        See `predictor_key`.
+        The cache key, see `predictor_key`.
     model : Sent
-        The document.
+        The payload.
     load : callable
-        Makes a predictor of the document, or of this and the resources.
+        Makes a predictor from the payload, or from the payload and the resources.
     resources : Resources
-        What the task has. With others a predictor is another one.
+        Resources of the task. Different resources need a different predictor.
     """
     forget_archives()
     found = _predictors.get((key, resources))
@@ -92,16 +93,16 @@ def cached_predictor(
         made = load(document, resources) if _takes_resources(load) else load(document)
         _predictors[key, resources] = made
     forget_archives()
-    # PySpark collects garbage after each task, and looks at all objects of an imported framework
-    # each time, for 100 ms and more. What lives as long as the predictor is set aside until another
-    # one comes.
+    # PySpark collects garbage after each task. The collector would scan all objects of an imported
+    # framework each time, for 100 ms or more. Objects that live as long as the predictor are frozen
+    # until another predictor replaces it.
     gc.collect()
     gc.freeze()
     return made
 
 
 def _takes_resources(load: Callable[..., Predictor]) -> bool:
-    """Return whether a function takes them; that of a user's own kind of model may not."""
+    """Return whether a function takes resources; the function of a custom model may not."""
     try:
         inspect.signature(load).bind(b"", FRAMEWORKS_CHOICE)
     except TypeError:
