@@ -237,7 +237,7 @@ class StopRequest:
 def _ending_if_hung(settled: threading.Event) -> Iterator[None]:
     """End this process if it makes no progress after SIGTERM, as in a call that never returns.
 
-    Python calls its signal handlers between two of its own instructions. If the main thread waits
+    Python calls its signal handlers between two bytecode instructions. If the main thread waits
     in a call of Horovod, no handler runs. In all cases Python writes the signal's number to a pipe,
     and a thread reads from that pipe.
 
