@@ -445,8 +445,8 @@ def clear_prepared_data(
     store : Store
         The store to which `prepare_data` wrote.
     dataset_idx : str, optional
-        Delete only this dataset, whoever wrote it. It is kept if this process uses it, or another
-        process only reads it. Default: all datasets.
+        Delete only this dataset, whoever wrote it. It is kept if this process uses it, or if a
+        process other than its owner reads it. Default: all datasets.
     force : bool
         Also delete the data that other running applications wrote or read.
 
