@@ -43,7 +43,7 @@ def spark_url(session: SparkSession, store: Store, path: str) -> str:
         If Spark has no connector for the path.
     """
     urls = store.spark_urls(path)
-    jvm: Any = getattr(session, "_jvm", None)  # None with Spark Connect: the server has it
+    jvm: Any = getattr(session, "_jvm", None)  # None with Spark Connect: its server has the JVM
     if jvm is None or scheme_of(urls[0]) == "file":
         return urls[0]
     configuration = _configuration(session)

@@ -166,7 +166,7 @@ class Registry:
             self._changed.notify_all()
 
     def hold(self, loan: DatasetUse, store: Store, index: str) -> Heartbeat | None:
-        """Protect a dataset, whoever wrote it, from deletion by this process.
+        """Protect a dataset of any owner from deletion by this process.
 
         Returns
         -------
@@ -406,7 +406,7 @@ def acquire(
 
 @contextlib.contextmanager
 def pin(store: Store, index: str) -> Iterator[None]:
-    """Protect a dataset, whoever wrote it, from deletion until the block ends.
+    """Protect a dataset of any owner from deletion until the block ends.
 
     The protection applies to this process and to others, which see a file beside the dataset.
     """
@@ -438,15 +438,15 @@ def clear_prepared_data(
     ended. On this machine, an application has ended if its process has. On other machines, it
     counts as ended after five minutes without a heartbeat; the interval of heartbeats is 30
     seconds. The data of running applications is kept. So is the data on which a running application
-    trains by ``fit_on_parquet(dataset_idx=…)``, whoever wrote it.
+    trains by ``fit_on_parquet(dataset_idx=…)``, regardless of its owner.
 
     Parameters
     ----------
     store : Store
         The store to which `prepare_data` wrote.
     dataset_idx : str, optional
-        Delete only this dataset, whoever wrote it. It is kept if this process uses it, or if a
-        process other than its owner reads it. Default: all datasets.
+        Delete only this dataset, regardless of its owner. It is kept if this process uses it, or if
+        a process other than its owner reads it. Default: all datasets.
     force : bool
         Also delete the data that other running applications wrote or read.
 
