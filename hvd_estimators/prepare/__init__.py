@@ -1,1 +1,1 @@
-"""DataFrame to Parquet, on the driver."""
+"""Conversion of DataFrames to Parquet datasets, on the driver."""

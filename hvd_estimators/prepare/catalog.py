@@ -1,6 +1,6 @@
-"""The prepared datasets in a store, whichever application wrote them.
+"""Catalog of the prepared datasets in a store, from all applications.
 
-Runs on the driver. A dataset exists once its manifest does, which is written last.
+A dataset exists once its manifest exists, which is written last. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class PreparedDataset:
     Attributes
     ----------
     index : str
-        What `prepare_data` yielded.
+        The index that `prepare_data` yielded.
     rows, validation_rows : int
-        Rows to train on and to validate on. Both are 0 in what a killed writer left behind.
+        Training rows and validation rows. Both are 0 for data that a killed writer left behind.
     columns : tuple of str
-        Names of the DataFrame's columns that it holds.
+        Names of the DataFrame's columns in the dataset.
     num_bytes : int
-        Size of its files.
+        Size of the dataset's files.
     created : datetime.datetime or None
-        When it was finished, in UTC; None where the store does not record it.
+        Time of completion, in UTC; None if the store does not record it.
     train_path, validation_path : str or None
-        Folders of the Parquet files to train on and to validate on, for other programs to read.
+        Folders of the Parquet files for training and for validation, for other programs to read.
     """
 
     index: str
@@ -70,13 +70,13 @@ class PreparedDataset:
 def list_prepared_data(store: Store) -> list[PreparedDataset]:
     """Return the finished datasets in a store, the oldest first. Runs on the driver.
 
-    They include those of other applications, even of applications that ended without deleting them.
-    Data that is still being written, or that a killed writer left behind, is not included.
+    The result includes the datasets of other applications, even if they ended without deleting
+    them. It does not include data that is still being written, or that a killed writer left behind.
 
     Parameters
     ----------
     store : Store
-        Where `prepare_data` wrote.
+        The store to which `prepare_data` wrote.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def list_prepared_data(store: Store) -> list[PreparedDataset]:
 
 
 def stored_datasets(store: Store) -> list[PreparedDataset]:
-    """Return all datasets in a store, the oldest first, and what killed writers left (0 rows)."""
+    """Return all datasets in a store, the oldest first, and data of killed writers (0 rows)."""
     require_store(store)
     datasets = [_describe(store, index) for index in stored_indices(store)]
     earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
@@ -95,7 +95,7 @@ def stored_datasets(store: Store) -> list[PreparedDataset]:
 
 
 def stored_indices(store: Store) -> list[str]:
-    """Return the indices of all that `stored_datasets` describes."""
+    """Return the indices of all datasets that `stored_datasets` returns."""
     store.fs.invalidate_cache()
     return list(dict.fromkeys(_numbered(store, store.get_train_data_path())))
 
@@ -106,7 +106,7 @@ def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
     Raises
     ------
     StoreError
-        If there is no such dataset, or its manifest is damaged.
+        If the dataset does not exist, or its manifest is damaged.
     """
     path = manifest_path(store, dataset_idx)
     if not store.exists(path):
@@ -125,7 +125,7 @@ def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
 
 
 def is_complete(store: Store, index: str) -> bool:
-    """Return whether a dataset's manifest and all files that it names are there."""
+    """Return whether a dataset's manifest and all files that it names exist."""
     store.fs.invalidate_cache()
     try:
         manifest = load_manifest(store, index)
@@ -137,12 +137,12 @@ def is_complete(store: Store, index: str) -> bool:
 
 
 def manifest_path(store: Store, index: str) -> str:
-    """Return where a dataset's manifest lies."""
+    """Return the path of a dataset's manifest."""
     return f"{store.get_train_data_path(index)}/{MANIFEST_FILE}"
 
 
 def split_path(store: Store, index: str) -> str:
-    """Return where Spark writes a dataset with validation, each side in a folder.
+    """Return the path at which Spark writes a dataset with validation, each side in a folder.
 
     The folders are then moved to the paths that the store reports for the two sides.
     """
@@ -150,27 +150,28 @@ def split_path(store: Store, index: str) -> str:
 
 
 def owner_path(store: Store, index: str) -> str:
-    """Return the path of the file that tells a dataset's owner, see `read_lease_record`."""
+    """Return the path of a dataset's lease record, see `read_lease_record`."""
     return store.get_train_data_path(index) + _OWNER
 
 
 def new_hold_path(store: Store, index: str) -> str:
-    """Return a path for the file by which an application says that it reads a dataset."""
+    """Return a path for the file by which an application pins a dataset that it reads."""
     return store.get_train_data_path(index) + _HOLD + uuid.uuid4().hex
 
 
 def hold_paths(store: Store, index: str) -> list[str]:
-    """Return the paths of such files that there are."""
+    """Return the paths of a dataset's existing pin files."""
     store.fs.invalidate_cache()
     parent, name = posixpath.split(store.get_train_data_path(index) + _HOLD)
     return [f"{parent}/{entry}" for entry in store.names(parent) if entry.startswith(name)]
 
 
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
-    """Return all paths of a dataset: the manifest's folder first, the owner's file last."""
+    """Return all paths of a dataset, with the manifest's folder first and the lease record last."""
     train, val = store.get_train_data_path(index), store.get_val_data_path(index)
     if val == store.get_val_data_path() and not _validates_in(store, index, val):
-        # The store reports one path for all datasets, and the files there are not this one's.
+        # The store reports one path for all datasets, and the files there belong to another
+        # dataset.
         return train, split_path(store, index), owner_path(store, index)
     return train, val, split_path(store, index), owner_path(store, index)
 
@@ -184,9 +185,9 @@ def _validates_in(store: Store, index: str, path: str) -> bool:
 
 
 def _numbered(store: Store, path: str) -> Iterator[str]:
-    """Yield the indices of the datasets whose names begin as a path does."""
+    """Yield the indices of the datasets whose names begin with the given path."""
     parent, name = posixpath.split(path)
-    # An index is 12 hexadecimal digits, so that no other file is taken for a dataset.
+    # An index is 12 hexadecimal digits, so that no other file is mistaken for a dataset.
     endings = rf"{re.escape(_SPLIT)}|{re.escape(_OWNER)}|{re.escape(_HOLD)}[0-9a-f]+"
     pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
     for entry in store.names(parent):

@@ -1,7 +1,7 @@
-"""What Spark needs to write to a store: a filesystem of Hadoop's, its packages and its keys.
+"""Spark's connectors to a store: their Hadoop filesystems, packages and keys.
 
-Spark writes by its own connectors, which are other programs than the Python clients of the ranks:
-they have names, settings and credentials of their own. Runs on the driver.
+Spark writes through its own connectors, which are separate from the Python clients of the ranks.
+They have different names, settings and credentials. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_connector", "spark_url"]
 
-# Enough to see that nobody answers; the connectors' own patience is many minutes.
+# These are enough to detect a server that does not answer. The connectors' defaults take many
+# minutes.
 _IMPATIENT = {
     "fs.s3a.attempts.maximum": "2",
     "fs.s3a.retry.limit": "2",
@@ -34,15 +35,15 @@ _IMPATIENT = {
 
 
 def spark_url(session: SparkSession, store: Store, path: str) -> str:
-    """Return a path in the form in which the session's Spark writes to it.
+    """Return a path as a URL to which the session's Spark can write.
 
     Raises
     ------
     DependencyError
-        If it has no connector for it.
+        If Spark has no connector for the path.
     """
     urls = store.spark_urls(path)
-    jvm: Any = getattr(session, "_jvm", None)  # none with Spark Connect, whose server has it
+    jvm: Any = getattr(session, "_jvm", None)  # None with Spark Connect: its server has the JVM
     if jvm is None or scheme_of(urls[0]) == "file":
         return urls[0]
     configuration = _configuration(session)
@@ -63,14 +64,14 @@ def spark_url(session: SparkSession, store: Store, path: str) -> str:
 
 
 def check_connector(session: SparkSession, store: Store) -> None:
-    """Make sure that Spark writes to where this process reads. Nothing stays there.
+    """Check that Spark writes to the storage that this process reads. Leaves no files behind.
 
     Raises
     ------
     DependencyError
-        If Spark has no connector for the store, or not all of one.
+        If Spark has no connector for the store, or if a package of the connector is missing.
     StoreError
-        If Spark cannot write to it, or writes elsewhere.
+        If Spark cannot write to the store, or writes to another place.
     """
     name = f".probe-{uuid.uuid4().hex}"
     probe = f"{store.data_folder}/{name}"
@@ -84,13 +85,13 @@ def check_connector(session: SparkSession, store: Store) -> None:
         configuration.set(name, value)
     try:
         path = hadoop.Path(url)
-        # One of its own: others wait for as long as they are told to.
+        # A new instance, because cached ones keep their longer timeouts.
         filesystem = hadoop.FileSystem.newInstance(path.toUri(), configuration)
         try:
             filesystem.create(path, True).close()
             is_seen = store.exists(probe)
             if is_seen:
-                store.delete(probe)  # Spark would make a marker of the directory
+                store.delete(probe)  # Spark's delete would leave a directory marker
             else:
                 filesystem.delete(path, False)
         finally:
@@ -106,7 +107,7 @@ def check_connector(session: SparkSession, store: Store) -> None:
 
 
 def _configuration(session: SparkSession) -> Any:
-    """Return a copy of Hadoop's configuration, with the session's settings."""
+    """Return a copy of Hadoop's configuration, including the session's settings."""
     jsession: Any = session._jsparkSession
     return jsession.sessionState().newHadoopConf()
 

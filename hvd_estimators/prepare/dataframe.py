@@ -1,4 +1,4 @@
-"""DataFrame to Parquet: which columns and rows are written, unless they have been written before.
+"""DataFrame to Parquet: selects columns and rows, and writes them unless they already exist.
 
 Runs on the driver.
 """
@@ -38,7 +38,7 @@ __all__ = ["load_manifest", "prepare_data"]
 logger = logging.getLogger(__name__)
 
 _USUAL_WIDTH = 64
-"""How many elements an array or a text is assumed to have."""
+"""Assumed number of elements of an array or a text."""
 
 
 @contextlib.contextmanager
@@ -60,49 +60,51 @@ def prepare_data(
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
 
-    What this application has already written is used again if the rows are known to be the same:
-    the DataFrame has the same plan (by Spark's own comparison) over plain files that have not
-    changed, ``spark.range`` or local data, and the options below are the same. If several threads
-    ask for the same data, one of them writes it. Anything else, such as RDDs, JDBC, Python
-    functions, clocks and random numbers over shuffled rows, is written each time.
+    Data that this application has already written is reused if the rows are known to be the same.
+    For that, the DataFrame must have the same plan (by Spark's own comparison) and the options
+    below must be equal. The plan must read plain files that have not changed, ``spark.range`` or
+    local data. Other data is written each time, such as RDDs, JDBC, Python functions, clocks and
+    random numbers over shuffled rows. If several threads request the same data, one of them writes
+    it.
 
-    The dataset exists until the block ends. A dataset that cannot be used again is then deleted. Of
-    the others, the few that were used last are kept for the next time, and are deleted when the
+    The dataset exists until the block ends. A dataset that cannot be reused is then deleted. Of the
+    other datasets, a few that were used last are kept for the next call. They are deleted when the
     interpreter exits (see `list_prepared_data` and `clear_prepared_data`).
 
     Parameters
     ----------
     num_processes : int
-        Number of ranks that will train on it.
+        Number of ranks that will train on the data.
     store : Store
-        Where it is written.
+        Store to which the data is written.
     df : DataFrame
         The rows; evaluated at most once.
     label_columns, feature_columns, sample_weight_col
-        The columns that are written. ``feature_columns=None`` takes all other columns.
+        The columns to write. ``feature_columns=None`` selects all other columns.
     validation : float or str, optional
-        The fraction of rows to validate on (chosen at random, by the seed), or the name of a
-        column that is true, or above zero, for them.
+        The fraction of rows for validation (chosen at random, by the seed). Or the name of a column
+        that is true, or above zero, for these rows.
     compress_sparse : bool
-        Write vectors as indices and values of what is not zero.
+        Write vectors as indices and values of the nonzero elements.
     partitions_per_process : int
-        At most as many files per rank are written (on each side of a split).
+        Maximum number of files per rank (on each side of a split).
     verbose : int
         Above zero, logs paths and row counts.
     random_seed : int, optional
         Seed of the split and of the order. Default: 0. The same rows in the same partitions are
         split and ordered in the same way.
     check_finite : bool
-        Refuse NaN and infinity, including those that arise because a vector's number is too large
-        for a 32-bit float.
+        Reject NaN and infinity. This includes infinity from a vector's number that is too large for
+        a 32-bit float.
     allow_text : bool or dict
-        Also write columns of strings and bytes, for a ``transformation_fn`` or a model that turns
-        them into numbers. A dict names the columns, each with whether bytes are taken, too.
+        Also write columns of strings and bytes, for a ``transformation_fn`` or a model that
+        converts them to numbers. A dict contains the columns, each with whether bytes are accepted
+        as well.
     shuffle_on_write : bool
-        Write the rows in random order, so that training on them in the order of their files,
-        through a small buffer, is training in random order, however they were sorted. False
-        writes them as they come, which is faster; ranks then mix them as they read them, as far
-        as memory allows.
+        Write the rows in random order. Training that reads the files in order, through a small
+        buffer, is then training in random order, even if the rows were sorted. False writes the
+        rows in their original order, which is faster. Ranks then shuffle the rows as they read
+        them, as far as memory allows.
 
     Yields
     ------
@@ -114,14 +116,14 @@ def prepare_data(
     ParamError
         If ``validation`` or a number is out of range.
     ColumnError
-        If a column is missing or of a type that cannot be trained on.
+        If a column is missing, or its type cannot be used for training.
     DataError
-        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
-        that are not finite and not wanted.
+        If there are no rows (for training or for validation). Also for nulls, for ragged arrays,
+        and with ``check_finite`` for numbers that are not finite.
     StoreError
         If the store cannot be written to.
     """
-    # Arithmetic in a notebook may give NumPy scalars, which the JVM does not take.
+    # Arithmetic in a notebook may give NumPy scalars, which the JVM does not accept.
     num_processes, partitions_per_process = (
         to_python(num_processes),
         to_python(partitions_per_process),
@@ -218,7 +220,7 @@ def _check_numbers(
 
 
 def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Validation | None:
-    """Return how rows are split; None without validation."""
+    """Return the split of the rows; None without validation."""
     if not validation:
         return None
     if not isinstance(validation, str):
@@ -228,7 +230,7 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
     if isinstance(data_type, T.BooleanType):
         return Validation(column)
     if isinstance(data_type, (T.FloatType, T.DoubleType)):
-        # To Spark, NaN is greater than any number.
+        # Spark treats NaN as greater than any number.
         return Validation(F.when(~F.isnan(column), column > 0))
     if isinstance(data_type, T.NumericType):
         return Validation(column > 0)
@@ -241,9 +243,10 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
 def _num_files(
     df: DataFrame, columns: Sequence[StoredColumn], num_processes: int, max_files: int
 ) -> int:
-    """Return how many files shuffled rows are written to: a row group each, if rows are few.
+    """Return the number of files for shuffled rows: a row group each, if there are few rows.
 
-    The number of partitions or of cores must not matter: the same rows are to give the same files.
+    The result must not depend on the number of partitions or cores, so that the same rows give the
+    same files.
     """
     rows = estimated_rows(df)
     if rows is None:

@@ -1,8 +1,4 @@
-"""Prepared datasets of this application: owned, shared, pinned and swept.
-
-Runs on the driver.
-
-Runs on the driver.
+"""Prepared datasets of this application: writing, sharing, pinning and deleting.
 
 Runs on the driver.
 """
@@ -70,13 +66,13 @@ logger = logging.getLogger(__name__)
 KEPT_DATASETS = 3
 
 
-"""Datasets that are kept while nothing uses them: those that were used last."""
+"""Number of unused datasets to keep: those that were used last."""
 
 
 _LOOK_AGAIN_SECONDS = 1.0
 
 
-"""How often waiting threads check whether the writer is still alive."""
+"""Interval at which waiting threads check that the writer is still alive."""
 
 
 @dataclass(eq=False)
@@ -86,20 +82,20 @@ class Entry:
     store: Store
     index: str
     source: SourcePlan | None
-    """None if nothing tells whether another DataFrame holds the same rows."""
+    """None if it is unknown whether another DataFrame holds the same rows."""
     options: Hashable
     writer: weakref.ref[DatasetUse]
     heartbeat: Heartbeat
-    """Tells others that this application lives."""
+    """Shows other processes that this application is alive."""
     written: bool = False
     last_used: int = 0
 
 
 class DatasetUse:
-    """One use of a dataset, until it is marked as over or nothing refers to it any more.
+    """One use of a dataset, until it is marked as over or garbage-collected.
 
-    An exception such as KeyboardInterrupt can come between any two steps of the code that uses a
-    dataset, even while it cleans up. A counter or a lock would then never be released.
+    An exception such as KeyboardInterrupt can occur between any two steps of the code that uses a
+    dataset, even during cleanup. A counter or a lock would then never be released.
     """
 
     def __init__(self) -> None:
@@ -112,7 +108,7 @@ class Registry:
     """The datasets of this application, guarded by one lock."""
 
     def __init__(self) -> None:
-        # Not the condition itself, whose __enter__ is Python code that can be interrupted.
+        # Not the condition itself: its __enter__ is Python code, which can be interrupted.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._entries: list[Entry] = []
@@ -123,7 +119,7 @@ class Registry:
     def take(
         self, loan: DatasetUse, store: Store, source: SourcePlan | None, options: Hashable
     ) -> Entry:
-        """Return a dataset to use; if it is not written yet, the caller is the one to write it."""
+        """Return a dataset to use; if it is not written yet, the caller must write it."""
         with self._lock:
             while True:
                 self._drop_abandoned(threading.current_thread())
@@ -141,7 +137,7 @@ class Registry:
                     self._changed.wait(_LOOK_AGAIN_SECONDS)
                     continue
                 elif not is_complete(entry.store, entry.index):
-                    # It was cleared or damaged. Whoever uses it now will get an error when reading
+                    # It was cleared or damaged. Its current users will get an error when they read
                     # it.
                     entry.source = None
                     self._trim()
@@ -152,7 +148,7 @@ class Registry:
                 return entry
 
     def written(self, entry: Entry) -> None:
-        """Let others use what was written, unless its sources have changed in the meantime."""
+        """Share a written dataset, unless its sources have changed in the meantime."""
         shared = entry.source is not None and entry.source.is_current()
         with self._lock:
             if not shared:
@@ -161,7 +157,7 @@ class Registry:
             self._changed.notify_all()
 
     def give_back(self, loan: DatasetUse) -> None:
-        """Stop using a dataset; delete what is unfinished or need not be kept."""
+        """Stop using a dataset; delete unfinished datasets and those that need not be kept."""
         with self._lock:
             if loan.entry is not None:
                 loan.entry.last_used = next(self._clock)
@@ -170,13 +166,13 @@ class Registry:
             self._changed.notify_all()
 
     def hold(self, loan: DatasetUse, store: Store, index: str) -> Heartbeat | None:
-        """Keep a dataset, whoever wrote it, from being deleted by this process.
+        """Protect a dataset of any owner from deletion by this process.
 
         Returns
         -------
         Heartbeat or None
-            To be started so that its owner does not delete it either; None where that is this
-            process, or where there is no such dataset.
+            The caller must start it, so that the dataset's owner does not delete the dataset
+            either. None if this process is the owner, or if the dataset does not exist.
         """
         with self._lock:
             self._use(index, loan)
@@ -190,8 +186,8 @@ class Registry:
     ) -> list[str]:
         """Delete datasets that are not in use, and return their indices.
 
-        Those of other processes are deleted if these are gone, or with ``all_owners``; what others
-        hold, only with ``force``.
+        Datasets of other processes are deleted if these processes have ended, or with
+        ``all_owners``. Datasets that other processes have pinned are deleted only with ``force``.
         """
         with self._lock:
             self._drop_abandoned()
@@ -219,19 +215,19 @@ class Registry:
             return next((entry.store for entry in self._entries if entry.index == index), None)
 
     def clear_own(self) -> None:
-        """Delete what this application wrote and does not use."""
+        """Delete this application's datasets that are not in use."""
         with self._lock:
             own = [(entry.store, entry.index) for entry in self._entries]
         self.clear(own, all_owners=False, force=False)
 
     def end(self) -> None:
-        """Delete everything that this application wrote, unless others hold it."""
+        """Delete all datasets of this application, except those that others have pinned."""
         entries, self._entries = self._entries, []
         failed: list[object] = []
         for entry in entries:
             entry.heartbeat.stop_soon()
         for entry in entries:
-            # Storage that is gone is not tried for each dataset: fsspec has one object for it.
+            # Unavailable storage is not tried again for each dataset: fsspec has one object for it.
             fs = entry.store.fs
             if fs not in failed:
                 entry.heartbeat.stop(delete=False)
@@ -251,9 +247,10 @@ class Registry:
         return next((e for e in alike if e.source and e.source.same_as(source)), None)
 
     def _make_way(self, store: Store, index: str) -> None:
-        """Make sure that nothing lies where a dataset is about to be written.
+        """Ensure that no files exist at the paths to which a dataset will be written.
 
-        Stores report other paths for each index, unless the user's own report one path for all.
+        Stores report different paths for each index, unless the user's own store reports one path
+        for all.
         """
         path = store.get_train_data_path(index)
         if path != store.get_train_data_path():
@@ -274,7 +271,7 @@ class Registry:
                 )
 
     def _drop_abandoned(self, waiting: threading.Thread | None = None) -> None:
-        """Forget and delete what nobody is writing any more; a waiting thread is not writing."""
+        """Delete unfinished datasets without an active writer; a waiting thread does not write."""
         for entry in [entry for entry in self._entries if not entry.written]:
             loan = entry.writer()
             if loan is None or loan.over or loan.thread is waiting or not loan.thread.is_alive():
@@ -289,8 +286,8 @@ class Registry:
                 self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        # In this order, an interruption leaves nothing that others would use, and it is deleted
-        # later.
+        # In this order, an interruption leaves a dataset that others do not use, and that is
+        # deleted later.
         entry.source = None
         entry.heartbeat.stop(delete=False)
         _delete(entry.store, entry.index)
@@ -304,9 +301,9 @@ def _is_abandoned(store: Store, index: str, clock: StoreClock) -> bool:
 
 
 def _is_held(store: Store, index: str, clock: StoreClock) -> bool:
-    """Return whether an application reads a dataset, as far as its files tell."""
+    """Return whether an application has pinned a dataset, according to its files."""
     for path in hold_paths(store, index):
-        # Who holds it may be unknown, but not for how long it has been held.
+        # The owner of the pin may be unknown, but its age is known.
         claim = read_lease_record(store, path) or LeaseRecord(ProcessIdentity("", 0, ""))
         if store.exists(path) and not is_abandoned(store, path, claim, clock):
             return True
@@ -314,7 +311,7 @@ def _is_held(store: Store, index: str, clock: StoreClock) -> bool:
 
 
 def _delete(store: Store, index: str) -> bool:
-    """Delete a dataset unless it is held: then that is left to an application that comes later.
+    """Delete a dataset, unless it is pinned. A later application then deletes it.
 
     Returns
     -------
@@ -338,15 +335,15 @@ def _delete(store: Store, index: str) -> bool:
 
 
 def _delete_files(store: Store, index: str) -> None:
-    # The manifest first: who is interrupted leaves nothing that looks whole. The owner's file last,
-    # so that what is left is recognised.
+    # The manifest is deleted first, so that an interruption leaves no dataset that looks valid. The
+    # lease record is deleted last, so that the remaining files are recognized.
     of_dataset = dataset_paths(store, index)
     for path in (manifest_path(store, index), *hold_paths(store, index), *of_dataset):
         store.delete(path)
 
 
 def delete_orphans(store: Store) -> None:
-    """Delete what processes left behind that are gone, see `is_abandoned`."""
+    """Delete datasets that dead processes left behind, see `is_abandoned`."""
     try:
         clock = StoreClock(store)
         for index in stored_indices(store):
@@ -364,7 +361,7 @@ _process = os.getpid()
 
 
 def _end() -> None:
-    # A forked process must not delete its parent's data when it ends.
+    # A forked process must not delete its parent's data at its exit.
     if os.getpid() == _process:
         _registry.end()
 
@@ -376,20 +373,20 @@ at_exit(_end)
 def acquire(
     store: Store, source: SourcePlan | None, options: Hashable, write: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yield the index of a dataset that exists until the block ends. It is written only if needed.
+    """Yield the index of a dataset that exists until the block ends, and write it if necessary.
 
-    If several threads ask for the same dataset, one of them writes it while the others wait. If
+    If several threads request the same dataset, one of them writes it while the others wait. If
     that fails, the writing thread gets the error, and the next thread writes.
 
     Parameters
     ----------
     store : Store
-        Where the dataset is kept.
+        Store of the dataset.
     source : SourcePlan or None
-        Tells whether two DataFrames hold the same rows. With None, the dataset is for this block
-        alone and is deleted at its end.
+        Determines if two DataFrames hold the same rows. With None, only this block uses the
+        dataset, and the dataset is deleted when the block ends.
     options : hashable
-        Everything else that decides what is written, and where.
+        All other options that determine the content and location of the dataset.
     write : callable
         ``write(index)`` writes the dataset.
     """
@@ -409,9 +406,9 @@ def acquire(
 
 @contextlib.contextmanager
 def pin(store: Store, index: str) -> Iterator[None]:
-    """Keep a dataset, whoever wrote it, from being deleted until a block ends.
+    """Protect a dataset of any owner from deletion until the block ends.
 
-    Neither by this process nor by others: a file beside the dataset tells them.
+    The protection applies to this process and to others, which see a file beside the dataset.
     """
     loan = DatasetUse()
     heartbeat: Heartbeat | None = None
@@ -437,26 +434,26 @@ def clear_prepared_data(
 ) -> list[PreparedDataset]:
     """Delete prepared datasets that are not in use. Runs on the driver.
 
-    This deletes what this application wrote and no longer uses, and what applications left behind
-    that are gone: on this machine as soon as their process has ended, on other machines when they
-    have given no sign of life for five minutes (they do so every 30 seconds). The data of
-    applications that are running is kept, and so is what a running application trains on by
-    ``fit_on_parquet(dataset_idx=…)``, whoever wrote it.
+    This deletes the unused datasets of this application, and the datasets of applications that have
+    ended. On this machine, an application has ended if its process has. On other machines, it
+    counts as ended after five minutes without a heartbeat; the interval of heartbeats is 30
+    seconds. The data of running applications is kept. So is the data on which a running application
+    trains by ``fit_on_parquet(dataset_idx=…)``, regardless of its owner.
 
     Parameters
     ----------
     store : Store
-        Where `prepare_data` wrote.
+        The store to which `prepare_data` wrote.
     dataset_idx : str, optional
-        The only one to delete, whoever wrote it, unless this process or one that only reads it
-        uses it. Default: all.
+        Delete only this dataset, regardless of its owner. It is kept if this process uses it, or if
+        a process other than its owner reads it. Default: all datasets.
     force : bool
-        Also delete the data of other applications that are running, and what they read.
+        Also delete the data that other running applications wrote or read.
 
     Returns
     -------
     list of PreparedDataset
-        What was deleted; what a killed writer left behind has 0 rows.
+        The deleted datasets; data that a killed writer left behind has 0 rows.
     """
     datasets = [d for d in stored_datasets(store) if dataset_idx in (None, d.index)]
     chosen = [(store, dataset.index) for dataset in datasets]
@@ -466,7 +463,7 @@ def clear_prepared_data(
 
 
 def clear_training_cache() -> None:
-    """Delete the prepared datasets of this application that are not in use, in all stores.
+    """Delete this application's prepared datasets that are not in use, in all stores.
 
     The name is that of ``horovod.spark.common.util``. Runs on the driver.
     """
@@ -491,28 +488,28 @@ _FORMATS = {"vector": "array", "sparse": "custom_sparse_format"}
 def get_dataset_properties(
     dataset_idx: str, store: Store | None = None
 ) -> tuple[int, int, dict[str, dict[str, Any]], float]:
-    """Return what is known about a dataset that `prepare_data` wrote. Runs on the driver.
+    """Return the properties of a dataset that `prepare_data` wrote. Runs on the driver.
 
     Parameters
     ----------
     dataset_idx : str
-        What `prepare_data` yielded.
+        The index that `prepare_data` yielded.
     store : Store, optional
-        Where it lies. Default: where this application wrote it.
+        The store of the dataset. Default: the store to which this application wrote it.
 
     Returns
     -------
     train_rows, val_rows : int
-        Rows to train and to validate on.
+        Number of training rows and of validation rows.
     metadata : dict
         Column to a dict, see `column_metadata`.
     avg_row_size : float
-        Bytes of a training row as it is stored, compressed.
+        Bytes per training row as stored, compressed.
 
     Raises
     ------
     StoreError
-        If there is no such dataset.
+        If the dataset does not exist.
     """
     store = store or store_of(dataset_idx)
     if store is None:
@@ -533,19 +530,19 @@ def get_dataset_properties(
 
 
 def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
-    """Return columns as ``horovod.spark`` describes them.
+    """Return columns in the format of ``horovod.spark``.
 
     Parameters
     ----------
     columns : iterable of ColumnSpec
-        The columns as they are stored.
+        The columns as stored.
 
     Returns
     -------
     dict
-        Name to a dict of ``spark_data_type`` (a class), ``is_sparse_vector_only``, ``shape`` (of a
-        row; empty for a number), ``intermediate_format``, ``max_size`` (numbers in a row) and
-        ``dtype`` (NumPy's, which ``horovod.spark`` does not have).
+        Name to a dict with these keys: ``spark_data_type`` (a class), ``is_sparse_vector_only``,
+        ``shape`` (of a row; empty for a number), ``intermediate_format``, ``max_size`` (numbers in
+        a row) and ``dtype`` (of NumPy, which ``horovod.spark`` does not have).
     """
     return {
         column.name: {

@@ -1,13 +1,15 @@
-"""Lineage of DataFrames: which files and cached data their rows come from.
+"""Lineage of DataFrames: the files and cached data that their rows come from.
 
-Runs on the driver. ``DataFrame.inputFiles`` gives names only, and leaves out files below cached
-data. Two versions of a file are told apart by marks that no program can set, since its size and its
-modification time can be set back.
+``DataFrame.sameSemantics`` compares two plans. It does not determine if a plan gives the same rows
+twice, because the plan may contain a clock or a Python function. It also ignores changes of the
+files or cached data that the plan reads. This module inspects the JVM for both.
 
-Runs on the driver. ``DataFrame.sameSemantics`` compares two plans. It does not tell whether a plan
-gives the same rows twice (a clock or a Python function may be in it), nor whether the files or the
-cached data that it reads are as before: the rest of this module and `sources` look into the JVM for
-that. Everything is unknown with Spark Connect, whose plans are not in this process.
+``DataFrame.inputFiles`` returns only names, and omits files below cached data. The size and
+modification time of a file can be reset, so they do not identify its version. This module compares
+marks that no program can set.
+
+Everything is unknown with Spark Connect, because its plans are not in this process. Runs on the
+driver.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FILE = re.compile(r"path=(.*?); isDirectory=\w+; length=(\d+);.*?modification_t
 _MOST_REMOTE_FILES = 1000
 
 
-"""Each of them takes a call to its filesystem."""
+"""Maximum number of remote files to check: each takes a call to its filesystem."""
 
 
 # Two changes within one tick of the clock get the same time.
@@ -55,15 +57,16 @@ FileVersion = tuple[str, ...]
 
 
 def cached_data(df: DataFrame) -> tuple[Any, ...]:
-    """Return the JVM's objects that hold the cached data that a DataFrame would read now."""
-    # A DataFrame remembers the cached data of its first run; a new one looks anew, like the write.
+    """Return the JVM objects with the cached data that a DataFrame would read now."""
+    # A DataFrame remembers the cached data of its first run. A new one looks it up again, like the
+    # write.
     frame: Any = df.select("*")
     leaves = items(frame._jdf.queryExecution().withCachedData().collectLeaves())
     return tuple(leaf.cacheBuilder() for leaf in leaves if class_name(leaf) == "InMemoryRelation")
 
 
 def same_objects(session: Any, ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two sequences hold the very same objects of the JVM, not just equal ones."""
+    """Return whether two sequences hold identical JVM objects, not just equal ones."""
     if len(ones) != len(others):
         return False
     for one, other in zip(ones, others, strict=True):
@@ -75,16 +78,17 @@ def same_objects(session: Any, ones: Sequence[Any], others: Sequence[Any]) -> bo
 
 
 def file_versions(df: DataFrame) -> tuple[FileVersion, ...] | None:
-    """Return what tells the current versions of all files of a DataFrame from other versions.
+    """Return the current versions of all files of a DataFrame.
 
     Returns
     -------
     tuple of tuple of str, or None
-        Path, size and time as Spark listed them when the DataFrame was made, and marks of the
-        version: device, inode, and the time of the inode's last change for a local file, which no
-        program can set; the entity tag of an object, or the checksum that the filesystem keeps.
-        None where there is no such mark, where the DataFrame reads something else than files, or
-        where a file's size is not what Spark listed: Spark would read a part of the file only.
+        Path, size and time as Spark listed them when the DataFrame was created, followed by marks
+        of the version. For a local file, the marks are the device, the inode and the time of the
+        inode's last change, which no program can set. For other files, the mark is the entity tag
+        of an object, or the checksum that the filesystem stores. None if there is no such mark, or
+        if the DataFrame reads something other than files. None also if a file's size differs from
+        the size that Spark listed, because Spark would then read only a part of the file.
     """
     frame: Any = df
     files: list[FileVersion] = []
@@ -116,7 +120,7 @@ def file_versions(df: DataFrame) -> tuple[FileVersion, ...] | None:
 
 
 def _local_marks(urls: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
-    """Return size and marks of files on this machine, or mounted; None if they do not tell."""
+    """Return size and marks of local or mounted files; None if the marks are ambiguous."""
     stats = {url: _stat(url) for url in urls}
     wait = max((_unsettled_ns(stat) for stat in stats.values()), default=0)
     if wait > _TICK_NS:
@@ -133,7 +137,7 @@ def _local_marks(urls: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
 
 
 def _stat(url: str) -> os.stat_result:
-    # Opening a file makes a network filesystem ask its server.
+    # Opening a file makes a network filesystem query its server.
     descriptor = os.open("/" + url.removeprefix("file:").lstrip("/"), os.O_RDONLY)
     try:
         return os.fstat(descriptor)
@@ -142,20 +146,20 @@ def _stat(url: str) -> os.stat_result:
 
 
 def _unsettled_ns(stat: os.stat_result) -> int:
-    """Return for how long another change could still get the same time as this one."""
+    """Return the nanoseconds in which another change could still get the same time as this one."""
     coarse = stat.st_ctime_ns % 1_000_000_000 == 0
     tick = _COARSE_TICK_NS if coarse else _TICK_NS
     return tick - (time.time_ns() - stat.st_ctime_ns)
 
 
 def _remote_marks(url: str, session: Any) -> tuple[str, ...] | None:
-    """Return size and mark of a file of another filesystem; None if it has no mark."""
+    """Return size and mark of a file on another filesystem; None if it has no mark."""
     path = session._jvm.org.apache.hadoop.fs.Path(url)
     filesystem = path.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
     status = filesystem.getFileStatus(path)
     try:
         tag = status.getEtag()
-    except Py4JError:  # only object stores have one
+    except Py4JError:  # only object stores have a tag
         tag = None
     if tag is not None:
         return (str(status.getLen()), "etag", str(tag))
@@ -166,7 +170,7 @@ def _remote_marks(url: str, session: Any) -> tuple[str, ...] | None:
 
 
 def _listed(index: Any) -> list[FileVersion] | None:
-    """Return path, size and time of change of the files of one of Spark's file indexes."""
+    """Return path, size and modification time of the files in a Spark file index."""
     statuses = index.allFiles()
     found = [_FILE.search(line) for line in statuses.mkString("\n").splitlines()]
     if not all(found) or len(found) != statuses.size():
@@ -175,7 +179,7 @@ def _listed(index: Any) -> list[FileVersion] | None:
 
 
 def class_name(value: Any) -> str:
-    """Return the simple name of the class of one of the JVM's objects."""
+    """Return the simple class name of a JVM object."""
     return str(value.getClass().getSimpleName())
 
 
@@ -184,7 +188,7 @@ def items(sequence: Any) -> Iterator[Any]:
     return (sequence.apply(i) for i in range(sequence.size()))
 
 
-# Plan nodes that Spark evaluates to the same rows each time, in the same order or in any.
+# Plan nodes that Spark evaluates to the same rows each time, in the same order or in any order.
 _ORDERED_LEAVES = {"LocalRelation", "LogicalRelation", "Range"}
 
 
@@ -229,13 +233,13 @@ _SEEDED = {"Rand", "Randn"}
 _inherits_randomness: dict[str, bool] = {}
 
 
-"""Classes of expressions that have been looked at: looking takes a millisecond."""
+"""Cache of inspected expression classes, because an inspection takes a millisecond."""
 
 
 _UNKNOWN_BYTES = 2**63 - 1
 
 
-"""What Spark takes a source for whose size it does not know."""
+"""Size that Spark assumes for a source of unknown size."""
 
 
 _OPAQUE_FIELDS = {"dataType", "inputEncoders", "outputEncoder"}
@@ -243,7 +247,7 @@ _OPAQUE_FIELDS = {"dataType", "inputEncoders", "outputEncoder"}
 
 @dataclass
 class _Classes:
-    """Names of the classes that a plan is made of."""
+    """Names of the classes in a plan."""
 
     nodes: set[str] = field(default_factory=set)
     expressions: set[str] = field(default_factory=set)
@@ -261,12 +265,12 @@ class SourcePlan:
     schema : str
         Names and types of the columns; Spark's comparison ignores the names.
     settings : str
-        The session's settings and parallelism, which rows may depend on.
+        The session's settings and parallelism, on which rows may depend.
     files : tuple
-        The version of every file that is read, see `file_versions`.
+        The version of each file that is read, see `file_versions`.
     cached : tuple of py4j.java_gateway.JavaObject
-        The cached data that Spark reads instead of parts of the plan, see `cached_data`. It holds
-        the rows of the time when it was cached.
+        The cached data that Spark reads instead of parts of the plan, see `cached_data`. Its rows
+        are those at the time of caching.
     """
 
     frame: DataFrame
@@ -284,11 +288,11 @@ class SourcePlan:
                 self.frame.sparkSession, self.cached, other.cached
             ) and self.frame.sameSemantics(other.frame)
         except Py4JError:
-            # One of them lived in a JVM that has ended.
+            # The JVM of one of them has ended.
             return False
 
     def is_current(self) -> bool:
-        """Return whether the files and the cached data are still what they were."""
+        """Return whether the files and the cached data are unchanged."""
         try:
             return file_versions(self.frame) == self.files and same_objects(
                 self.frame.sparkSession, self.cached, cached_data(self.frame)
@@ -298,15 +302,15 @@ class SourcePlan:
 
 
 def source_plan(df: DataFrame) -> SourcePlan | None:
-    """Return what tells whether a DataFrame has the same rows as another one, or as it had before.
+    """Return an object that determines if a DataFrame has the same rows as another, or as before.
 
     Returns
     -------
     SourcePlan or None
         None if this is unknown: for RDDs, JDBC, tables that are not plain files, Python functions,
-        clocks, random numbers (except those of ``rand`` and ``randn`` with a seed, over rows in a
-        known order), files that have changed since the DataFrame was made or whose changes go
-        unnoticed (see `file_versions`), and Spark Connect.
+        clocks, random numbers and Spark Connect. ``rand`` and ``randn`` with a seed are known, over
+        rows in a known order. Files are unknown if they have changed since the DataFrame was
+        created, or if their changes cannot be detected (see `file_versions`).
     """
     plan = _analyzed(df)
     if plan is None:
@@ -332,12 +336,12 @@ def source_plan(df: DataFrame) -> SourcePlan | None:
         settings = session._jsparkSession.conf().getAll().toString()
         return SourcePlan(df, df.schema.json(), f"{cores} {settings}", files, cached)
     except (Py4JError, TypeError, OSError):
-        # This version of Spark has other internals.
+        # This version of Spark has different internals.
         return None
 
 
 def keeps_order(df: DataFrame) -> bool:
-    """Return whether rows always come in the same order; after a shuffle they do not."""
+    """Return whether rows always come in the same order, which is not the case after a shuffle."""
     plan = _analyzed(df)
     if plan is None:
         return False
@@ -356,16 +360,16 @@ def keeps_order(df: DataFrame) -> bool:
 
 
 def estimated_rows(df: DataFrame) -> float | None:
-    """Return about how many rows a DataFrame has at most, if its plan tells; runs nothing.
+    """Return an estimate of the maximum number of rows, from the plan alone; None if unknown.
 
-    Cached data does not change the answer.
+    Cached data does not change the result.
     """
     plan = _analyzed(df)
     if plan is None:
         return None
     try:
         size = float(str(plan.stats().sizeInBytes()))
-        # Spark counts 8 bytes for a row beside its columns.
+        # Spark counts 8 bytes per row in addition to its columns.
         return None if size >= _UNKNOWN_BYTES else size / (8 + plan.schema().defaultSize())
     except (Py4JError, TypeError):
         return None
@@ -379,9 +383,9 @@ def _analyzed(df: DataFrame) -> Any:
 
 
 def _classes(plan: Any) -> _Classes:
-    """Collect the names of the classes of a plan's nodes and expressions."""
+    """Collect the class names of a plan's nodes and expressions."""
     found = _Classes()
-    # One call for the whole plan; each call takes a part of a millisecond.
+    # One call for the whole plan, because each call takes a fraction of a millisecond.
     stack: list[Any] = [json.loads(plan.toJSON())]
     while stack:
         value = stack.pop()
@@ -416,8 +420,8 @@ def _has_fixed_values(expression: Any, random: set[str], session: Any) -> bool:
     if name in random:
         return all(class_name(child) == "Literal" for child in items(expression.children()))
     if name == "ScalaUDF":
-        # Spark ML marks its own functions, such as VectorAssembler's, as nondeterministic only to
-        # keep the optimizer from moving them (they raise on bad rows).
+        # Spark ML marks its own functions, such as VectorAssembler's, as nondeterministic. It does
+        # so only to keep the optimizer from moving them, because they raise on bad rows.
         known = expression.function().getClass().getName().startswith("org.apache.spark.ml.")
     else:
         if name not in _inherits_randomness:
@@ -428,7 +432,7 @@ def _has_fixed_values(expression: Any, random: set[str], session: Any) -> bool:
 
 
 def _has_default_determinism(expression: Any, session: Any) -> bool:
-    """Return whether an expression is as random as those below it: its class says nothing else."""
+    """Return whether an expression's class leaves its determinism to its children."""
     no_parameters = session.sparkContext._gateway.new_array(session._jvm.java.lang.Class, 0)
     method = expression.getClass().getMethod("deterministic", no_parameters)
     return bool(method.getDeclaringClass().getSimpleName() == "Expression")

@@ -1,11 +1,7 @@
 """Columns of DataFrames as columns of Parquet: names, types, ML attributes, expressions.
 
-Runs on the driver.
-
-The format is that of Spark's ``org.apache.spark.ml.attribute``, in a column's metadata. Runs on the
-driver, and starts no Spark job.
-
-Runs on the driver.
+ML attributes are read from a column's metadata, in the format of Spark's
+``org.apache.spark.ml.attribute``. Runs on the driver, and starts no Spark job.
 """
 
 from __future__ import annotations
@@ -41,12 +37,12 @@ __all__ = [
 
 
 def quoted(name: str) -> str:
-    """Return a column's name quoted for Spark's functions, which keeps its dots and backticks."""
+    """Return a column's name quoted for Spark's functions, preserving dots and backticks."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def unused_name(wanted: str, taken: Iterable[str]) -> str:
-    """Return a name that is not taken, ignoring case: the wanted one or one like it."""
+    """Return a name that is not taken, ignoring case: the wanted one or a similar one."""
     folded = {name.casefold() for name in taken}
     while wanted.casefold() in folded:
         wanted += "_"
@@ -54,16 +50,16 @@ def unused_name(wanted: str, taken: Iterable[str]) -> str:
 
 
 def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:
-    """Return the names among others that Spark takes to be the same as one."""
+    """Return the names among ``others`` that Spark considers equal to a name."""
     if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
         return [other for other in others if other == name]
     return [other for other in others if _alike(other, name)]
 
 
 def _alike(name: str, other: str) -> bool:
-    """Return whether Spark's resolver takes two names to be the same, as equalsIgnoreCase does.
+    """Return whether Spark's resolver considers two names equal, as equalsIgnoreCase does.
 
-    Python's casefold differs: it turns "ß" into "ss", and keeps the Turkish dotless i.
+    Python's casefold differs: it converts "ß" to "ss", and preserves the Turkish dotless i.
     """
     return len(name) == len(other) and all(
         a == b or _upper(a) == _upper(b) or _lower(_upper(a)) == _lower(_upper(b))
@@ -77,19 +73,19 @@ def _upper(character: str) -> str:
 
 
 def _lower(character: str) -> str:
-    # One capital, the Turkish İ, becomes two characters. Java takes the first.
+    # One capital letter, the Turkish İ, becomes two characters. Java uses the first.
     return character.lower()[0]
 
 
 def require_frame(param: str, given: Any) -> None:
-    """Make sure that a parameter is a DataFrame of Spark's.
+    """Check that a parameter is a Spark DataFrame.
 
     Raises
     ------
     ParamError
-        If it is something else.
+        If it is not.
     DependencyError
-        If its session is one of Spark Connect, and this PySpark is too old for that.
+        If its session is a Spark Connect session, and this PySpark version is too old for that.
     """
     if isinstance(given, DataFrame) or hasattr(given, "sparkSession"):
         is_connect(given.sparkSession)
@@ -102,12 +98,12 @@ def require_frame(param: str, given: Any) -> None:
 
 
 def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
-    """Make sure that a parameter names columns that exist and are unambiguous.
+    """Check that a parameter names columns that exist and are unambiguous.
 
     Raises
     ------
     ColumnError
-        If no names are given, if a column is missing, or if a name fits several columns.
+        If no names are given, if a column is missing, or if a name matches several columns.
     """
     if not names:
         raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
@@ -131,31 +127,33 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
 
 
 def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
-    """Return how many values columns of category indices can take: the rows of their embeddings.
+    """Return the number of values of category-index columns, for the size of embeddings.
 
-    Runs on the driver, and starts no Spark job: transformers note it in a column's metadata.
+    Runs on the driver, and starts no Spark job: ``pyspark.ml`` transformers record the number in a
+    column's metadata.
 
     Parameters
     ----------
     df : DataFrame
-        What ``StringIndexer``, ``Bucketizer``, ``QuantileDiscretizer`` or another transformer of
-        ``pyspark.ml`` has written.
+        Output of ``StringIndexer``, ``Bucketizer``, ``QuantileDiscretizer`` or another transformer
+        of ``pyspark.ml``.
     columns : sequence of str
         Columns of indices, from 0.
 
     Returns
     -------
     dict of str to int
-        The number of values of each column, in the order given. ``handleInvalid="keep"`` of
-        ``StringIndexer`` adds one, for values that it has not seen. That of ``Bucketizer`` and
-        ``QuantileDiscretizer`` adds a bucket for NaN that Spark does not note: add one yourself.
+        The number of values of each column, in the given order. ``handleInvalid="keep"`` of
+        ``StringIndexer`` adds one, for unseen values. ``handleInvalid="keep"`` of ``Bucketizer``
+        and ``QuantileDiscretizer`` adds a bucket for NaN, but Spark does not record it: add one
+        yourself.
 
     Raises
     ------
     ColumnError
-        If there is no such column, or if nobody has noted how many values it has.
+        If a column does not exist, or if its metadata does not contain the number of values.
     ParamError
-        If ``df`` is no DataFrame.
+        If ``df`` is not a DataFrame.
 
     Examples
     --------
@@ -171,7 +169,7 @@ def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
 
 
 def vector_width(df: DataFrame, name: str) -> int | None:
-    """Return the width of a column of vectors, where an ML transformer noted it."""
+    """Return the width of a vector column if an ML transformer recorded it, or None."""
     width = _noted(df, name).get("num_attrs")
     return int(width) if width else None
 
@@ -222,7 +220,7 @@ _INDEX = "index it with pyspark.ml.feature.StringIndexer, or leave it out"
 _OF_TIMESTAMPS = "turn it into a number, for example with unix_timestamp"
 
 
-# By name, since not every PySpark has all of these.
+# By name, because some PySpark versions lack some of these types.
 _REMEDIES = {
     "StringType": _INDEX,
     "CharType": _INDEX,
@@ -262,21 +260,21 @@ _OLD_VECTORS = (
 _DENSE = 1
 
 
-"""The field ``type`` of dense vectors, in the struct that VectorUDT is stored as; sparse is 0."""
+"""The field ``type`` of dense vectors, in the struct of VectorUDT; it is 0 for sparse vectors."""
 
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """How one DataFrame column is written.
+    """Written form of a DataFrame column.
 
     Attributes
     ----------
     spec : ColumnSpec
         The column as readers see it; its shape is ``(-1,)`` until the rows have been measured.
     expressions : tuple of Column
-        What is written to Parquet, named as ``spec.stored_names``.
+        The expressions to write to Parquet, named as ``spec.stored_names``.
     length : Column or None
-        Number of elements of a row's value, null or below zero for a null; None for scalars.
+        Number of elements of a row's value; null or negative for a null. None for scalars.
     """
 
     spec: ColumnSpec
@@ -284,9 +282,9 @@ class StoredColumn:
     length: Column | None = None
 
     def is_not_finite(self) -> Column | None:
-        """Return the expression, over what is written, that is true where a row holds NaN or inf.
+        """Return an expression over the written columns: true if a row holds NaN or infinity.
 
-        None where the type has neither.
+        None if the type has neither.
         """
         if not self.spec.dtype.startswith("float"):
             return None
@@ -305,28 +303,28 @@ def stored_column(
     bytes_as_text: bool = True,
     taken: Collection[str] = (),
 ) -> StoredColumn:
-    """Decide how a column is written.
+    """Return the written form of a column.
 
     Parameters
     ----------
     df : DataFrame
-        Holds the column.
+        Contains the column.
     name : str
-        A vector, an array of numbers (of one length in all rows), a number or a boolean. Vectors
-        are written as 32-bit floats, decimals as 64-bit floats, everything else in its own type.
+        A vector, an array of numbers (of equal length in all rows), a number or a boolean. Vectors
+        are written as 32-bit floats, and decimals as 64-bit floats. Other values keep their types.
     compress_sparse : bool
-        Write vectors as indices and values of what is not zero.
+        Write vectors as indices and values of the nonzero elements.
     allow_text : bool
-        Also take strings and bytes.
+        Also accept strings and bytes.
     bytes_as_text : bool
-        Whether this includes bytes.
+        Whether ``allow_text`` includes bytes.
     taken : collection of str
-        Names under which other columns are written.
+        Names of other written columns.
 
     Raises
     ------
     ColumnError
-        If the type cannot be trained on.
+        If the type cannot be used for training.
     """
     data_type = df.schema[name].dataType
     column = df[quoted(name)]
@@ -350,22 +348,23 @@ def stored_column(
 def known_columns(
     df: DataFrame, names: list[str], allow_text: bool | Mapping[str, bool] = False
 ) -> list[ColumnSpec] | None:
-    """Return what the schema tells about columns, without running anything.
+    """Return the columns' specs as far as the schema determines them, without a Spark job.
 
     Parameters
     ----------
     df : DataFrame
-        Holds the columns.
+        Contains the columns.
     names : list of str
         The columns.
     allow_text : bool or mapping
-        Also take text; see `text_options`.
+        Also accept text; see `text_options`.
 
     Returns
     -------
     list of ColumnSpec, or None
-        The columns with their shapes; None if the schema does not tell all of them. It never tells
-        the width of an array, and that of a vector only where an ML transformer noted it.
+        The columns with their shapes; None if the schema does not determine all of them. The schema
+        never contains the width of an array. It contains the width of a vector only if an ML
+        transformer recorded it.
     """
     specs = []
     for name in names:
@@ -380,12 +379,12 @@ def known_columns(
 
 
 def feature_array(df: DataFrame, name: str, allow_text: bool = False) -> Column:
-    """Return a column in the form in which a model's UDF takes it: vectors as float arrays.
+    """Return a column in the form that a model's UDF accepts: vectors as float arrays.
 
     Raises
     ------
     ColumnError
-        If the type cannot be predicted on.
+        If the type cannot be used for prediction.
     """
     return stored_column(df, name, allow_text=allow_text).expressions[0]
 
@@ -393,9 +392,9 @@ def feature_array(df: DataFrame, name: str, allow_text: bool = False) -> Column:
 def _dense(name: str, column: Column) -> StoredColumn:
     raw = F.unwrap_udt(column)
     array = (
-        # Dense vectors need no copy through a JVM object; vector_to_array makes one of each.
+        # Dense vectors are cast without JVM objects; vector_to_array creates one per vector.
         F.when(raw["type"] == _DENSE, raw["values"].cast("array<float>"))
-        # vector_to_array fails on a null, without telling which column it was in.
+        # vector_to_array fails on a null, and does not name the column.
         .when(column.isNotNull(), vector_to_array(column, "float32"))
     )
     spec = ColumnSpec(name, "vector", "float32", (-1,))
@@ -420,7 +419,7 @@ def _sparse(name: str, column: Column, taken: Collection[str]) -> StoredColumn:
             lambda index, value: F.struct(index.alias("index"), value.alias("value")),
         )
     )
-    # A sparse vector may also hold zeros.
+    # A sparse vector may also contain zeros.
     pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
     expressions = (
         pairs[field].alias(stored)
@@ -454,7 +453,7 @@ def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
 
 
 def _remedy(name: str, leaf: T.DataType) -> str:
-    # Named as those of pyspark.ml; a thin client has no such package.
+    # These have the same names as those of pyspark.ml. A thin client lacks pyspark.mllib.
     if type(leaf).__module__.startswith("pyspark.mllib"):
         return _OLD_VECTORS.format(name=name)
     named = (_REMEDIES[kind.__name__] for kind in type(leaf).__mro__ if kind.__name__ in _REMEDIES)

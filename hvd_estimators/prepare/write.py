@@ -1,7 +1,8 @@
 """Write a dataset in one Spark job, which also converts, checks, splits and measures the rows.
 
-By default a task has one file open, so that Spark sorts rows by the column that says where they
-go. With a file for each side that sort, and that of shuffled rows by two columns, is not needed.
+By default, a task has one open file, so Spark sorts rows by the column that selects the file. With
+one open file for each side of a split, neither that sort nor the sort of shuffled rows by two
+columns is necessary.
 
 Runs on the driver.
 """
@@ -33,7 +34,7 @@ _OPTION = "spark.sql.maxConcurrentOutputFileWriters"
 
 
 class _Setting:
-    """What the option was before the first of several threads set it, and how many use it."""
+    """The option's value before the first of several threads set it, and its number of users."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -48,17 +49,17 @@ _settings: dict[int, _Setting] = {}
 
 @contextlib.contextmanager
 def several_open_files(session: SparkSession, files: int) -> Iterator[None]:
-    """Let a task write several files at a time until the block ends.
+    """Let a task write several files at a time for the duration of the block.
 
-    It is an option of the session, which other threads share: the last of them that needs it puts
-    it back. A larger number of the user's stays.
+    The option belongs to the session, which other threads share. The last thread that needs the
+    option restores it. A larger number that the user has set is not changed.
 
     Parameters
     ----------
     session : SparkSession
-        That of the DataFrame which is written.
+        The session of the written DataFrame.
     files : int
-        How many.
+        Number of files.
     """
     conf: Any = session.conf
     with _lock:
@@ -84,25 +85,25 @@ def several_open_files(session: SparkSession, files: int) -> Iterator[None]:
 ROW_GROUP_BYTES = 16 * 2**20
 
 
-"""Target size of a row group: the unit that readers fetch and shuffle."""
+"""Target size of a row group, the unit that readers fetch and shuffle."""
 
 
 _HASHED = 128
 
 
-"""How many elements of an array are hashed, at each of two places, to identify a row."""
+"""Number of an array's elements to hash, at each of two positions, to identify a row."""
 
 
 _SPLIT = "is_validation"
 
 
-"""Column that says on which side of a split a row is; Spark names folders by it."""
+"""Column that contains a row's side of the split; Spark names folders after it."""
 
 
 _SIDES = 3
 
 
-"""Values of that column; null is one."""
+"""Number of values of that column, including null."""
 
 
 _EMPTY = "The DataFrame is empty: there are no rows to train on."
@@ -117,12 +118,12 @@ _COPYING = frozenset({"s3", "s3a", "s3n", "gs", "wasb", "wasbs", "oss", "cosn", 
 _KEY_SEEDS = 2**32
 
 
-"""Keeps the seeds of keys apart from a split's, to which Spark adds the partition's number."""
+"""Separates the seeds of keys from a split's seeds, to which Spark adds the partition's number."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Which rows to validate on.
+    """Selection of the validation rows.
 
     Attributes
     ----------
@@ -138,14 +139,14 @@ class Validation:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How rows are put in random order.
+    """Random order of the rows.
 
     Attributes
     ----------
     seed : int
-        Decides the order, together with the rows of each partition.
+        Determines the order, together with the rows of each partition.
     files : int
-        Files that are written (for each side of a split); there are fewer if rows are few.
+        Maximum number of files (on each side of a split); there are fewer if there are few rows.
     """
 
     seed: int
@@ -163,48 +164,49 @@ def write_dataset(
     in_order: bool = False,
     check_finite: bool,
 ) -> DatasetManifest:
-    """Write a DataFrame's columns, and the manifest last, which names the files.
+    """Write a DataFrame's columns, and finally the manifest, which names the files.
 
-    One job of Spark's writes both sides of a split, so that a row is on one side, even if a task
-    that is run again would decide otherwise. Each side is then moved to the path that the store
-    reports for it.
+    A single Spark job writes both sides of a split. A row is therefore on one side only, even if a
+    task that runs again would choose the other side. Each side is then moved to the path that the
+    store reports for it.
 
     Parameters
     ----------
     store : Store
-        Where to write.
+        Store of the dataset.
     index : str
         Index of the dataset.
     df : DataFrame
-        The rows; unless they are shuffled, one file is written for each of its partitions, and for
-        each side of the split.
+        The rows. Unless they are shuffled, one file is written for each partition and each side of
+        the split.
     columns : sequence of StoredColumn
-        What to write.
+        The columns to write.
     validation : Validation, optional
-        How to split.
+        Selects the validation rows.
     shuffle : Shuffle, optional
-        Puts the rows in random order, those of each side of the split.
+        Puts the rows in random order, on each side of the split.
     in_order : bool
-        Whether rows come in the same order each time. If they do not, and something depends on the
-        order, they are sorted first, so that the same rows give the same files, and a task that
-        runs a second time gives the same rows.
+        Whether rows come in the same order each time. If they do not, and the result depends on the
+        order, they are sorted first. The same rows then give the same files, and a task that runs a
+        second time gives the same rows.
     check_finite : bool
-        Refuse NaN and infinity.
+        Reject NaN and infinity.
 
     Raises
     ------
     DataError
-        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
-        that are not finite and not wanted.
+        If there are no rows (for training or for validation). Also for nulls, for ragged arrays,
+        and with ``check_finite`` for numbers that are not finite.
     StoreError
-        If this process does not see what Spark has written.
+        If this process does not find the files that Spark wrote.
     """
     frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
     if shuffle is not None and scheme_of(store.spark_url(store.get_train_data_path())) in _COPYING:
-        # Tasks put their files in place, and the driver does not move each once more. What that
-        # lacks, that files of a failed job are seen, is what the manifest is for; and a task that
-        # runs again reads what was shuffled, so that it writes the same files over those.
+        # Tasks move their files into place, and the driver does not move each file a second time.
+        # With this algorithm, files of a failed job can be visible, but the manifest covers that. A
+        # task that runs again reads the shuffled rows, and so overwrites the files with the same
+        # content.
         writer = writer.option("mapreduce.fileoutputcommitter.algorithm.version", "2")
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
@@ -245,7 +247,7 @@ def write_dataset(
 
 
 def _moved(store: Store, index: str, sides: tuple[str, str]) -> tuple[str, str]:
-    """Move both sides of a split to the paths that the store reports, and return these."""
+    """Move both sides of a split to the paths that the store reports, and return these paths."""
     targets = store.get_train_data_path(index), store.get_val_data_path(index)
     for side, target in zip(sides, targets, strict=True):
         store.move_folder(side, target)
@@ -261,7 +263,7 @@ def _frame(
     in_order: bool,
     check_finite: bool,
 ) -> tuple[DataFrame, Observation]:
-    """Return what is to be written, and the observation of what is measured on the way."""
+    """Return the frame to write, and the observation that measures its rows."""
     split, key = _own_name(_SPLIT, columns), _own_name("__key", columns)
     given = [expression for column in columns for expression in column.expressions]
     lengths = {
@@ -285,23 +287,23 @@ def _frame(
     observation = Observation()
     frame = frame.observe(observation, *measures).drop(*lengths)
     if shuffle is not None:
-        # The hash of a row's key decides its file, and the key its place there.
+        # The hash of a row's key selects its file, and the key itself its position in the file.
         frame = frame.repartition(shuffle.files, key).sortWithinPartitions(key).drop(key)
     return frame, observation
 
 
 def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:
-    """Return a name for a column of our own that no written column has."""
+    """Return a name for an internal column that no written column has."""
     return unused_name(wanted, [name for column in columns for name in column.spec.stored_names])
 
 
 def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
-    """Return the aggregates that find nulls, ragged rows and, if asked for, NaN and infinity."""
+    """Return the aggregates that find nulls, ragged rows and, on request, NaN and infinity."""
     measures = []
     for i, column in enumerate(columns):
         if column.length is not None:
             length = F.col(_own_name(f"__length_{i}", columns))
-            # The size of a null is null under ANSI rules and -1 otherwise.
+            # The size of a null is null under ANSI rules, and -1 otherwise.
             measures += [
                 F.min(F.when(length >= 0, length)).alias(f"min_{i}"),
                 F.max(length).alias(f"max_{i}"),
@@ -314,7 +316,7 @@ def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Colum
 
 
 def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
-    """Return the aggregate that identifies the rows, whatever their order."""
+    """Return the aggregate that identifies the rows, regardless of their order."""
     parts = [F.col(quoted(_own_name(_SPLIT, columns)))] if is_split else []
     for column in columns:
         depth = len(column.spec.shape)
@@ -323,34 +325,34 @@ def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
             if not depth:
                 parts.append(value)
                 continue
-            # Long arrays: only the beginning and the middle, since hashing takes as long as
+            # Of long arrays, only the beginning and the middle, because hashing takes as long as
             # writing.
             middle = F.greatest(F.lit(1), F.floor(F.size(value) / 2).cast("int"))
             length = F.lit(_HASHED if depth == 1 else 1)
             parts += [F.slice(value, F.lit(1), length), F.slice(value, middle, length)]
             parts.append(F.size(value))
-    # Half of the hash, so that the sum of 2**32 rows does not overflow.
+    # Half of the hash, so that the sum over 2**32 rows does not overflow.
     return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
 
 
 def _told(observation: Observation) -> dict[str, Any]:
-    """Return what was measured on the way."""
+    """Return the measurements of the write."""
     try:
         observed = observation.get
     except Py4JJavaError as error:
-        # Spark 4 asserts that something was measured. Nothing was if its optimizer saw that there
-        # can be no rows, and planned an empty frame instead.
+        # Spark 4 asserts that measurements exist. They do not exist if its optimizer detected that
+        # there are no rows, and planned an empty frame instead.
         if error.java_exception.getClass().getName() != "java.lang.AssertionError":
             raise
         raise DataError(_EMPTY) from error
     if not observed:
-        # So says Spark Connect of the same.
+        # Spark Connect returns an empty result in this case.
         raise DataError(_EMPTY)
     return observed
 
 
 def _has_rows(observed: dict[str, Any]) -> bool:
-    # The sum over no rows is null.
+    # The sum over zero rows is null.
     return observed["content"] is not None
 
 
@@ -364,7 +366,7 @@ def _not_found(path: str) -> StoreError:
 
 
 def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
-    """Check a column against what was observed while writing, and set an array's length."""
+    """Check a column against the measurements of the write, and set an array's length."""
     if observed.get(f"not_finite_{i}"):
         raise DataError(
             f"Column {spec.name!r} holds NaN or infinity (as {spec.dtype}) in "

@@ -1,1 +1,1 @@
-"""What the trainers of all frameworks share on the ranks; imports no framework."""
+"""Parts of training on ranks that all frameworks share; imports no framework."""

@@ -1,7 +1,7 @@
-"""How buffers that training computes from batches are reduced over the ranks.
+"""Reduction over the ranks of buffers that training computes from batches.
 
-A buffer is a tensor of the module that is no parameter (torch, Lightning), or a variable that is
-not trained (Keras).
+In torch and Lightning, a buffer is a tensor of the module that is not a parameter. In Keras, it is
+a variable that is not trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BUFFER_REDUCTIONS = ("mean", "max", "min", "sum", "rank0")
 
 
 def parse_buffer_reduction(name: str, value: Any) -> dict[str, str]:
-    """Accept a dict of buffer name to reduction."""
+    """Validate a dict of buffer name to reduction."""
     if not isinstance(value, Mapping):
         raise ParamError(
             f"{name}: expected a dict of buffer name to reduction, such as "
@@ -37,24 +37,24 @@ def parse_buffer_reduction(name: str, value: Any) -> dict[str, str]:
 def find_buffers(
     reductions: Mapping[str, str], buffers: Mapping[str, str], separator: str
 ) -> dict[str, str]:
-    """Return the reduction of each buffer that a param names.
+    """Return the reduction of each buffer that the param names.
 
-    A name is that of a buffer, or its last parts: ``running_max`` is each buffer of this name in
-    any layer. Of two names for a buffer the longer one counts.
+    A name is that of a buffer, or its last parts. For example, ``running_max`` matches all buffers
+    of this name, in any layer. If two names match a buffer, the longer one applies.
 
     Parameters
     ----------
     reductions : mapping
         The value of the param.
     buffers : mapping
-        The model's: name to kind (``"float"``, ``"int"``, ``"bool"`` or ``"complex"``).
+        The model's buffers: name to kind (``"float"``, ``"int"``, ``"bool"`` or ``"complex"``).
     separator : str
         Separates the parts of names.
 
     Raises
     ------
     ParamError
-        If a name is that of no buffer, or the buffer's kind has no such reduction.
+        If a name does not match a buffer, or the reduction does not apply to the buffer's kind.
     """
     found: dict[str, str] = {}
     for name in sorted(reductions, key=len):

@@ -1,8 +1,8 @@
-"""What the driver and the ranks of a fit hand to each other as files in the store, of any size.
+"""Transfer of the training call and the trained state, as files in the store, of any size.
 
-Spark sends functions through the driver's disk and collects results through its JVM, which have to
-hold them several times over. Therefore the model that goes to the ranks, and the state that comes
-back, are files in the run's folder, and what Spark itself carries is small.
+Spark sends functions through the driver's disk and collects results through its JVM, which need to
+hold them several times. Therefore the model that is sent to the ranks, and the state that they
+return, are files in the run's folder. Spark itself transfers only small values.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ logger = logging.getLogger(__name__)
 _PREFIX = "handover-"
 
 Trainer = Callable[[Any], TrainResult]
-"""Trains on one rank, given a `TrainSpec`, and returns the state on rank 0."""
+"""Function that trains on one rank, given a `TrainSpec`, and returns the state on rank 0."""
 
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A trainer and its spec, in a file; sent to the ranks.
+    """A trainer and its spec in a file; sent to the ranks.
 
     Attributes
     ----------
     store : Store
-        Holds the file.
+        Store of the file.
     path : str
         The file.
     digest : str
-        SHA-256 of its content, so that nothing else is ever unpickled.
+        SHA-256 digest of the file's content. It ensures that ranks unpickle no other content.
     state_path : str
-        Where rank 0 writes the state that it has trained.
+        Path at which rank 0 writes the trained state.
     trainer_module : str
-        The module of the trainer, for a launcher that imports it before it starts the ranks.
+        Module of the trainer, for a launcher that imports it before it starts the ranks.
     fence : FencingToken or None
-        Tells ranks whether they are still to write to the run.
+        Checks whether the ranks may still write to the run.
     """
 
     store: Store
@@ -71,12 +71,12 @@ class StoredCall:
 
 
 def train_stored(call: StoredCall) -> TrainResult:
-    """Run a stored trainer, and put the state that it returns into the store. Runs on every rank.
+    """Run a stored trainer, and write the resulting state to the store. Runs on every rank.
 
     Returns
     -------
     TrainResult
-        What the trainer returned, with the digest of the state's file instead of the state.
+        The trainer's result, with the digest of the state's file instead of the state.
     """
     use_own_temporary_folder()
     with tempfile.TemporaryFile() as file:
@@ -107,17 +107,17 @@ def train_stored(call: StoredCall) -> TrainResult:
 
 
 class Handover:
-    """The files of one fit. Runs on the driver, as a context manager that deletes them.
+    """The transferred files of one fit, as a context manager that deletes them. Runs on the driver.
 
-    What a failure must not take along is a state that was trained where the run keeps no
-    checkpoint: it stays, and the error says where.
+    After a failure, a trained state is not deleted if the run has no checkpoint. The error then
+    contains the path of the state.
 
     Parameters
     ----------
     spec : TrainSpec
-        What the trainer is told.
+        Specification for the trainer.
     reader : str
-        What opens a trained state, for a user who has to.
+        Name of the function with which a user can open a trained state, for the message.
     """
 
     def __init__(self, spec: TrainSpec, reader: str) -> None:
@@ -145,7 +145,7 @@ class Handover:
                         self._store.delete(f"{self._folder}/{name}")
 
     def delete_others(self) -> None:
-        """Delete what fits have left that were killed; for a run that has checkpoints."""
+        """Delete files of earlier fits that were killed; for a run that has checkpoints."""
         run_path = self._spec.run.run_path
         with _logged("The files of earlier fits could not be deleted"):
             for name in self._store.names(run_path):
@@ -154,7 +154,7 @@ class Handover:
                     self._store.delete(folder)
 
     def put(self, train: Trainer, spec: TrainSpec | None = None) -> StoredCall:
-        """Write the call that every rank is to make; ``spec`` takes the place of an earlier one."""
+        """Write the call for all ranks; ``spec`` replaces an earlier spec."""
         self._spec = spec or self._spec
         path = f"{self._folder}/call"
         with self._store.open_atomic(path) as file:
@@ -164,7 +164,7 @@ class Handover:
         return StoredCall(self._store, path, writer.digest, self._state_path, module)
 
     def read(self, results: Sequence[TrainResult]) -> list[TrainResult]:
-        """Return the ranks' results with the state that rank 0 has written."""
+        """Return the ranks' results, with the state that rank 0 wrote."""
         first = results[0]
         if not first.state_digest:
             return list(results)
@@ -178,13 +178,13 @@ class Handover:
 
     @contextlib.contextmanager
     def naming_what_is_kept(self, *, trained: bool) -> Iterator[None]:
-        """Add to errors of the block where the trained state is kept, and how to get at it.
+        """Add the path of the saved state, and how to load it, to errors of the block.
 
         Parameters
         ----------
         trained : bool
-            Whether the ranks have ended. Errors of other packages then become a `ResultsError`;
-            before that they may be a backend's own and are left as they are.
+            Whether training on the ranks has ended. If it has, errors of other packages become a
+            `ResultsError`. Otherwise they may be errors of a backend, and are not changed.
         """
         try:
             yield
@@ -214,7 +214,7 @@ class Handover:
         return not has_checkpoint and self._store.exists(self._state_path)
 
     def _hint(self) -> str:
-        """Return where the run's state is kept, for a message; empty if nothing is kept."""
+        """Return the path of the saved state, for a message; empty if there is none."""
         run = self._spec.run
         with _logged("The store could not be asked what is kept"):
             found = positions(self._store, run)
@@ -236,7 +236,7 @@ class Handover:
 
 @contextlib.contextmanager
 def _logged(message: str) -> Iterator[None]:
-    """Log what the store raises, so that it does not hide an error that matters more."""
+    """Log errors of the store instead of raising them, so that they do not hide other errors."""
     try:
         yield
     except OSError as error:
@@ -250,8 +250,8 @@ def _append(error: HvdEstimatorsError, hint: str) -> None:
         error.msg = message
 
 
-# The store's options may be secrets. They travel with the call itself, like everything that Spark
-# is given, and not in a file that others may read. Files of the spec become files of the store.
+# The store's options may contain secrets. They are sent with the call itself, like all data that
+# Spark gets, and not in a file that others could read. Files of the spec become files in the store.
 
 
 class _Pickler(cloudpickle.Pickler):

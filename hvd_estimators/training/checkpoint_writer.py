@@ -1,4 +1,4 @@
-"""A run's checkpoints as ranks write and restore them."""
+"""Writing and restoring of a run's checkpoints on ranks."""
 
 from __future__ import annotations
 
@@ -46,20 +46,21 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, and deletes those that are not to be kept. On rank 0.
+    """Writes the checkpoints of a run, and deletes old ones. Runs on rank 0.
 
-    What is saved is written to a local file at once, unless it is a copy. The rest (digest, upload,
-    pointer, deleting old ones) is done by a thread while training goes on; the next save waits for
-    it, and so does the end of the block, also by an error. Used as a context manager.
+    A save writes to a local file immediately, unless the state is already a copy. A thread does the
+    rest while training continues: digest, upload, manifest and deletion of old checkpoints. The
+    next save waits for the thread, and so does the end of the block, even after an error. Used as a
+    context manager.
 
     Parameters
     ----------
     store : Store
-        Where they go.
+        Store of the checkpoints.
     run : RunPaths
         The run.
     options : CheckpointOptions
-        Which are kept.
+        Which checkpoints are kept.
     """
 
     def __init__(self, store: Store, run: RunPaths, options: CheckpointOptions) -> None:
@@ -85,7 +86,7 @@ class CheckpointWriter:
         except Exception as error:
             if exc is None:
                 raise
-            # What ended training matters more.
+            # The error that ended training is more important.
             logger.warning("%s", error)
         finally:
             if self._thread is not None:
@@ -100,26 +101,26 @@ class CheckpointWriter:
         *,
         is_copy: bool = False,
     ) -> None:
-        """Save a state, which may change as soon as this has returned.
+        """Save a state. The caller may change the state when this method returns.
 
         Parameters
         ----------
         state : RunState
-            What is added to the framework's file.
+            The state to append to the framework's file.
         write_model : callable
             Writes the framework's file, a zip archive, to a file object.
         first : callable, optional
-            Called by the thread before there is the checkpoint: uploads what belongs to it.
+            Called by the thread before the checkpoint exists; uploads the files that belong to it.
         is_copy : bool
-            Whether what ``write_model`` writes is a copy that nobody changes, which the thread may
-            write. ``state`` then has to be one, too.
+            Whether ``write_model`` writes a copy that does not change, so that the thread may write
+            it. ``state`` must then be a copy as well.
 
         Raises
         ------
         StoreError
-            If this one cannot be written, or the one before could not be.
+            If this checkpoint or the previous one cannot be written.
         ParamError
-            If the metric by which the best is kept is not measured. The checkpoint is kept.
+            If the metric that selects the best checkpoint does not exist. The checkpoint is kept.
         """
         self.finish()
         metrics = measured(state.history[-1]) if state.history and not state.rows else {}
@@ -148,12 +149,12 @@ class CheckpointWriter:
             check_monitor(self._options.monitor, metrics)
 
     def finish(self) -> None:
-        """Wait until what was saved is in the store.
+        """Wait until the last save is in the store.
 
         Raises
         ------
         StoreError
-            If it could not be written.
+            If the checkpoint could not be written.
         """
         upload, self._upload = self._upload, None
         if upload is not None:
@@ -166,7 +167,8 @@ class CheckpointWriter:
             target = stack.enter_context(self._store.open_atomic(path))
             file = target
             if not (target.seekable() and target.readable()):
-                # As adding to an archive takes. In the end it is copied.
+                # Appending to an archive needs seek and read. The file is copied to the target
+                # later.
                 file = stack.enter_context(tempfile.TemporaryFile())
             noting: Any = _NotingErrors(file)
             try:
@@ -193,10 +195,11 @@ class CheckpointWriter:
                     file.seek(0)
                     shutil.copyfileobj(file, target, CHUNK_BYTES)
                 stored = self._look()
-                # Once more, since other ranks may write a file of this very name.
+                # Checked again, because ranks of another launch may write a file with this name.
                 self._check_fence()
                 if info.position in stored:
-                    # Of an earlier part of the run that got further, and was damaged.
+                    # An earlier part of the run got further, and left a damaged checkpoint at this
+                    # position.
                     self._store.delete(manifest_of(info.path))
             info = replace(info, size=size, sha256=digest.hexdigest())
             self._check_fence()
@@ -212,9 +215,9 @@ class CheckpointWriter:
             self._options.fence.check(self._store)
 
     def _look(self) -> dict[Position, CheckpointInfo | None]:
-        """Return the checkpoints that there are; None stands for one that cannot be read.
+        """Return the checkpoints in the store by position; None marks an unreadable one.
 
-        Looks into the store once, and deletes what is left there of saves that were not finished.
+        The first call lists the store, and records orphans of unfinished saves for deletion.
         """
         if self._stored is None:
             store, run = self._store, self._run
@@ -230,9 +233,9 @@ class CheckpointWriter:
     def _delete_others(
         self, stored: dict[Position, CheckpointInfo | None], newest: CheckpointInfo
     ) -> None:
-        """Delete what is not to be kept, now that another one is there.
+        """Delete checkpoints that are not kept, and orphans, after a new checkpoint was written.
 
-        What comes after it was found damaged, and will be trained anew.
+        Checkpoints at later positions are damaged. They are deleted, and their steps are repeated.
         """
         infos = [
             info
@@ -251,7 +254,7 @@ class CheckpointWriter:
 
 
 class _Written(NamedTuple):
-    """A local file that is written, and what it goes to when its context ends."""
+    """A written local file, and its target, which is published when ``opened`` closes."""
 
     opened: contextlib.ExitStack
     file: IO[bytes]
@@ -259,7 +262,7 @@ class _Written(NamedTuple):
 
 
 class _NotingErrors:
-    """A file that keeps what its writes raised: torch tells nothing of a disk that is full."""
+    """A file that records errors of writes, because torch does not report a full disk."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -278,7 +281,7 @@ class _NotingErrors:
 
 @contextlib.contextmanager
 def _told(path: str) -> Iterator[None]:
-    """Make a `StoreError` of what prevents a checkpoint from being written."""
+    """Convert errors that prevent a checkpoint from being written to a `StoreError`."""
     try:
         yield
     except OSError as error:
@@ -297,18 +300,18 @@ def restore(
     rank: int,
     load: Callable[[IO[bytes]], None],
 ) -> RunState | None:
-    """Load a run's newest checkpoint that is whole, where it has any. Called by all ranks.
+    """Load a run's newest valid checkpoint, if there is one. All ranks must call it.
 
-    Rank 0 says which that is. Every rank reads it, and looks whether it is the same.
+    Rank 0 selects the checkpoint. Every rank reads it and checks that it is the same file.
 
     Parameters
     ----------
     store : Store
-        Holds the run.
+        Store of the run.
     run : RunPaths
         The run.
     exchange : ObjectExchange
-        Carries what rank 0 has found to the others.
+        Broadcasts rank 0's selection.
     rank : int
         This rank.
     load : callable
@@ -322,8 +325,8 @@ def restore(
     Raises
     ------
     StoreError
-        If there are checkpoints and none is whole; if the newest that is whole is not one of this
-        version or of this model, or is not the same on all ranks.
+        If there are checkpoints, but all are damaged. Also if the newest valid checkpoint is of
+        another version or another model, or differs between ranks.
     """
     with contextlib.ExitStack() as stack:
         found = None

@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 def gather_timeline(store: Store, logs_path: str | None) -> None:
-    """Copy the timeline that Horovod writes into a run's logs when this process ends.
+    """Copy Horovod's timeline to the run's logs when this process ends.
 
-    Call this before ``hvd.init()``: Horovod writes the end of the file when the process ends, in a
-    function that it registers there, and those that were registered before are called after it.
+    Call this before ``hvd.init()``. Horovod registers an exit function that writes the end of the
+    file. Functions that were registered earlier are called later.
 
     Parameters
     ----------
     store : Store
-        Keeps the logs.
+        Store of the logs.
     logs_path : str or None
-        Their directory; None where the store keeps no runs.
+        Directory of the logs; None if the store keeps no runs.
     """
     path = timeline_path(os.environ)
-    # Horovod's rank 0 writes the events of all ranks, and the others nothing.
+    # Horovod's rank 0 writes the events of all ranks. The other ranks write nothing.
     if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
     try:
@@ -54,7 +54,7 @@ def _copy(path: str, store: Store, logs_path: str) -> None:
     try:
         number = 0
         while store.exists(target := f"{logs_path}/timeline{f'-{number}' if number else ''}.json"):
-            number += 1  # of a run that was gone on with
+            number += 1  # of a resumed run
         with open(path, "rb") as file, store.open_atomic(target) as stored:
             shutil.copyfileobj(file, stored, 2**20)
     except OSError as error:
@@ -65,21 +65,21 @@ def _copy(path: str, store: Store, logs_path: str) -> None:
 def horovod_session(
     hvd: Any, mp_start_method: str | None, ranks: int | None = None
 ) -> Iterator[None]:
-    """Be one of Horovod's ranks until the block ends.
+    """Initialise Horovod for the duration of the block.
 
     Parameters
     ----------
     hvd : module
         The framework's part of Horovod, such as ``horovod.torch``.
     mp_start_method : str or None
-        Start method of ``multiprocessing``; None leaves it as it is.
+        Start method of ``multiprocessing``; None does not change it.
     ranks : int, optional
-        The number of ranks among which the rows were shared out.
+        Number of ranks among which the rows were divided.
 
     Raises
     ------
     RuntimeError
-        If there is another number of ranks.
+        If the number of ranks differs from ``ranks``.
     """
     if mp_start_method:
         multiprocessing.set_start_method(mp_start_method, force=True)
@@ -91,10 +91,10 @@ def horovod_session(
 
 @contextlib.contextmanager
 def _among_ranks(hvd: Any, ranks: int | None) -> Iterator[None]:
-    """Tell the parent of this rank when it has joined the others, and when it leaves them."""
+    """Notify this rank's parent when the rank joins the others, and when it leaves them."""
     is_asked_to_end = False
     try:
-        # From here on no other process can become a rank of this job.
+        # From here on, no other process can become a rank of this job.
         if not _adds_process_sets():
             tell_parent("joined")
         if ranks is not None and hvd.size() != ranks:
@@ -109,17 +109,19 @@ def _among_ranks(hvd: Any, ranks: int | None) -> Iterator[None]:
         raise
     finally:
         hvd.shutdown()
-        # The parent of who is asked to end may have gone, and would be tried for a minute.
+        # If this rank was asked to stop, its parent may have ended. Notifying it would take a
+        # minute.
         if not is_asked_to_end and not _adds_process_sets():
             tell_parent("left")
 
 
 @contextlib.contextmanager
 def _process_sets_of(hvd: Any) -> Iterator[None]:
-    """Let Horovod's process sets be those of one framework until the block ends.
+    """Bind Horovod's process sets to one framework for the duration of the block.
 
-    Horovod has one module of them, which belongs to the framework whose part was imported last. A
-    user's module may import another one's while the ranks train, which has no ranks.
+    Horovod has one module for process sets. It belongs to the framework whose part of Horovod was
+    imported last. While the ranks train, a user's module may import the part of another framework,
+    which has no ranks.
     """
     from horovod.common import process_sets
 
@@ -140,21 +142,21 @@ def _process_sets_of(hvd: Any) -> Iterator[None]:
 
 
 def _adds_process_sets() -> bool:
-    """Return whether Horovod was told that process sets, which ranks join, are added later."""
+    """Return whether Horovod is configured for dynamic process sets, which ranks can join later."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:
     """Return the seed of a rank's own random numbers in an epoch.
 
-    Ranks have different seeds, so that they do not draw the same dropout masks. Epochs have seeds
-    of their own, so that a resumed run draws what an uninterrupted one does.
+    Ranks have different seeds, so that they draw different dropout masks. Each epoch has a
+    different seed, so that a resumed run draws the same numbers as an uninterrupted one.
 
     Parameters
     ----------
     seed : int
-        Seed of the run, 0 or more, the same on all ranks (``spec.data.random_seed``, which is drawn
-        on the driver where the user sets none).
+        Seed of the run, 0 or more, the same on all ranks (``spec.data.random_seed``, which the
+        driver draws if the user does not set it).
     rank : int
         This rank.
     epoch : int
@@ -163,7 +165,7 @@ def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:
     Returns
     -------
     int
-        32 bits, not negative.
+        A non-negative number of 32 bits.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(rank, epoch))
     return int(sequence.generate_state(1)[0])
@@ -172,7 +174,7 @@ def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:
 def seed_rank(seed: int, rank: int, epoch: int = 0) -> int:
     """Seed Python's and NumPy's random numbers, and return the seed for the framework's.
 
-    See `rank_seed` for what is given and returned.
+    See `rank_seed` for the parameters and the result.
     """
     own = rank_seed(seed, rank, epoch)
     random.seed(own)

@@ -1,4 +1,4 @@
-"""What was measured in an epoch as numbers with names, and by which of them an epoch is best."""
+"""Metrics of an epoch as named numbers, and selection of the best epoch by one of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MORE = (
 
 
 def measured(record: EpochMetrics) -> dict[str, float]:
-    """Return the numbers of an epoch by name; those of validation begin with ``val_``."""
+    """Return the metrics of an epoch by name; names of validation metrics begin with ``val_``."""
     return {
         name if stage == "train" else f"{_VALIDATION}{name.removeprefix(_VALIDATION)}": value
         for _, stage, name, value in record.rows()
@@ -30,7 +30,7 @@ def measured(record: EpochMetrics) -> dict[str, float]:
 
 
 def shown_values(record: EpochMetrics) -> dict[str, float]:
-    """Return the numbers of an epoch that are shown while it trains: no members of arrays."""
+    """Return the metrics of an epoch that are displayed during training, without array elements."""
     return measured(
         EpochMetrics(record.epoch, _scalars(record.train), _scalars(record.validation or {}))
     )
@@ -45,27 +45,27 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def monitored(monitor: str | None, names: Collection[str]) -> str | None:
-    """Return the metric that tells which epoch is best; None if nothing that was asked for does.
+    """Return the metric that selects the best epoch; None if the requested metric does not exist.
 
     Parameters
     ----------
     monitor : str or None
-        The metric; one of validation may be named without ``val_`` where training has none of
-        that name. None stands for ``val_loss``, or ``loss`` without it.
+        The metric. The ``val_`` of a validation metric can be omitted if training has no metric of
+        the same name. None means ``val_loss``, or ``loss`` if there is no ``val_loss``.
     names : collection of str
-        What is measured.
+        The available metrics.
     """
     wanted = ("val_loss", "loss") if monitor is None else (monitor, f"{_VALIDATION}{monitor}")
     return next((name for name in wanted if name in names), None)
 
 
 def check_monitor(monitor: str | None, names: Collection[str]) -> None:
-    """Make sure that a metric that was asked for is measured.
+    """Check that the requested metric exists.
 
     Raises
     ------
     ParamError
-        If it is not.
+        If the metric does not exist.
     """
     if monitor is not None and monitored(monitor, names) is None:
         raise ParamError(
@@ -75,23 +75,23 @@ def check_monitor(monitor: str | None, names: Collection[str]) -> None:
 
 
 def mode_of(monitor: str, mode: str) -> str:
-    """Return ``"min"`` or ``"max"``: whether less or more of a metric is better.
+    """Return ``"min"`` if lower values of a metric are better, and ``"max"`` if higher values are.
 
     Parameters
     ----------
     monitor : str
         The metric.
     mode : {"auto", "min", "max"}
-        ``"auto"`` tells by the metric's name, as Keras's ``ModelCheckpoint`` does.
+        ``"auto"`` infers the direction from the metric's name, like Keras's ``ModelCheckpoint``.
 
     Raises
     ------
     ParamError
-        If the name does not tell.
+        If the name does not determine the direction.
     """
     if mode != "auto":
         return mode
-    # Of names such as val_accuracy, and of classes such as MulticlassF1Score.
+    # Matches words in names such as val_accuracy, and in class names such as MulticlassF1Score.
     words = re.split(r"[^a-z0-9]+", monitor.lower())
     words += [word.lower() for word in _CAPITALIZED.findall(monitor)]
     less = any(word in _LESS or word.endswith("loss") for word in words)

@@ -1,4 +1,4 @@
-"""Ends training on all ranks together when a loss or a parameter is NaN or infinite."""
+"""Collective end of training if a loss or a parameter is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _NAMED = 5
 
 
 class NanCheck:
-    """Looks after each step if training can go on, with one answer on all ranks.
+    """Checks after each step if training can continue, with the same answer on all ranks.
 
     Parameters
     ----------
     rank, size : int
         This rank, and the number of ranks.
     sum_over_ranks : callable
-        Adds up one number of each rank. Called by all ranks.
+        Sums one number per rank. All ranks call it.
     exchange : ObjectExchange
-        Carries the names of what is not finite. Used only if something is not.
+        Gathers the names of parameters that are not finite. Used only if there are any, or if a
+        loss is not finite.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class NanCheck:
     def after_step(
         self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
     ) -> None:
-        """End training if something was not finite on a rank. Called by all ranks.
+        """End training if a value is not finite on any rank. All ranks must call it.
 
-        Call it before a checkpoint of the step is saved, so that all that are kept are sound.
+        Call it before a checkpoint of the step is saved, so that all kept checkpoints are finite.
 
         Parameters
         ----------
         step : int
             Optimizer step of the run, from 1.
         epoch : int
-            The epoch that it is of, from 0.
+            The step's epoch, from 0.
         loss : float or None
-            A loss of this rank that is not finite; None if all are.
+            A loss of this rank that is not finite; None if all losses are finite.
         parameters : sequence of str
             Names of the parameters that are not finite after the step.
 

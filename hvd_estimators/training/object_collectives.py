@@ -1,9 +1,9 @@
-"""Objects sent between ranks, accepted only from senders that prove to be ranks of the job.
+"""Collectives for Python objects, authenticated with the job's key.
 
-Horovod's own ``broadcast_object`` and ``allgather_object`` run what they receive (pickle), and the
-connections between ranks prove nothing. Ours carry an authentication code over their content, their
-name and their place in the job's order. It is made with the job's key, which ranks have in their
-environment.
+Horovod's ``broadcast_object`` and ``allgather_object`` unpickle the data that they receive, which
+can run code. The connections between ranks are not authenticated. The messages of this module
+carry an authentication code over their content, their name, their sender and their sequence number.
+The code uses the job's key, which ranks find in their environment.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LENGTH_BYTES = 8
 
 
 class ObjectExchange:
-    """Gathers and broadcasts objects over a framework's collectives. Every rank makes one.
+    """Gathers and broadcasts objects over a framework's collectives. Every rank must create one.
 
     Parameters
     ----------
     rank, size : callable
-        Return the number of this rank, and how many there are.
+        Return the number of this rank and the number of ranks.
     gather : callable
-        Called with bytes and a name; returns the bytes of all ranks, one after the other.
+        Called with bytes and a name; returns the concatenated bytes of all ranks.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class ObjectExchange:
         self._counts: collections.Counter[str] = collections.Counter()
 
     def gather(self, value: Any, name: str) -> list[Any]:
-        """Return an object of every rank, in the order of the ranks."""
+        """All-gather one object per rank, and return them in the order of the ranks."""
         return [loads(part) for part in self._parts(cloudpickle.dumps(value), name)]
 
     def broadcast(self, value: Any, name: str, root: int = 0) -> Any:
-        """Return an object of one rank on all ranks."""
+        """Return the object of the root rank on all ranks."""
         own = cloudpickle.dumps(value) if self._rank() == root else b""
         document = self._parts(own, name)[root]
         return value if self._rank() == root else loads(document)
@@ -74,7 +74,7 @@ class ObjectExchange:
             tag = whole[start + _LENGTH_BYTES : begin]
             start = begin + int.from_bytes(whole[start : start + _LENGTH_BYTES], "little")
             content = whole[begin:start]
-            # A length that somebody has changed makes another content.
+            # A changed length selects different content, whose code does not match.
             if not hmac.compare_digest(tag, _tag(place, rank, content)):
                 raise ConnectionError(
                     f"What came as rank {rank}'s does not prove to be of this job, and was "
@@ -85,7 +85,7 @@ class ObjectExchange:
 
 
 def _tag(place: str, rank: int, document: bytes) -> bytes:
-    # Ranks that something else starts (horovodrun) have no key and trust their connections.
+    # Ranks that another program starts (horovodrun) have no key and trust their connections.
     key = os.environ.get(RANKS_KEY_VARIABLE, "").encode()
     code = hmac.new(key, f"{place} {rank} ".encode(), "sha256")
     code.update(document)

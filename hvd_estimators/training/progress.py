@@ -1,4 +1,4 @@
-"""Progress of a rank, reported to the driver, and warnings when there is none."""
+"""Progress reports of a rank to the driver, and warnings if a rank makes no progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["Progress", "stack_of", "tell_driver", "warning_of_hangs"]
 
-# Most steps and validation batches take less; Horovod warns of stalled ranks after a minute.
+# Most steps and validation batches take less time. Horovod warns of stalled ranks after a minute.
 _SECONDS = 120.0
 
 
@@ -39,10 +39,10 @@ _FRAMES = 8
 
 @contextlib.contextmanager
 def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]:
-    """Report once, in the block, each time that this rank makes no progress for two minutes.
+    """Report each period of two minutes or more in which this rank makes no progress, once.
 
-    The stack of the main thread is also left for the parent, which adds it to its error if it ends
-    the rank.
+    The stack of the main thread is also saved for the parent. If the parent ends the rank, it adds
+    the stack to its error.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
     """
     ended = threading.Event()
     main = threading.get_ident()
-    # Before the parent ends the rank.
+    # Shorter than the time after which the parent ends the rank.
     patience = min(_SECONDS, hang_limit(os.environ) / 2)
 
     def watch() -> None:
@@ -95,7 +95,7 @@ _SECONDS_BETWEEN = 0.25
 
 
 def tell_driver(line: str, verbose: int, rank: int = 0) -> None:
-    """Log a line of a rank, and show it on the driver unless that is to be silent."""
+    """Log a line of a rank, and show it on the driver if ``verbose`` is above 0."""
     logger.info(line)
     if verbose > 0:
         with contextlib.closing(EventSender()) as sender:
@@ -105,15 +105,13 @@ def tell_driver(line: str, verbose: int, rank: int = 0) -> None:
 class Progress:
     """Reports rank 0's steps and epochs to the driver, as a context manager on every rank.
 
-    The rank's parent is shown that there is progress, on all ranks.
-
-    A driver that is interrupted waits for the end of the block, which is to be around the writing
-    of checkpoints.
+    Every rank also notifies its parent of its progress. An interrupted driver waits for the end of
+    the block. The block should therefore enclose the writing of checkpoints.
 
     Parameters
     ----------
     spec : TrainSpec
-        The training job; if it is not ``verbose``, only records of epochs are sent.
+        The training job; if its ``verbose`` is 0, only epoch records are sent.
     rank : int
         This rank.
     """
@@ -148,17 +146,17 @@ class Progress:
             self._sender.close()
 
     def start_epoch(self, epoch: int, steps_before: int = 0) -> None:
-        """Note the time at which an epoch begins, or goes on after some steps; the first is 0."""
+        """Record the time at which an epoch (from 0) begins, or resumes after some steps."""
         made_progress()
         self._epoch, self._steps_before = epoch, steps_before
         self._started = self._reported = time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether to call `step`: somebody listens, and the last report was some time ago.
+        """True if `step` should be called: output is enabled, and the last report is old enough.
 
-        It can be costly to get what is reported, such as a loss from a GPU. To be asked after each
-        step, by all ranks.
+        The reported values can be expensive to get, such as a loss from a GPU. All ranks must read
+        this property after each step.
         """
         made_progress()
         if self._sender is None or not self._is_shown:
@@ -166,7 +164,7 @@ class Progress:
         return time.monotonic() - self._reported > _SECONDS_BETWEEN
 
     def step(self, step: int, means: Mapping[str, float]) -> None:
-        """Report how many steps of the epoch are done, and what was measured so far."""
+        """Report the number of completed steps in the epoch, and the metric means so far."""
         self._reported = time.monotonic()
         self._report(step, means, done=False)
 
@@ -176,7 +174,7 @@ class Progress:
         self._report(self._steps, means, done=True)
 
     def record(self, record: EpochMetrics) -> None:
-        """Send all that was measured in an epoch, which the driver notes and hands to others."""
+        """Send all metrics of an epoch to the driver, which records and distributes them."""
         made_progress()
         if self._sender is not None:
             self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()]))

@@ -1,8 +1,8 @@
-"""State of a run: how far it is, and all that training resumes from, in one file.
+"""State of a run in a checkpoint: the position and everything that training needs to resume.
 
-The file is the framework's own (``torch.save``'s, ``.keras``), which is a zip archive, with members
-of ours after its own. The framework opens it as any file of its own, and what is ours is read
-without it. Ours are JSON and ``.npy``: reading them runs no code.
+The checkpoint is the framework's own file (``torch.save`` or ``.keras``), which is a zip archive.
+This module appends members to it. The framework opens the file as usual, and this module reads its
+members without the framework. The members are JSON and ``.npy`` files: reading them runs no code.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ __all__ = [
 _REGISTERED = 2
 
 
-"""The value of ``dtype.isbuiltin`` for types that other packages have added to NumPy."""
+"""Value of ``dtype.isbuiltin`` for types that other packages register with NumPy."""
 
 
 def encode(value: Any, arrays: list[Array]) -> Any:
-    """Return a value as JSON can hold it; `decode` gives back the same, with all bits of numbers.
+    """Return a JSON-serializable form of a value; `decode` restores it bit for bit.
 
     Parameters
     ----------
     value : object
-        None, booleans, numbers, text, bytes, NumPy's arrays and scalars, and lists, tuples and
-        mappings (which come back as dicts) of these.
+        None, a boolean, a number, text, bytes, a NumPy array or scalar, or a list, tuple or mapping
+        of these. Mappings are restored as dicts.
     arrays : list of ndarray
-        Arrays are added here; the JSON has their positions.
+        Arrays are appended to this list; the JSON contains their positions.
 
     Raises
     ------
     TypeError
-        If the value, or one that it holds, is of another type.
+        If the value, or a value in it, has another type.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -74,7 +74,7 @@ def encode(value: Any, arrays: list[Array]) -> Any:
         dtype, array = value.dtype, np.asarray(value)
         document: dict[str, Any] = {"array": len(arrays), "scalar": isinstance(value, np.generic)}
         if dtype.isbuiltin == _REGISTERED:
-            # A .npy file does not record types of other packages (bfloat16, for example).
+            # A .npy file does not record types of other packages (for example, bfloat16).
             document["dtype"] = dtype.name
             array = array.view(f"u{dtype.itemsize}")
         arrays.append(array)
@@ -83,7 +83,7 @@ def encode(value: Any, arrays: list[Array]) -> Any:
 
 
 def decode(document: Any, arrays: Sequence[Array]) -> Any:
-    """Return what `encode` was given."""
+    """Return the value that `encode` received."""
     if isinstance(document, list):
         return [decode(entry, arrays) for entry in document]
     if not isinstance(document, dict):
@@ -96,14 +96,14 @@ def decode(document: Any, arrays: Sequence[Array]) -> Any:
         return base64.b64decode(document["bytes"])
     array = arrays[document["array"]]
     if "dtype" in document:
-        import ml_dtypes  # the frameworks that use these types bring it
+        import ml_dtypes  # a dependency of the frameworks that use these types
 
         array = array.view(getattr(ml_dtypes, document["dtype"]))
     return array[()] if document["scalar"] else array
 
 
 def is_encodable(value: Any) -> bool:
-    """Return whether `encode` takes a value."""
+    """Return whether `encode` accepts a value."""
     try:
         encode(value, [])
     except TypeError:
@@ -123,7 +123,7 @@ _ARRAY = "hvd_estimators/{}.npy"
 _COPIED_BYTES = 2**24
 
 
-# What zip archives, JSON, .npy files and the frameworks' own raise where they are not whole.
+# Errors that zip archives, JSON, .npy files and the frameworks raise for damaged files.
 _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -140,24 +140,24 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run is resumed with, beside what the framework's own file holds.
+    """State that a run needs to resume, in addition to the content of the framework's file.
 
     Attributes
     ----------
     epoch : int
-        Epochs that are done.
+        Number of completed epochs.
     rows : int
-        Rows, over all shards, of the epoch after these that were trained on; 0 at an epoch's end.
+        Rows processed in the next epoch, over all shards; 0 at the end of an epoch.
     canonical_shards : int
-        Shards into which the rows were cut when the run began.
+        Number of shards into which the rows were divided when the run began.
     history : tuple of EpochMetrics
-        One record per epoch that is done.
+        One record per completed epoch.
     random : tuple of mapping
         The states of the random streams, by canonical shard; see `training.shard_state`.
     parts : mapping
-        What else a framework keeps: states of callbacks, for example. Plain values, see `encode`.
+        Other state of the framework, such as the states of callbacks. Plain values, see `encode`.
     stopped : bool
-        Whether a callback has ended training after the newest epoch.
+        Whether a callback stopped training after the newest epoch.
     """
 
     epoch: int
@@ -172,14 +172,14 @@ class RunState:
 def write_archive(
     file: IO[bytes], state: RunState, write_model: Callable[[IO[bytes]], None]
 ) -> None:
-    """Write the framework's file, and add a state to it. Runs on rank 0.
+    """Write the framework's file, and append a state to it. Runs on rank 0.
 
     Parameters
     ----------
     file : file
-        Empty, and open for writing and reading.
+        An empty file, open for writing and reading.
     state : RunState
-        What is added.
+        The state to append.
     write_model : callable
         Writes the framework's file, a zip archive, to a file object.
     """
@@ -188,7 +188,7 @@ def write_archive(
 
 
 def read_archive(file: IO[bytes]) -> RunState:
-    """Return the state in a framework's file, which is at its beginning again afterwards."""
+    """Return the state in a framework's file, and rewind the file."""
     with zipfile.ZipFile(file) as archive:
         document = _document(archive)
         arrays = []
@@ -202,33 +202,33 @@ def read_archive(file: IO[bytes]) -> RunState:
 
 
 def check_state(store: Store, path: str) -> None:
-    """Make sure that a checkpoint can be gone on from, as far as little of it tells.
+    """Check that a checkpoint can be resumed, judging by its header.
 
-    Runs on the driver; the ranks look at all of it.
+    Runs on the driver. The ranks check the whole file.
 
     Raises
     ------
     StoreError
-        If the file is none of this package's checkpoints, or is damaged.
+        If the file is not a checkpoint of this package, or is damaged.
     """
     with reading(store, path) as file, zipfile.ZipFile(file) as archive:
         _document(archive)
 
 
 def read_state(store: Store, path: str) -> RunState:
-    """Return the state in a checkpoint, without reading the model. Runs on both sides.
+    """Return the state in a checkpoint, without reading the model. Runs on the driver and on ranks.
 
     Raises
     ------
     StoreError
-        If the file is none of this package's checkpoints, or is damaged.
+        If the file is not a checkpoint of this package, or is damaged.
     """
     with reading(store, path) as file:
         return read_archive(file)
 
 
 def has_state(file: IO[bytes]) -> bool:
-    """Return whether a file is an archive with a state in it; leaves it at its beginning."""
+    """Return whether a file is an archive that contains a state, and rewind the file."""
     found = False
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -239,7 +239,7 @@ def has_state(file: IO[bytes]) -> bool:
 
 @contextlib.contextmanager
 def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
-    """Open a checkpoint; what the block raises because it is not whole becomes a `StoreError`."""
+    """Open a checkpoint; errors of the block that damage can cause become a `StoreError`."""
     with describing_damage(path), store.open(path) as file:
         yield file
 
@@ -254,16 +254,16 @@ _REMEDY = (
 def describing_damage(
     path: str, cannot: str = "be gone on from", remedy: str = _REMEDY
 ) -> Iterator[None]:
-    """Make a `StoreError` of what the block raises because a checkpoint is not what it should be.
+    """Convert errors of the block that a damaged checkpoint can cause to a `StoreError`.
 
     Parameters
     ----------
     path : str
         The checkpoint, for the message.
     cannot : str
-        What cannot be done with it.
+        The operation that failed, for the message.
     remedy : str
-        What to do.
+        The suggested fix, for the message.
     """
     try:
         yield
@@ -286,15 +286,15 @@ def _append(file: IO[bytes], state: RunState) -> None:
         folder = _folder(archive.namelist())
         for number, array in enumerate(arrays):
             info = zipfile.ZipInfo(folder + _ARRAY.format(number))
-            # It may be large: the best weights that a callback keeps.
+            # The array may be large, for example the best weights that a callback stores.
             with archive.open(info, "w", force_zip64=array.nbytes > _COPIED_BYTES) as member:
                 np.save(member, array, allow_pickle=False)
-        # Last, so that whatever has it has all.
+        # Written last: if an archive contains this member, it contains all the others.
         archive.writestr(zipfile.ZipInfo(folder + _STATE), json.dumps(document))
 
 
 def _folder(names: Sequence[str]) -> str:
-    """Return the folder that all members are in: torch opens no archive that has two."""
+    """Return the folder of all members, because torch rejects archives with two folders."""
     folders = {name.partition("/")[0] for name in names}
     if len(folders) == 1 and all("/" in name for name in names):
         return folders.pop() + "/"
@@ -302,7 +302,7 @@ def _folder(names: Sequence[str]) -> str:
 
 
 def _document(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Return what is JSON, arrays not read yet."""
+    """Return the JSON part of the state, without reading arrays."""
     names = [name for name in archive.namelist() if name.endswith(_STATE)]
     if len(names) != 1:
         raise ValueError(f"it has no {_STATE}")

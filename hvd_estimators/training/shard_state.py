@@ -1,7 +1,8 @@
 """Per-shard state, for ranks that run several shards: random streams and statistics.
 
-A canonical shard has streams of its own, which begin anew in each epoch (`seed_rank`). A rank that
-plays several shards swaps their states; a checkpoint within an epoch holds those of all shards.
+Each canonical shard has its own random streams, which are reseeded in each epoch (`seed_rank`). A
+rank that runs several virtual shards swaps their states. A mid-epoch checkpoint contains the states
+of all shards.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ T = TypeVar("T")
 
 
 class HostStreams:
-    """Python's and NumPy's global generators."""
+    """Python's and NumPy's global random generators."""
 
     def capture(self) -> dict[str, Any]:
-        """Return the states, as plain values that a checkpoint keeps."""
+        """Return the states as plain values that a checkpoint can contain."""
         version, numbers, gauss = random.getstate()
         return {
             "python": {"version": version, "state": np.array(numbers, "u4"), "gauss": gauss},
@@ -31,14 +32,14 @@ class HostStreams:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the states that `capture` returned."""
+        """Restore states that `capture` returned."""
         python = state["python"]
         random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
         np.random.set_state(state["numpy"])
 
 
 def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
-    """Return what is captured as each of the shards that a rank plays."""
+    """Call ``capture`` as each of the rank's shards, and return the results by shard."""
     found: dict[int, T] = {}
     shards.for_each(lambda shard: found.update({shard: capture()}))
     return found
@@ -47,12 +48,12 @@ def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int,
 def of_shards(
     ranks: Iterable[Mapping[int, Mapping[str, Any]]], num_shards: int
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return the states of all canonical shards, in order, of what each rank has of its own.
+    """Merge the per-shard states of all ranks into one tuple, in the order of the canonical shards.
 
     Parameters
     ----------
     ranks : iterable of mapping
-        Canonical shard to its states, of each rank.
+        For each rank, a mapping of canonical shard to states.
     num_shards : int
         The number of canonical shards.
     """
@@ -64,18 +65,18 @@ class StatePart(Protocol):
     """A part of the state of a process, such as its random streams."""
 
     def capture(self) -> Any:
-        """Return the state, as values that nothing changes later."""
+        """Return the state, as values that do not change later."""
 
     def restore(self, state: Any) -> None:
-        """Set the state that `capture` returned."""
+        """Restore a state that `capture` returned."""
 
 
 class ShardStates:
-    """Lets a rank be each of its shards in turn, as if that had a process of its own.
+    """Switches a rank between its virtual shards, as if each shard had a separate process.
 
-    A rank with one shard does nothing for it. Where it plays several, all begin with the state of
-    the process when `for_each` is first called, before the first batch; what is drawn and counted
-    while the rank plays one of them is kept for its next turn.
+    On a rank with one shard, it does nothing. On a rank with several shards, all shards start with
+    the state of the process at the first call of `for_each`, before the first batch. The random
+    draws and statistics of a shard are saved until the rank runs that shard again.
 
     Parameters
     ----------
@@ -84,14 +85,15 @@ class ShardStates:
     rank, size : int
         This rank, and the number of ranks.
     parts : sequence of StatePart
-        What each shard has for itself.
+        The state that is separate for each shard.
 
     Attributes
     ----------
     shards : tuple of int
-        The shards that this rank plays.
+        The shards that this rank runs.
     passes : int
-        Turns of a step: more than its shards on a rank that has one shard fewer than others.
+        Micro-batches per step. On a rank that has one shard fewer than other ranks, it exceeds the
+        number of shards.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class ShardStates:
         self._states: list[list[Any]] = []
 
     def enter(self, turn: int) -> None:
-        """Be the shard whose turn it is; what happens in an idle turn is forgotten."""
+        """Switch to the shard of a micro-batch; state from an empty micro-batch is discarded."""
         if self.passes == 1 or turn == self._current:
             return
         self._begin()
@@ -117,7 +119,7 @@ class ShardStates:
                 part.restore(state)
 
     def for_each(self, call: Callable[[int], object]) -> None:
-        """Call with each shard that the rank plays, as that shard, and be the first one again."""
+        """Call a function as each of the rank's shards, then switch back to the first shard."""
         self._begin()
         for turn, shard in enumerate(self.shards):
             self.enter(turn)

@@ -1,4 +1,4 @@
-"""What the driver tells the ranks, and what a rank answers: values only, no Spark objects."""
+"""Training specification for ranks, and their results: plain values, no Spark objects."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ HistoryRow = tuple[int, str, str, float]
 
 
 LONG_VALIDATION = 10.0
-"""Seconds of a validation that are worth a checkpoint: many times what one takes."""
+"""Seconds of validation that are worth a checkpoint: many times the time of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Which checkpoints of a run are kept.
+    """Options that decide which checkpoints of a run are written and kept.
 
     Attributes
     ----------
     framework : str
-        What they are written by.
+        Framework that writes the checkpoints.
     keep : int
-        How many of the newest.
+        Number of newest checkpoints to keep.
     monitor : str or None
-        The metric by which the best is kept, too; None for ``val_loss``, or ``loss`` without
-        validation.
+        Metric that selects the best checkpoint, which is also kept. None means ``val_loss``, or
+        ``loss`` without validation.
     mode : str
-        Whether less or more of it is better, see `hvd_estimators.training.monitoring.mode_of`.
+        Whether lower or higher values are better, see `hvd_estimators.training.monitoring.mode_of`.
     every_n_steps : int or None
-        Optimizer steps of the run between two checkpoints within an epoch; None for none.
+        Optimizer steps of the run between two mid-epoch checkpoints; None disables these.
     fence : FencingToken or None
-        Tells whether these ranks are still to write to the run; None for ones that always are.
+        Checks whether these ranks may still write to the run; None if they always may.
     long_validation : float
-        Seconds of a validation from which on a checkpoint is written before the next one.
+        If a validation takes more than this number of seconds, the next one is preceded by a
+        checkpoint.
     """
 
     framework: str
@@ -60,14 +61,15 @@ class CheckpointOptions:
     def due_after(self, step: int) -> bool:
         """Return whether a checkpoint is due after an optimizer step of the run, from 1.
 
-        After an epoch's last step there is no need to ask: each epoch ends with one.
+        The caller need not ask after an epoch's last step, because each epoch ends with a
+        checkpoint.
         """
         return self.every_n_steps is not None and step % self.every_n_steps == 0
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What the trainers of all frameworks are told.
+    """Training specification, for the trainers of all frameworks.
 
     Attributes
     ----------
@@ -76,31 +78,31 @@ class TrainSpec:
     store : Store
         Opens checkpoints.
     run : RunPaths
-        Where the run's artefacts go.
+        Paths of the run's artefacts.
     epochs : int
-        Epochs of the whole run, those of an earlier part of it included.
+        Epochs of the whole run, including those of an earlier part of it.
     random_seed : int or None
         Seed of the framework's random numbers.
     scale_learning_rate : bool
         Multiply the learning rate by the number of ranks for training.
     backward_passes_per_step : int
-        Batches whose gradients are added up before one step of the optimizer.
+        Batches whose gradients are summed before an optimizer step.
     gradient_compression : object or None
         Horovod compressor of gradients.
     use_gpu : bool
-        Train on the rank's GPU where there is one.
+        Train on the rank's GPU if it has one.
     mp_start_method : str or None
         Start method of ``multiprocessing`` in the rank.
     callbacks : tuple of object
-        The user's, of the framework's kind.
+        The user's callbacks, of the framework's kind.
     verbose : int
-        0 is silent.
+        0 disables output.
     checkpoints : CheckpointOptions
         Which checkpoints are kept.
     resume_stopped : bool
-        Go on with a run that a callback has stopped.
+        Resume a run that a callback stopped.
     terminate_on_nan : bool
-        End training on all ranks when a loss or a parameter is not finite.
+        End training on all ranks if a loss or a parameter is not finite.
     buffer_reduction : mapping
         Buffer name to reduction, see `training.buffer_reduction`.
     """
@@ -123,19 +125,19 @@ class TrainSpec:
     buffer_reduction: Mapping[str, str]
 
     def steps_done(self, epoch: int, batches: int) -> int:
-        """Return the optimizer steps of the run after so many epochs, and batches of the next one.
+        """Return the run's optimizer steps after some epochs, and some batches of the next epoch.
 
         Parameters
         ----------
         epoch : int
-            Epochs that are done.
+            Number of completed epochs.
         batches : int
-            Batches of each shard. Those of the epoch's last step may be fewer than of others.
+            Batches of each shard. The epoch's last step may have fewer batches than other steps.
         """
         return epoch * self._steps(self.data.train_steps_per_epoch) + self._steps(batches)
 
     def steps_left(self, batches: int) -> int:
-        """Return the optimizer steps that an epoch has left after so many batches of each shard."""
+        """Return the remaining optimizer steps of an epoch after some batches of each shard."""
         return self._steps(self.data.train_steps_per_epoch) - self._steps(batches)
 
     def _steps(self, batches: int) -> int:
@@ -144,7 +146,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """One epoch of a run's history; what `as_dict` returns is what ``getHistory()`` holds."""
+    """One epoch of a run's history; ``getHistory()`` contains the result of `as_dict`."""
 
     epoch: int
     train: Mapping[str, Any]
@@ -158,7 +160,7 @@ class EpochMetrics:
         return record
 
     def rows(self) -> list[HistoryRow]:
-        """Return a row per number, those of training first."""
+        """Return one row per number, first those of training, then those of validation."""
         return [
             (self.epoch, stage, name, value)
             for stage, measured in (("train", self.train), ("validation", self.validation or {}))
@@ -168,7 +170,7 @@ class EpochMetrics:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of what was measured: of groups of metrics, and of arrays, each."""
+    """Yield all numbers of a metric value, including those in metric groups and arrays."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _numbers(str(key), entry)
@@ -180,35 +182,35 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     elif value is None:
         yield name, math.nan
     elif isinstance(value, numbers.Number) or hasattr(value, "item"):
-        # A complex number, or many that are no array of NumPy's, have no place in a row.
+        # A row cannot hold complex numbers, or several numbers in an array that is not NumPy's.
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             yield name, float(value)
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a rank answers.
+    """Result of a rank.
 
     Attributes
     ----------
     weights_digest : str
         Digest of the final parameters; the same on all ranks.
     state : bytes, LocalFile or None
-        What the driver makes the fitted model of, with the learning rate as the user gave it, in
-        the framework's own form. Rank 0 only; between the ranks and the driver a file of the store
-        takes its place.
+        State from which the driver creates the fitted model, in the framework's own form and with
+        the user's learning rate. Rank 0 only. A file in the store transfers it from the ranks to
+        the driver.
     history : tuple of EpochMetrics
         One record per epoch of the whole run.
     state_digest : str
-        SHA-256 of that file; empty where there is none.
+        SHA-256 digest of that file; empty without a file.
     state_is_file : bool
-        Whether the driver, too, gets the state as a `LocalFile`.
+        Whether the driver also gets the state as a `LocalFile`.
     output_shapes : tuple of tuple of int, or None
-        Shape of one row of each output, as the ranks saw it; None where they did not look.
+        Shape of one row of each output, as the ranks observed it; None if they did not check.
     stopped : bool
-        Whether a callback has stopped the run, in this fit or an earlier one.
+        Whether a callback stopped the run, in this fit or an earlier one.
     weight_digests : mapping
-        Name of a parameter to its digest; empty where the framework gives only one for all.
+        Name of a parameter to its digest; empty if the framework provides only one digest for all.
     """
 
     weights_digest: str

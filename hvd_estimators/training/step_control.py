@@ -1,14 +1,16 @@
 """Stop requests: ranks agree on a step, checkpoint there, and stop together.
 
-While ranks validate, they agree on nothing: each takes as many batches as it has. Who asks them to
-end, or kills one, would take all steps since the last checkpoint along. Runs in the ranks; imports
-no framework.
+A process that wants a rank to end sends SIGTERM. It can be the rank's guardian, if the task or the
+driver has ended. It can also be the scheduler of a cluster that preempts a machine. The ranks of a
+job receive the signal at different times, or only one of them does. They must not stop at different
+steps, because the others would then wait forever. Therefore the ranks sum up, about once a second,
+how many of them were asked to stop. Between two sums, a step only decrements a counter.
 
-Whoever wants a rank to end sends SIGTERM: its guardian once its task or the driver has gone, the
-scheduler of a cluster that takes a machine back. Ranks of one job hear of it at different times, or
-only one of them does, and must not stop at different steps: the others would wait for them for
-ever. Therefore they add up about once a second who has been asked. Between two such sums nothing is
-done but counting down. Runs in the ranks; imports no framework.
+During validation, ranks do not synchronize, because each rank has a different number of batches. A
+stop request or a killed rank would then lose all steps since the last checkpoint. `LongValidation`
+therefore requests a checkpoint before a long validation.
+
+Runs on the ranks; imports no framework.
 """
 
 from __future__ import annotations
@@ -44,19 +46,20 @@ __all__ = [
 
 
 class LongValidation:
-    """Tells whether to save the run before an epoch's last step, as validation comes after it.
+    """Decides whether to save the run before an epoch's last step, because validation follows.
 
-    That is where the validation before took longer than `CheckpointOptions.long_validation`. An
-    epoch's last step itself is not one to save after: the next thing that is saved is its end.
+    The run is saved if the previous validation took longer than
+    `CheckpointOptions.long_validation`. It is not saved after the epoch's last step, because the
+    next checkpoint is that of the epoch's end.
 
     Parameters
     ----------
     options : CheckpointOptions
-        What is long.
+        Contains the limit.
     ranks : int
-        How many there are.
+        Number of ranks.
     sum_over_ranks : callable
-        Adds up a number of each rank. Called by all ranks, in `measure` and `agree`.
+        Sums one number per rank. All ranks call it, in `measure` and `agree`.
     """
 
     def __init__(
@@ -70,30 +73,30 @@ class LongValidation:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Take the time of a validation. Called by all ranks."""
+        """Measure the duration of a validation. All ranks must call it."""
         self.begin()
         yield
         self.agree()
 
     def begin(self) -> None:
-        """Note that validation begins."""
+        """Record that validation begins."""
         self._begun = time.monotonic()
 
     def agree(self) -> None:
-        """Settle, now that a validation has ended, whether it was a long one. By all ranks."""
+        """Decide, after a validation, whether it was a long one. All ranks must call it."""
         took = 0.0 if self._begun is None else time.monotonic() - self._begun
         self._begun = None
         self._is_long = self._sum(took) / self._ranks > self._limit
 
     def is_due(self, steps_left: int, steps: int = 1) -> bool:
-        """Return whether to save now. The same on all ranks.
+        """Return whether to save now. The result is the same on all ranks.
 
         Parameters
         ----------
         steps_left : int
-            Steps of the optimizer that are left of the epoch.
+            Remaining optimizer steps of the epoch.
         steps : int
-            How many are taken before it is asked again.
+            Number of steps before the next call.
         """
         return self._is_long and 0 < steps_left <= steps
 
@@ -102,16 +105,16 @@ S = TypeVar("S", bound=TrainSpec)
 
 
 def without_further_epochs(spec: S, state: RunState | None) -> S:
-    """Return a job without further epochs, if its run has been stopped and is not to go on.
+    """Return a job without further epochs if its run was stopped and should not resume.
 
-    Runs on every rank, after the run's newest checkpoint has been restored.
+    Runs on every rank, after the run's newest checkpoint was restored.
 
     Parameters
     ----------
     spec : TrainSpec
         The job.
     state : RunState or None
-        What was restored.
+        The restored state.
     """
     if state is None or not stopped_before(spec, state):
         return spec
@@ -119,7 +122,7 @@ def without_further_epochs(spec: S, state: RunState | None) -> S:
 
 
 def stopped_before(spec: TrainSpec, state: RunState | None) -> bool:
-    """Return whether a run has been stopped, and is to stay so."""
+    """Return whether a run was stopped and should not resume."""
     return state is not None and state.stopped and not spec.resume_stopped
 
 
@@ -129,11 +132,12 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN = 1.0
 
 
-# Schedulers that preempt leave 15 seconds or more; a step with no progress for so long is lost.
+# Preempting schedulers leave 15 seconds or more. A step that makes no progress for this time is
+# lost.
 _SECONDS_HUNG = 8.0
 
 
-# Two numbers in one sum, which float64 holds exactly for 65,535 ranks.
+# The sum encodes two numbers, exactly in float64 for up to 65,535 ranks.
 _MOST_STEPS = 2**16
 
 
@@ -141,18 +145,18 @@ _ASKED = 2.0**32
 
 
 class StopRequest:
-    """Tells all ranks together when one of them is asked to end, as a context manager.
+    """Detects on all ranks together that one of them was asked to stop, as a context manager.
 
-    In the block SIGTERM ends the process no more, but is taken as a request, for which a rank of
-    ours has some seconds (`hvd_estimators.launch.rank.graceful_stop`). To be used in the rank's
-    main thread; elsewhere a rank gets no signals, and only hears of the others.
+    In the block, SIGTERM does not end the process. It counts as a request, and the rank has a grace
+    period (`hvd_estimators.launch.rank.graceful_stop`). Use it in the rank's main thread. In
+    another thread, a rank receives no signals, and detects only the requests of other ranks.
 
     Parameters
     ----------
     sum_over_ranks : callable
-        Adds up a number of each rank exactly, in 64 bits. Called by all ranks, between two steps.
+        Sums one number per rank exactly, in 64 bits. All ranks call it, between two steps.
     ranks : int
-        How many there are.
+        Number of ranks.
 
     Examples
     --------
@@ -197,22 +201,22 @@ class StopRequest:
         self._stack.close()
 
     def ask(self) -> None:
-        """Ask all ranks to end, as SIGTERM does; from any thread of any of them."""
+        """Ask all ranks to stop, like SIGTERM. Any thread of any rank may call it."""
         self._asked = True
 
     def after_step(self) -> bool:
-        """Return whether to save a checkpoint of this position and end. The same on all ranks.
+        """Return whether to save a checkpoint and stop here. The result is the same on all ranks.
 
-        Called by all ranks equally often: after each step of the optimizer, where a checkpoint can
-        be written. At the end of an epoch that is after the epoch's own checkpoint.
+        All ranks must call it equally often: after each optimizer step, when a checkpoint can be
+        written. At the end of an epoch, call it after the epoch's own checkpoint.
         """
         self._left -= 1
         return self._left <= 0 and self._agree()
 
     def _agree(self) -> bool:
-        """Return whether any rank has been asked, and settle when to look again."""
+        """Return whether any rank was asked to stop, and schedule the next check."""
         seconds = max(time.monotonic() - self._agreed_at, 1e-9)
-        # A first step that is slow says little of the next ones, and so does one that is fast.
+        # A slow first step does not predict the next steps, and neither does a fast one.
         wanted = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
         own = min(max(int(wanted), 1), _MOST_STEPS)
         asked, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
@@ -225,22 +229,23 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> Any:
         self._asked = True
-        # Who asks may be gone, and with them who read what is printed.
+        # The sender may have ended, together with the reader of this process's output.
         mute_if_unheard()
 
 
 @contextlib.contextmanager
 def _ending_if_hung(settled: threading.Event) -> Iterator[None]:
-    """End this process if it gets SIGTERM and makes no progress, as in a call that never returns.
+    """End this process if it makes no progress after SIGTERM, as in a call that never returns.
 
-    Python calls its signal handlers between two of its own instructions. A main thread that waits
-    in a call of Horovod gets to none. Whatever it does, Python writes the signal's number to a
-    pipe, from which a thread reads.
+    Python calls its signal handlers between two bytecode instructions. If the main thread waits
+    in a call of Horovod, no handler runs. In all cases Python writes the signal's number to a pipe,
+    and a thread reads from that pipe.
 
     Parameters
     ----------
     settled : threading.Event
-        Set when the ranks have agreed to end: what follows, such as a checkpoint, may take longer.
+        Set when the ranks have agreed to stop. The actions after that, such as a checkpoint, may
+        take longer.
     """
     main = threading.get_ident()
     reading, writing = os.pipe()
@@ -278,7 +283,7 @@ def _ending_if_hung(settled: threading.Event) -> Iterator[None]:
 
 
 def _end_by_sigterm(main: int) -> NoReturn:
-    """End this process as SIGTERM does, from another thread than the main one."""
+    """End this process by SIGTERM, from a thread other than the main thread."""
     with contextlib.suppress(OSError, ValueError):  # There may be no reader.
         mute_if_unheard()
         print(
@@ -290,7 +295,7 @@ def _end_by_sigterm(main: int) -> NoReturn:
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        # Python sets handlers in the main thread only.
+        # Python can set handlers only in the main thread.
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1.0)
@@ -298,14 +303,14 @@ def _end_by_sigterm(main: int) -> NoReturn:
 
 
 def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
-    """Return the error with which ranks end that were asked to.
+    """Return the error that ranks raise if they were asked to stop.
 
     Parameters
     ----------
     epoch : int
         The epoch, from 0.
     step : int
-        Steps of it that are done; 0 where the epoch before has just ended.
+        Number of completed steps in the epoch; 0 if the previous epoch has just ended.
     saved : bool
         Whether there is a checkpoint of this position.
     """

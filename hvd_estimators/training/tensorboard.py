@@ -22,24 +22,23 @@ __all__ = ["EventWriter", "epoch_scalars"]
 
 logger = logging.getLogger(__name__)
 
-# Those of torch and TensorFlow end in more than a process ID.
+# Names of torch's and TensorFlow's files have more parts after the process ID.
 _OWN_NAME = re.compile(r"events\.out\.tfevents\.\d+\.\d{6}\..*\.\d+")
 
 
 class EventWriter:
-    """Writes scalars that TensorBoard shows. Used as a context manager on rank 0.
+    """Writes scalars for TensorBoard. Used as a context manager on rank 0.
 
-    Does nothing without a directory, or if the ``tensorboard`` package is not installed. What an
-    earlier part of the run has written of an epoch that is trained again, with the same value, is
-    not written twice.
+    It does nothing without a directory, or if the ``tensorboard`` package is not installed. If the
+    run repeats an epoch, scalars with the same values are not written a second time.
 
     Parameters
     ----------
     directory : str or None
         A local directory; created if it does not exist.
     first_step : int
-        The first step that is written. What files of an earlier part of the run, which was cut off,
-        have of this step and later ones is shown no more.
+        The first step to write. An interrupted earlier part of the run may have written scalars of
+        this step and later ones. TensorBoard no longer shows these.
     """
 
     def __init__(self, directory: str | None, first_step: int = 0) -> None:
@@ -60,7 +59,7 @@ class EventWriter:
         Path(self._directory).mkdir(parents=True, exist_ok=True)
         for path in sorted(Path(self._directory).glob("events.out.tfevents.*")):
             if _OWN_NAME.fullmatch(path.name):
-                # A file that is damaged is no reason not to train.
+                # A damaged file does not prevent training.
                 with contextlib.suppress(Exception):
                     self._written.update(_scalars_in(path))
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -103,14 +102,15 @@ class EventWriter:
 
 
 def _scalars_in(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
-    """Yield tag, step and value of what a file holds, as far as it is whole.
+    """Yield tag, step and value of a file's scalars, up to the first incomplete record.
 
-    TensorBoard's own reader imports TensorFlow where that is installed.
+    TensorBoard's own reader imports TensorFlow if that is installed.
     """
     from tensorboard.compat.proto.event_pb2 import Event
 
     with open(path, "rb") as file:
-        # Of each record the length, a checksum of it, the content, and a checksum of that.
+        # A record consists of its length, a checksum of that, the content, and a checksum of the
+        # content.
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])
             content = file.read(length)
@@ -122,5 +122,5 @@ def _scalars_in(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
 
 
 def epoch_scalars(record: EpochMetrics) -> dict[str, float]:
-    """Return the numbers of an epoch by tag, such as ``train/loss``."""
+    """Return the metrics of an epoch by tag, such as ``train/loss``."""
     return {f"{stage}/{name}": value for _, stage, name, value in record.rows()}

@@ -1,4 +1,4 @@
-"""Digests of a model's weights, by which ranks and driver see whether all ranks have the same."""
+"""Digests of a model's weights, with which ranks and driver check that all ranks agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def combined_digest(digests: Digests) -> str:
 
 
 def unequal_weights(by_rank: Sequence[Digests]) -> list[str]:
-    """Return the names of weights that are not equal on all ranks, in the model's order."""
+    """Return the names of weights that differ between ranks, in the model's order."""
     names = dict.fromkeys(name for digests in by_rank for name in digests)
     return [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
 
@@ -33,7 +33,7 @@ def check_equal_weights(by_rank: Sequence[Digests], epoch: int, run: RunPaths) -
     Raises
     ------
     HvdEstimatorsError
-        If they do; names the weights.
+        If weights differ; the message names them.
     """
     names = unequal_weights(by_rank)
     if names:
@@ -51,6 +51,6 @@ CAUSES = (
 
 
 def named_weights(names: Sequence[str]) -> str:
-    """Return names for a message, the first of many."""
+    """Return the names for a message, shortened if there are many."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more

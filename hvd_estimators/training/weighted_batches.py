@@ -1,4 +1,4 @@
-"""How much each batch counts in a step over all ranks."""
+"""Weights of batches in a step over all ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ __all__ = ["WeightedBatches"]
 class WeightedBatches:
     """Training batches, each with the factor by which its rank's gradient is weighted.
 
-    A batch counts by its rows, even with sample weights: a loss is ``sum(weight * loss) / rows``.
-    The mean over ranks of ``factor * gradient(loss of the batch)``, added up over the batches of a
-    step and divided by their number, is the gradient of that loss over all rows of the step. The
-    factor is 1 where all batches have as many rows.
+    The number of rows determines a batch's weight, even if there are sample weights: a loss is
+    ``sum(weight * loss) / rows``. Take the mean over ranks of ``factor * gradient(loss of the
+    batch)``, sum it over the batches of a step, and divide by their number. The result is the
+    gradient of the loss over all rows of the step. The factor is 1 if all batches have the same
+    number of rows.
 
     Parameters
     ----------
     batches : iterator of mapping
-        The rank's batches, in any framework's form: column name to rows.
+        The rank's batches, in the form of any framework: column name to rows.
     global_sizes : iterator of int, or None
         Rows of each batch over all ranks, see `DataModule.global_train_sizes`.
     size : int
         Number of ranks.
     passes_per_step : int
-        Batches of one step of the optimizer.
+        Batches per optimizer step.
     sum_over_ranks : callable
-        Adds up one number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
-        and only if a user's data module does not tell ``global_sizes``.
+        Sums one number per rank, exactly in 64 bits. All ranks call it in the same steps, and only
+        if a user's data module does not provide ``global_sizes``.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WeightedBatches:
         self._sum_over_ranks = sum_over_ranks
 
     def next_window(self, count: int) -> list[tuple[Mapping[str, Any], float]]:
-        """Return the batches between two steps of the optimizer."""
+        """Return the batches of the next optimizer step, each with its factor."""
         window = list(itertools.islice(self._batches, count))
         rows = [num_rows(columns) for columns in window]
         if self._sizes is not None:
