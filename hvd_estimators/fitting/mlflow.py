@@ -85,8 +85,8 @@ def active_run() -> TrackingRun | None:
 class Tracking:
     """Logger of one fit to MLflow.
 
-    Exceptions from MLflow do not end the fit. A server that does not respond delays the end of the
-    fit by at most one minute.
+    Exceptions from MLflow do not end the fit, and metrics are logged in another thread. At the end,
+    the fit waits at most one minute for metrics that the server has not taken.
 
     Parameters
     ----------

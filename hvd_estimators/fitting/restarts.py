@@ -257,9 +257,9 @@ _MISTAKES = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Inv
 def comes_back(error: WorkerFailedError) -> bool:
     """Return whether relaunched ranks would fail in the same way.
 
-    This is the case if a rank exited by itself, or if Spark failed for an unknown reason. It is
-    also the case if a rank raised an exception, with these exceptions: a lost peer, a lost reader,
-    a store that did not respond, or SIGTERM.
+    They would if a rank exited by itself, or if Spark failed for an unknown reason. They would also
+    if a rank raised an exception, unless the cause was a lost peer, a lost reader, an unavailable
+    store or SIGTERM. Mismatched calls of Horovod do not count as a lost peer.
     """
     if error.cause == "raised":
         told = error.error_type in _PASSING
