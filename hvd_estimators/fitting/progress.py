@@ -42,8 +42,8 @@ _SECONDS_AFTER_FAILURE = 10.0
 class EpochFeed:
     """Background queue that passes history rows to a slow consumer.
 
-    Rows of several epochs are passed together if they have accumulated. If the consumer raises,
-    the rows are passed again with the next ones. The first failure is logged as a warning.
+    Rows of several epochs are passed together if they have accumulated. If the consumer raises, the
+    rows are passed again later, together with new rows. The first failure is logged as a warning.
 
     Parameters
     ----------

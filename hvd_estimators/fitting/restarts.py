@@ -320,7 +320,7 @@ class Restarts:
         SlotsError
             If there were too few task slots for too long.
         JobCancelledError
-            If the thread's Spark jobs were cancelled, even while none of them ran.
+            If the thread's Spark jobs were cancelled, even while no job was running.
         """
         current, before, pauses = backend, self.newest, _pauses()
         while True:

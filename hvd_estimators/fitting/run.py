@@ -1,6 +1,6 @@
 """Runs: identity, lookup in the store, lock, params and results.
 
-A run's fingerprint is the identity of its data, model and settings. The store keeps it beside the
+A run's fingerprint is the identity of its data, model and settings. It is stored beside the
 checkpoints. Only a fit with an equal fingerprint can resume a run. The fingerprint is a dict of
 plain values, so that an error message can name the differences.
 
