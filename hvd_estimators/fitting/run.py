@@ -276,7 +276,7 @@ class RunLock:
 
     @property
     def lost(self) -> bool:
-        """Loss of the run's lease, see `Lease.lost`."""
+        """True after another process has taken over the run, see `Lease.lost`."""
         return self._lease is not None and self._lease.lost
 
     def confirm(self) -> None:
