@@ -1,7 +1,7 @@
 """Deep-learning Estimators for Spark ML, trained with Horovod.
 
-The names below are imported when they are first used, so that a rank (a plain Python process)
-can import this package without PySpark, and the driver without a deep-learning framework.
+The names below are imported on first use. A rank (a plain Python process) can therefore import
+this package without PySpark, and the driver can import it without a deep-learning framework.
 """
 
 from __future__ import annotations
@@ -70,5 +70,5 @@ __getattr__, __dir__ = lazy_names(
     },
 )
 
-# First of all: users may import TensorFlow and torch in either order after this package.
+# Runs on import, so that users can import TensorFlow and torch afterwards in either order.
 make_triton_import_safe()

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name; ``sys.argv`` by default.
+        Arguments after the program's name. Default: those in ``sys.argv``.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -109,10 +109,11 @@ def _positive(text: str) -> int:
 def _build(options: argparse.Namespace) -> int:
     from hvd_estimators.commands.build import build_horovod
 
-    # As an exception it reaches the code that ends the compilers; by default they would go on.
+    # An exception reaches the code that stops the compilers. By default, SIGTERM would end only
+    # this process, and the compilers would continue.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        # Progress goes to standard error, so that a script can read the path from the output.
+        # Progress goes to standard error, so that a script can read the path from standard output.
         wheel = build_horovod(
             gpu=options.gpu,
             cache_dir=options.cache_dir,

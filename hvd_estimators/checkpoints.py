@@ -1,4 +1,7 @@
-"""Checkpoints of runs for those who look at them: with the framework that wrote them, no Spark."""
+"""Inspection of a run's checkpoints without Spark.
+
+Reading a checkpoint requires the framework that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +41,27 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that `load_checkpoint` has read.
+    """Contents of a checkpoint, as returned by `load_checkpoint`.
 
     Attributes
     ----------
     path : str
-        The framework's file.
+        Path of the framework's file.
     framework : str
-        ``"torch"``, ``"keras"`` or ``"lightning"``; ``"torch"``, too, where only the file tells.
+        ``"torch"``, ``"keras"`` or ``"lightning"``. Without a manifest, the file's format decides,
+        and a Lightning file also counts as ``"torch"``.
     epoch, rows : int or None
-        Epochs that were done, and rows of the epoch after these, over all shards. None in a file
-        that no estimator has written.
+        Completed epochs, and rows already trained in the next epoch, over all shards. None if no
+        estimator wrote the file.
     history : list of dict
-        One per epoch that was done, as torch's ``getHistory()``: epoch, train and validation.
+        One dict per completed epoch, with the keys of torch's ``getHistory()``: epoch, train and
+        validation.
     metrics : mapping of str to float
-        What was measured in the last of these; validation's begin with ``val_``.
+        Metrics of the last completed epoch. Names of validation metrics start with ``val_``.
     content : object
-        The framework's own: of torch ``{"model": …, "optimizer": …, …}``, states as
-        ``load_state_dict`` takes them; of Lightning what its Trainer writes, with ``state_dict``;
-        of Keras the model, or its weights by name where its class has no config.
+        The framework's content. For torch: ``{"model": …, "optimizer": …, …}``, with state dicts
+        for ``load_state_dict``. For Lightning: the Trainer's checkpoint, with ``state_dict``. For
+        Keras: the model, or its weights by name if its class has no config.
     """
 
     path: str
@@ -76,33 +81,37 @@ def load_checkpoint(
     safe: bool = True,
     custom_objects: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint of a run. Needs the framework that wrote it, neither Spark nor Horovod.
+    """Read a checkpoint of a run.
+
+    This requires the framework that wrote the checkpoint, but neither Spark nor Horovod.
 
     Parameters
     ----------
     store : Store or str
-        Holds the run; or its prefix; or, without ``run_id``, the path of a checkpoint's file.
+        The store that holds the run, or the store's prefix. Without ``run_id``, it can also be the
+        path of a checkpoint file.
     run_id : str, optional
         Name of the run.
     which : {"newest", "best"} or str
-        The newest, the best by what the run has monitored (see ``checkpoint_monitor``), or a path
-        as ``store.get_checkpoints(run_id)`` returns it. Damaged ones are skipped, with a warning.
+        The newest checkpoint, the best one by the run's monitored metric (see
+        ``checkpoint_monitor``), or a path from ``store.get_checkpoints(run_id)``. The first two
+        skip damaged checkpoints with a warning.
     safe : bool
-        Run no code from the file.
+        Do not run code from the file.
     custom_objects : mapping, optional
-        Name to custom class or function of a Keras model.
+        Custom classes and functions of a Keras model, by name.
 
     Returns
     -------
     Checkpoint
-        What it holds, on the CPU.
+        The checkpoint's contents, on the CPU.
 
     Raises
     ------
     ParamError
         If neither a run nor a path is given.
     StoreError
-        If there is no such checkpoint, it is damaged, or it holds more than is safe to read.
+        If the checkpoint does not exist, is damaged, or holds objects that are not safe to read.
 
     Examples
     --------
@@ -134,7 +143,7 @@ def load_checkpoint(
 def _opened(
     store: Store | str, run_id: str | None, which: str
 ) -> Iterator[tuple[str, CheckpointInfo | None, IO[bytes]]]:
-    """Open the checkpoint that is meant; yield its path, what its pointer says, and the file."""
+    """Open the selected checkpoint; yield its path, its manifest's content, and the file."""
     by_name = which in ("newest", "best")
     if run_id is None and by_name and isinstance(store, str):
         which, by_name, store = store, False, posixpath.dirname(store)
@@ -166,7 +175,7 @@ def _opened(
 def _of_run(
     store: Store, run: RunPaths, which: str, stack: contextlib.ExitStack
 ) -> tuple[CheckpointInfo, IO[bytes]]:
-    """Open the newest or the best checkpoint of a run that is whole."""
+    """Open the newest or the best valid checkpoint of a run."""
 
     def look(info: CheckpointInfo) -> IO[bytes]:
         return stack.enter_context(open_valid(store, info))
@@ -189,7 +198,7 @@ def _of_run(
 
 
 def _framework(file: IO[bytes]) -> str:
-    """Return what has written a file that no pointer tells of."""
+    """Return the framework that wrote a file without a manifest."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()

@@ -1,4 +1,4 @@
-"""The base of all estimators: the recipe of a fit, written once. Runs on the driver."""
+"""Base class of all estimators, with the steps of a fit. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -60,9 +60,11 @@ logger = logging.getLogger(__name__)
 
 
 class HorovodEstimator(EstimatorHooks):
-    """Base of the estimators: check, prepare, try the model, plan, launch, wrap.
+    """Base class of the estimators.
 
-    A framework's estimator fills in the hooks, see `EstimatorHooks`.
+    A fit checks the params, prepares the data, tries the model, plans the training, launches the
+    ranks and wraps the result in a model. A framework's estimator implements the hooks of
+    `EstimatorHooks`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -72,15 +74,15 @@ class HorovodEstimator(EstimatorHooks):
     def fit_on_parquet(
         self, params: Mapping[Any, Any] | None = None, dataset_idx: str | None = None
     ) -> HorovodModel:
-        """Train on Parquet files that are there already.
+        """Train on existing Parquet files.
 
         Parameters
         ----------
         params : dict, optional
-            Param to value; these override what is set.
+            Values by param; they override the params of this estimator.
         dataset_idx : str, optional
-            What `prepare_data` yielded. Default: the files at the store's train path, and at its
-            validation path if ``validation`` is set (to anything).
+            Dataset index from `prepare_data`. Default: the files at the store's train path, and
+            those at the store's validation path if ``validation`` is set to any true value.
 
         Returns
         -------
@@ -129,7 +131,7 @@ class HorovodEstimator(EstimatorHooks):
             return self._train(manifest, backend)
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
-        """Write the rows as Parquet, train on them, and return the model."""
+        """Write the DataFrame as Parquet, train on it, and return the model."""
         with self._naming_as_set():
             return self._fit_frame(dataset)
 
@@ -150,7 +152,10 @@ class HorovodEstimator(EstimatorHooks):
     def _train(
         self, manifest: DatasetManifest, backend: Backend, trial: Trial | None = None
     ) -> HorovodModel:
-        """Train on a dataset and return the model; ``trial`` is of the DataFrame's schema."""
+        """Train on a dataset and return the model.
+
+        ``trial`` is the result of a dry run on the DataFrame, if there was one.
+        """
         self._check_weights(manifest)
         with self._naming_params():
             tried = self._try_rows(manifest) if trial is None else trial
@@ -176,11 +181,11 @@ class HorovodEstimator(EstimatorHooks):
             try:
                 return self._run(backend, spec_for, tried, held, found)
             except WorkerFailedError as error:
-                # Its message holds the rank's traceback. The driver's frames would bury it.
+                # The message holds the rank's traceback. The driver's frames would bury it.
                 raise error.with_traceback(None) from None
 
     def _check_weights(self, manifest: DatasetManifest) -> None:
-        """Make sure that weights of rows are a number each, where no transformation makes them."""
+        """Check that each sample weight is one number, unless a transformation creates them."""
         name = self.getOrDefault("sample_weight_col")
         kinds = {column.name: column.kind for column in manifest.columns}
         if self._transformation() is None and kinds.get(name, "scalar") != "scalar":
@@ -190,11 +195,11 @@ class HorovodEstimator(EstimatorHooks):
             )
 
     def _check_monitored(self, has_validation: bool) -> None:
-        """Make sure that what tells the best checkpoint is measured, as far as that is known."""
+        """Check that training measures the monitored metric, if the metric names are known."""
         self._check_monitor(self._metric_names(), has_validation or self._validates_itself())
 
     def _check_found(self, found: FoundRun, trial: Trial) -> None:
-        """Make sure that the ranks can go on from one of the checkpoints that there are."""
+        """Check that the ranks can resume from one of the run's checkpoints."""
         store: Store = self.getOrDefault("store")
 
         def look(info: CheckpointInfo) -> None:
@@ -214,20 +219,20 @@ class HorovodEstimator(EstimatorHooks):
         held: RunLock,
         found: FoundRun,
     ) -> HorovodModel:
-        """Run the trainer on every rank, showing progress, and make the model of the results.
+        """Run the trainer on every rank, show progress, and create the model from the results.
 
         Parameters
         ----------
         backend : Backend
-            Runs the ranks.
+            Backend that runs the ranks.
         spec_for : callable
-            What the ranks are told, given how many of them are about to start.
+            Returns the `TrainSpec` for a given number of ranks.
         trial : Trial
-            What the dry run found out.
+            Result of the dry run.
         held : RunLock
-            Keeps other fits from the run.
+            Lock that keeps other fits from using the run.
         found : FoundRun
-            What there is of the run already.
+            Content of the run in the store before this fit.
         """
         spec = spec_for(backend.num_processes())
         check_reading(found, spec.data)
@@ -235,7 +240,7 @@ class HorovodEstimator(EstimatorHooks):
             with handover.naming_what_is_kept(trained=False):
                 train = self._rank_function()
                 call = handover.put(train)
-            if self.getOrDefault("run_id") is not None:  # nobody else has a new name
+            if self.getOrDefault("run_id") is not None:  # a generated run ID is unique
                 held.confirm()
             if found.checkpoints:
                 handover.delete_others()
@@ -265,13 +270,13 @@ class HorovodEstimator(EstimatorHooks):
     def _restarts(
         self, spec: TrainSpec, held: RunLock, record: RunRecord, found: FoundRun
     ) -> Restarts:
-        """Return what decides on further launches of the ranks."""
+        """Return the object that decides about relaunches of the ranks."""
         limit, least = (self.getOrDefault(name) for name in ("max_restarts", "min_num_proc"))
         newest = max(found.checkpoints, default=None)
         return Restarts(spec, limit, least, lambda: held.lost, record.restarted, newest)
 
     def _record(self, spec: TrainSpec, found: FoundRun) -> RunRecord:
-        """Return what notes this fit while the ranks train."""
+        """Create the record of this fit, which is updated while the ranks train."""
         order = ReadOrder(spec.data.num_shards, spec.data.random_seed)
         data = spec.data
         document = start_note(
@@ -283,7 +288,7 @@ class HorovodEstimator(EstimatorHooks):
         return RunRecord(spec.store, spec.run, document, bool(found.checkpoints), tracking)
 
     def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:
-        """Make the fitted model of the ranks' results."""
+        """Create the fitted model from the ranks' results."""
         spec: TrainSpec = results.spec
         model = self._create_model(results, spec.run.run_id, column_metadata(spec.data.columns))
         shapes = trial.output_shapes
@@ -294,7 +299,7 @@ class HorovodEstimator(EstimatorHooks):
         return model
 
     def _ready_backend(self) -> Backend:
-        """Check everything that needs no data, and return the backend."""
+        """Run all checks that need no data, and return the backend."""
         self._check_params()
         self._check_sent()
         backend = as_backend(self._get_or_create_backend())
@@ -312,7 +317,7 @@ class HorovodEstimator(EstimatorHooks):
     def _prepare(
         self, dataset: DataFrame, num_shards: int
     ) -> contextlib.AbstractContextManager[str]:
-        """Write a DataFrame; it is there, by the index that is yielded, until the block ends."""
+        """Write a DataFrame, and yield a dataset index that is valid until the block ends."""
         get = self.getOrDefault
         return prepare_data(
             num_shards,
@@ -328,7 +333,7 @@ class HorovodEstimator(EstimatorHooks):
             random_seed=get("random_seed"),
             check_finite=get("check_finite"),
             allow_text=self._allowed_text(),
-            # Who does not shuffle counts on the order of the rows.
+            # Users who turn off shuffling rely on the order of the rows.
             shuffle_on_write=get("shuffle") and get("shuffle_on_write"),
         )
 
@@ -336,23 +341,26 @@ class HorovodEstimator(EstimatorHooks):
         return self._transformation() is not None or self._text_cols()
 
     def _try_frame(self, dataset: DataFrame) -> Trial | None:
-        """Try the model on zeros, where the schema tells all shapes; certain errors end here.
+        """Try the model before the DataFrame is written, to fail early.
+
+        If the schema determines all shapes, the model is tried on zeros. If zeros fail, the
+        DataFrame's first rows decide.
 
         Returns
         -------
         Trial or None
-            None where the first rows that are written are to be tried.
+            None if the model must be tried on the first written rows instead.
         """
         for name in ("feature_cols", "label_cols", "sample_weight_col"):
             columns = self.getOrDefault(name)
             if columns:
                 require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
         if self._transformation() is not None or not self._can_dry_run():
-            return None  # the first rows that are written tell what becomes of them
+            return None  # only the written rows show the transformation's output
         known = known_columns(dataset, self._needed_columns(), self._text_cols())
         if known is None:
             return None
-        # Zeros may be no valid input of the model: the first real rows decide, and tell the error.
+        # Zeros may be invalid input for the model. The first real rows decide and give the error.
         with contextlib.suppress(ShapeError):
             return self._dry_run(zeros(known))
         rows = rows_of_frame(dataset, known)

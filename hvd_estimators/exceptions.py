@@ -1,6 +1,7 @@
-"""Typed errors: one class per kind of problem, each also one of Python's own where that helps.
+"""Exceptions of this package, one class per kind of problem.
 
-Every message says what was expected, what was found and what to set or run.
+Every class except the base also derives from a built-in exception. Every message states the
+expected value, the actual value, and the parameter to set or the command to run.
 """
 
 from __future__ import annotations
@@ -34,109 +35,113 @@ __all__ = [
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that is most like it.
+    """Return a hint for a message about an unknown name: the most similar known name.
 
-    Empty where none is.
+    Returns an empty string if no known name is similar.
     """
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class HvdEstimatorsError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of this package's exceptions."""
 
 
 class ParamError(HvdEstimatorsError, ValueError):
-    """A parameter's value, or a combination of parameters, is not usable."""
+    """Invalid parameter, or invalid combination of parameters."""
 
 
 class ColumnError(HvdEstimatorsError, ValueError):
-    """A column is missing from the data or has a type that cannot be trained on."""
+    """Missing column, or column with an unsupported type."""
 
 
 class DataError(HvdEstimatorsError, ValueError):
-    """The rows themselves are not usable: nulls, ragged arrays, too few of them."""
+    """Unusable rows: nulls, ragged arrays, or too few rows."""
 
 
 class ShapeError(HvdEstimatorsError, ValueError):
-    """Columns, model and labels do not fit each other."""
+    """Mismatch between columns, model and labels."""
 
 
 class StoreError(HvdEstimatorsError, OSError):
-    """The store cannot be reached, or does not hold what was asked for."""
+    """Unreachable store, or missing object in the store."""
 
 
 class StoreUnavailableError(StoreError):
-    """The store has not answered as it should for as long as that was tried again."""
+    """Store that still fails after all retries."""
 
 
 class PredictionError(HvdEstimatorsError, RuntimeError):
-    """A model failed on a batch of rows that it was to predict on."""
+    """Failure of a model on a batch of rows during prediction."""
 
 
 class ReaderError(HvdEstimatorsError, RuntimeError):
-    """What reads the rows for a rank has ended, and cannot go on."""
+    """Termination of a rank's data reader, which cannot continue."""
 
 
 class LeftOutError(HvdEstimatorsError, ImportError):
-    """A name of ``horovod.spark`` was asked for that this package leaves out."""
+    """Use of a ``horovod.spark`` name that this package does not provide."""
 
 
 class SlotsError(HvdEstimatorsError, RuntimeError):
-    """The cluster cannot run as many ranks at the same time as were asked for."""
+    """Too few task slots in the cluster for the requested ranks to run at the same time."""
 
 
 class GpuError(HvdEstimatorsError, RuntimeError):
-    """The ranks do not have the GPUs that they need."""
+    """Missing GPUs for the ranks."""
 
 
 class NotFiniteError(HvdEstimatorsError, FloatingPointError):
-    """A loss, or a parameter of the model, has become NaN or infinite (``terminate_on_nan``)."""
+    """NaN or infinite loss or model parameter (``terminate_on_nan``)."""
 
 
 class JobCancelledError(HvdEstimatorsError, RuntimeError):
-    """Somebody cancelled the Spark job: by its group, by a tag, or by stopping Spark."""
+    """Cancellation of the Spark job: by its group, by a tag, or by stopping Spark."""
 
 
 class TrainingInterruptedError(HvdEstimatorsError, RuntimeError):
-    """The ranks were asked to end (SIGTERM), and ended together after a step. Raised in ranks."""
+    """Stop of training after SIGTERM.
+
+    All ranks end together after a step, and the exception is raised on the ranks.
+    """
 
 
 class UnreachableError(HvdEstimatorsError, ConnectionError):
-    """The hosts of a job do not reach each other."""
+    """Failed network connection between the hosts of a job."""
 
 
 class ResultsError(HvdEstimatorsError, RuntimeError):
-    """What the ranks returned did not reach the driver, or nothing could be made of it there."""
+    """Rank results that did not reach the driver or that the driver could not use."""
 
 
 class DependencyError(HvdEstimatorsError, ImportError):
-    """A Python, or a package, that this needs is not installed, or not in a version that works."""
+    """Missing or incompatible version of Python or of a required package."""
 
 
 class BuildError(HvdEstimatorsError, RuntimeError):
-    """Horovod could not be built."""
+    """Failure to build Horovod."""
 
 
 class WorkerFailedError(HvdEstimatorsError, RuntimeError):
-    """A rank failed while the job ran, or what Spark ran it in.
+    """Failure of a rank, or of the Spark task or executor that ran it, during a job.
 
     Attributes
     ----------
     rank : int or None
-        The rank that failed first; None where it is not known, as where an executor has ended.
+        The rank that failed first. None if unknown, for example because an executor was lost.
     host : str or None
-        The machine that it ran on.
+        The rank's host.
     output_tail : str
-        The end of what the rank wrote to its standard output and error.
+        The end of the rank's standard output and standard error.
     cause : str or None
-        ``"raised"``: an exception left the function. ``"exited"``: the process ended by itself,
-        with an exit status and without a result. ``"killed"``: a signal ended it. ``"stalled"``: it
-        made no progress. ``"lost"``: its executor or machine has gone. None: Spark names no cause.
+        ``"raised"``: the rank's function raised an exception. ``"exited"``: the process exited by
+        itself, with an exit status and without a result. ``"killed"``: a signal ended the process.
+        ``"stalled"``: the rank made no progress. ``"lost"``: the executor or machine was lost.
+        None: Spark reports no cause.
     error_type : str
-        The exception's class where one was raised, else empty.
+        Class name of the exception if the rank raised one, otherwise empty.
     relaunches : int
-        How often the ranks had been launched again before this, by `run_elastic` or by a fit with
+        Number of earlier relaunches of the ranks, by `run_elastic` or by a fit with
         ``max_restarts``.
     """
 

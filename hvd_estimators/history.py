@@ -1,7 +1,7 @@
-"""What was measured in the epochs of a run, in the forms in which ``getHistory()`` tells it.
+"""Training histories, in the formats that ``getHistory()`` returns.
 
-Keras's form is that of its own ``History.history``; torch's and Lightning's is a list with a dict
-per epoch. `history_rows` reads both. Runs on the driver.
+Keras models use the format of Keras's ``History.history``. torch and Lightning models use a list
+with one dict per epoch. `history_rows` reads both formats. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from hvd_estimators.training.spec import EpochMetrics, HistoryRow
 __all__ = ["as_keras_history", "as_records", "history_rows"]
 
 _VALIDATION = "val_"
-"""Begins the names of what Keras has measured in validation."""
+"""Prefix of Keras's validation metrics."""
 
 
 def as_records(epochs: Sequence[EpochMetrics]) -> list[dict[str, Any]]:
-    """Return a dict per epoch, as torch's and Lightning's models hold it."""
+    """Return one dict per epoch, the format of torch and Lightning models."""
     return [epoch.as_dict() for epoch in epochs]
 
 
 def as_keras_history(epochs: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
-    """Return name to a list of values by epoch, as Keras's ``History.history``."""
+    """Return one list of values per metric, the format of Keras's ``History.history``."""
     history: dict[str, list[Any]] = {}
     for epoch in epochs:
         for name, value in epoch.train.items():
@@ -36,17 +36,17 @@ def as_keras_history(epochs: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
 def history_rows(
     history: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
 ) -> list[HistoryRow]:
-    """Return one row per number of a history of any framework.
+    """Return one row per value of a history, for any framework.
 
     Parameters
     ----------
     history : mapping or sequence of mapping
-        What ``getHistory()`` returns.
+        The return value of ``getHistory()``.
 
     Returns
     -------
     list of HistoryRow
-        By epoch, and in an epoch training first.
+        Rows ordered by epoch; within an epoch, training comes before validation.
     """
     epochs = _of_keras(history) if isinstance(history, Mapping) else history
     return [
@@ -59,7 +59,7 @@ def history_rows(
 
 
 def _of_keras(history: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return the same as a dict per epoch."""
+    """Convert a Keras history to one dict per epoch."""
     length = max(map(len, history.values()), default=0)
     epochs: list[dict[str, Any]] = [
         {"epoch": n, "train": {}, "validation": {}} for n in range(length)

@@ -1,4 +1,4 @@
-"""The base of all fitted models: ``transform`` with one forward pass per batch of rows."""
+"""Base class of all fitted models; ``transform`` runs one forward pass per batch of rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HorovodModel(
     FileWritable,
     FileReadable,
 ):
-    """Base of the fitted models."""
+    """Base class of the fitted models."""
 
     model = param("The trained model.")
     run_id = param("Name of the run that trained it.")
@@ -98,7 +98,7 @@ class HorovodModel(
         self.setParams(**kwargs)
 
     def _get_metadata(self) -> dict[str, Any] | None:
-        """Return ``_metadata``; as the models of ``horovod.spark`` do."""
+        """Return ``_metadata``, as the models of ``horovod.spark`` do."""
         metadata: dict[str, Any] | None = self.getOrDefault("_metadata")
         return metadata
 
@@ -112,7 +112,7 @@ class HorovodModel(
         )
 
     def getOutputCols(self) -> list[str]:
-        """Return the names of the columns that `transform` adds, default ones where none is set."""
+        """Return the names of the columns that `transform` adds; defaults if no names are set."""
         return output_columns(self._param_or_none)
 
     def _param_or_none(self, name: str) -> Any:
@@ -120,44 +120,49 @@ class HorovodModel(
 
     @abc.abstractmethod
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
-        """Return a document for the executors, and the function that makes a predictor of it."""
+        """Return a document for the executors and a function that creates a predictor from it."""
 
     @abc.abstractmethod
     def _output_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape of one row of each output."""
 
     def _output_shapes_on(self, dataset: DataFrame | None) -> list[tuple[int, ...]]:
-        """Return the shape of one row of each output, for a DataFrame or for any.
+        """Return the shape of one row of each output for a DataFrame, or for any input if None.
 
-        A hook: models whose shapes depend on what they are given override it.
+        Models whose output shapes depend on their input override this hook.
         """
         return self._output_shapes()
 
     def as_udf(self, name: str | None = None) -> Callable[..., Column]:
-        """Return a UDF that predicts, for expressions of columns and, by a name, for SQL.
+        """Return a UDF that predicts, for column expressions and, if it has a name, for SQL.
 
         >>> model.as_udf("my_model")
         >>> spark.sql("select id, my_model(features) as prediction from rows")
 
-        It is called with the feature columns, in their order: numbers, booleans, vectors, arrays of
-        numbers, and text where the model takes it; with ``apply_transformation`` as they are before
-        the transformation. It gives a double for a number per row and arrays of doubles for
-        everything else (SQL has no vectors; `pyspark.ml.functions.array_to_vector` makes them), or
-        what ``output_types`` says. Several outputs, and the columns of classes, are the fields of a
-        struct, named as `transform` names its columns.
+        The UDF takes the feature columns, in the order of ``feature_columns``: numbers, booleans,
+        vectors, arrays of numbers, and text if the model takes text. With ``apply_transformation``,
+        it takes the columns before the transformation.
 
-        Runs on the driver, and no Spark job. What `transform` knows of a DataFrame a UDF does not:
+        By default, an output with one number per row becomes a double. Every other output becomes
+        an array of doubles, because SQL has no vectors; `pyspark.ml.functions.array_to_vector`
+        converts arrays to vectors. ``output_types`` overrides these types. Several outputs and the
+        class columns become the fields of a struct, with the column names of `transform`.
 
-        - Spark may run it twice for a row, in a filter on what it gives and behind it. `transform`
-          prevents that; here ``as_udf().asNondeterministic()`` does, registered with
-          ``spark.udf.register``, for queries without aggregates of it and joins on it.
-        - Its batches have ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows, however large.
-        - It cannot leave rows out: ``handleInvalid="skip"`` is as ``"keep"``.
+        This method runs on the driver and starts no Spark job. Unlike `transform`, the UDF has no
+        access to the DataFrame:
+
+        - Spark may run the UDF twice for a row: in a filter on its result, and again after the
+          filter. `transform` prevents this. To prevent it here, register
+          ``as_udf().asNondeterministic()`` with ``spark.udf.register``. Queries must then not
+          aggregate the UDF or join on it.
+        - Batches have ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows, whatever the size of
+          the rows.
+        - The UDF cannot drop rows: ``handleInvalid="skip"`` acts like ``"keep"``.
 
         Parameters
         ----------
         name : str, optional
-            Name by which the active session's SQL finds it, instead of another UDF that has it.
+            Name of the UDF in the active session's SQL. Replaces a UDF with the same name.
 
         Returns
         -------
@@ -167,8 +172,8 @@ class HorovodModel(
         Raises
         ------
         ParamError
-            If no session is active, the name is one of Spark's own functions, the shapes of the
-            outputs are not known, or ``output_types`` do not fit them.
+            If no session is active, the name is that of a built-in Spark function, the output
+            shapes are unknown, or ``output_types`` does not fit the shapes.
         """
         session = active_session()
         if name is not None:
@@ -192,7 +197,7 @@ class HorovodModel(
         return udf if name is None else session.udf.register(name, udf)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        """Add the output columns. Lazy: nothing runs before the result is used."""
+        """Add the output columns lazily: prediction runs when the result is used."""
         require_frame("dataset", dataset)
         with naming_transformation(self.getOrDefault):
             return self._transformed(dataset)
@@ -242,7 +247,7 @@ class HorovodModel(
             columns=[*wanted],
         )(*given)
         made = f"__predicted_{uuid.uuid4().hex}"
-        # Otherwise the model would run in a filter on a prediction, and once more.
+        # Otherwise the model would run twice: in a filter on a prediction, and after it.
         with_made = (
             with_barrier_column(dataset, predicted, made)
             if spread_out is None
@@ -256,18 +261,18 @@ class HorovodModel(
         return with_made.withColumns(columns).drop(made)
 
     def _output_types(self, inference: BatchPredictor) -> dict[str, OutputType | None]:
-        """Return the names of the columns that are added to their types; None for the default."""
+        """Return the type of each added column by name; None stands for the default type."""
         outputs = self.getOutputCols()
         kinds = output_types(self.getOrDefault("output_types"), outputs, inference.shapes)
         of_classes = dict.fromkeys(self._class_columns().values())
         return {**dict(zip(outputs, kinds, strict=True)), **of_classes}
 
     def _given_columns(self, dataset: DataFrame, inference: BatchPredictor) -> list[Column]:
-        """Return what the UDF is called with: its columns, and where there are nulls in some."""
+        """Return the UDF's arguments: its columns and, for null-tracked columns, null positions."""
         given = []
         for name in inference.columns:
             if sees_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
-                # Sparse ones stay sparse on the way, and dense ones need no conversion in the JVM.
+                # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
                 column = vector_parts(F.col(quoted(name)))
             else:
                 column = self._feature_column(dataset, name)
@@ -277,7 +282,7 @@ class HorovodModel(
         return [*given, first_null(inference.flagged)] if inference.flagged else given
 
     def _inference(self, dataset: DataFrame | None) -> BatchPredictor:
-        """Return what is to be done with a batch of rows, of a DataFrame or of any."""
+        """Return the predictor for batches of a DataFrame, or of any input if it is None."""
         shapes, outputs = self._output_shapes_on(dataset), self.getOutputCols()
         if len(shapes) != len(outputs):
             raise ParamError(
@@ -286,12 +291,12 @@ class HorovodModel(
                 "as [0], or a name for each output in outputCols."
             )
         inference = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
-        # A UDF cannot leave rows out.
+        # A UDF cannot drop rows.
         keeping = ("keep",) if dataset is not None else ("keep", "skip")
         keeps = self.getOrDefault("handleInvalid") in keeping
         return replace(
             inference,
-            # Arrow tells nulls from NaN.
+            # Arrow distinguishes nulls from NaN.
             flagged=() if sees_arrow() else null_tracked(dataset, inference.columns, keeps),
             keeps_nulls=keeps,
             shapes=tuple(map(tuple, shapes)),
@@ -300,9 +305,9 @@ class HorovodModel(
         )
 
     def _applied(self, dataset: DataFrame | None, features: list[str]) -> BatchPredictor:
-        """Return what comes before the forward pass: the columns, and what is made of them.
+        """Return a `BatchPredictor` with the input columns and the transformation.
 
-        Without a DataFrame the columns are the features alone.
+        If the DataFrame is None, the input columns are the features alone.
         """
         transformation = None
         if self.getOrDefault("apply_transformation"):
@@ -318,21 +323,21 @@ class HorovodModel(
         )
 
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
-        """Return a column as the UDF takes it: numbers, arrays of them, or text."""
+        """Convert a column to the UDF's input type: numbers, arrays of numbers, or text."""
         is_text = self._takes_text() or name in self._text_features()
         return feature_array(dataset, name, allow_text=is_text)
 
     def _takes_text(self) -> bool:
-        """Return whether all columns may be text. A hook."""
+        """Return whether all columns may be text; a hook for subclasses."""
         return bool(self.getOrDefault("apply_transformation"))
 
     def _known_sizes(self) -> dict[str, int | None]:
-        """Return how many numbers a row has in a column, at most, where that is known."""
+        """Return the maximum number of values per row of each column with a known maximum."""
         metadata = self._get_metadata() or {}
         return {name: entry["max_size"] for name, entry in metadata.items() if "max_size" in entry}
 
     def _text_features(self) -> tuple[str, ...]:
-        """Return the feature columns that the model takes as text; where models do."""
+        """Return the feature columns that the model takes as text; none by default."""
         return ()
 
 
@@ -343,5 +348,5 @@ def _is_vector(shape: tuple[int, ...]) -> bool:
 def _as_default(column: Column, shape: tuple[int, ...]) -> Column:
     if not _is_vector(shape):
         return column
-    # It takes no nulls.
+    # array_to_vector accepts no nulls.
     return F.when(column.isNotNull(), array_to_vector(column))

@@ -1,6 +1,6 @@
-"""A picture of what was measured in several runs of a store. Runs on the driver.
+"""Plots that compare the metrics of several runs in a store. Runs on the driver.
 
-matplotlib is needed, an extra of this package.
+This module requires matplotlib, which is an optional dependency.
 """
 
 from __future__ import annotations
@@ -42,32 +42,31 @@ def plot_histories(
     path: str | None = None,
     names: Collection[str] | None = None,
 ) -> Figure:
-    """Plot what was measured in runs, by epoch: a chart for each metric, a colour for each run.
+    """Plot metrics of runs by epoch, with one chart per metric and one colour per run.
 
-    Training is a solid line, validation a dashed one.
+    Solid lines show training metrics, dashed lines show validation metrics.
 
     Parameters
     ----------
     store : Store
-        Keeps the runs.
+        The store that holds the runs.
     run_ids : sequence of str, optional
-        The runs, in the order of the legend. Default: all that have measured something, the oldest
-        first.
+        The runs, in the order of the legend. Default: all runs with metrics, the oldest first.
     path : str, optional
-        A local file to write, in the format that its ending names (``.png``, ``.svg``, ``.pdf``).
+        Local file for the figure. The extension sets the format (``.png``, ``.svg``, ``.pdf``).
     names : collection of str, optional
-        The metrics to plot, such as ``["loss"]``. Default: all, loss first. Where validation has
-        the name of training with ``val_`` before it, both are in one chart.
+        The metrics to plot, such as ``["loss"]``. Default: all, with ``loss`` first. A training
+        metric and the validation metric with the same name after ``val_`` share one chart.
 
     Returns
     -------
     matplotlib.figure.Figure
-        The figure; a notebook shows it.
+        The figure; notebooks display it.
 
     Raises
     ------
     ParamError
-        If there is no such run or metric, or nothing to plot.
+        If a run or metric does not exist, or if the runs have no metrics.
     DependencyError
         If matplotlib is not installed.
     """
@@ -97,7 +96,7 @@ def plot_histories(
 
 
 def _joined(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a history in which validation's names are those of training."""
+    """Return a history that gives validation metrics the names of their training metrics."""
     training = set(frame["name"][frame["stage"] == "train"])
     return frame.assign(
         name=[
@@ -151,9 +150,9 @@ def _draw(
         for stage, style in _STYLES.items():
             chosen = frame[(frame["name"] == name) & (frame["stage"] == stage)]
             if len(chosen):
-                # So few that dashes are seen as such.
+                # With few markers, dashed lines remain recognizable.
                 every = -(-len(chosen) // _MOST_MARKERS)
-                # As people count, and as progress is shown.
+                # Count epochs from 1, as the progress display does.
                 epochs = chosen["epoch"] + 1
                 look = {**looks[run_id], "markersize": 4, "markevery": every}
                 chart.plot(epochs, chosen["value"], linestyle=style, **look)
@@ -165,7 +164,7 @@ def _draw(
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Return colour and marker of a run: other markers where the colours come again."""
+    """Return the colour and marker of a run; the marker changes when the colours repeat."""
     marker = _MARKERS[number // _COLORS % len(_MARKERS)]
     return {"color": colormaps["tab10"](number % _COLORS), "marker": marker}
 

@@ -1,1 +1,1 @@
-"""What the recipe of a fit is made of, on the driver."""
+"""Steps of a fit. Runs on the driver."""

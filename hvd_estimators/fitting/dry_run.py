@@ -1,4 +1,4 @@
-"""Dry runs of a user's code on the driver: without a trace, and judging shapes only."""
+"""Dry runs of user code on the driver, without side effects and only to check shapes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["causes", "leave_to_ranks", "log_untried", "traceless"]
 
 logger = logging.getLogger(__name__)
 
-# Of what columns that do not fit raise, and names that are not defined, which no rank has either.
-# All else says nothing about shapes.
+# Exceptions that mismatched columns can cause, and undefined names, which also fail on every rank.
+# Other exceptions say nothing about shapes.
 _SHAPE_KINDS = (
     TypeError,
     ValueError,
@@ -31,23 +31,23 @@ _SHAPE_KINDS = (
 )
 _OTHER_KINDS = (NotImplementedError, RecursionError, UnicodeError)
 
-# Packages that ask a process for its rank, its GPU or its environment.
+# Packages that query the process's rank, GPU or environment.
 _PACKAGES = ("horovod", "mpi4py", "os", "torch.cuda", "torch.distributed", "torch.xpu")
 _WORDS = re.compile(
     r"\b(cuda|cudnn|nvidia|gpus?|horovod|process group|allocate memory)\b", re.IGNORECASE
 )
 
-# What is set aside belongs to the whole process.
+# Streams, warning filters and random states belong to the whole process.
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def traceless() -> Iterator[None]:
-    """Run a user's code so that the process is afterwards what it was.
+    """Run user code in the block and restore the state of the process afterwards.
 
-    What this thread writes to the standard streams is dropped, warnings are not shown, and the
-    states of Python's and NumPy's random numbers are put back. Give the code copies of the user's
-    objects. One thread at a time.
+    Discards this thread's output to the standard streams, hides warnings, and restores the random
+    states of Python and NumPy. The caller must pass copies of the user's objects to the code. Only
+    one thread at a time can be in the block.
     """
     with _lock:
         python, numpy = random.getstate(), np.random.get_state()
@@ -66,17 +66,19 @@ def traceless() -> Iterator[None]:
 
 
 def leave_to_ranks(error: BaseException, shape_kinds: tuple[type[BaseException], ...] = ()) -> bool:
-    """Return whether an exception of a dry run says nothing about shapes, and log it then.
+    """Return whether an exception of a dry run says nothing about shapes; if so, log it.
 
-    That is one that comes from the process being none of Horovod's ranks, having no GPU, or having
-    other files, packages or variables; and every exception of a kind that shapes do not raise.
+    Such an exception can occur because the driver is not a Horovod rank, has no GPU, or has other
+    files, packages or environment variables. Exceptions of types that mismatched shapes do not
+    cause also count.
 
     Parameters
     ----------
     error : BaseException
-        What a user's code raised.
+        The exception from the user's code.
     shape_kinds : tuple of type
-        Kinds that a framework raises where shapes do not fit, beside Python's own.
+        Exception types that a framework raises for mismatched shapes, in addition to the built-in
+        ones.
     """
     judged = isinstance(error, (*_SHAPE_KINDS, *shape_kinds)) and not isinstance(
         error, _OTHER_KINDS
@@ -88,7 +90,7 @@ def leave_to_ranks(error: BaseException, shape_kinds: tuple[type[BaseException],
 
 
 def log_untried(error: BaseException) -> None:
-    """Warn that the driver could not try the model because of an exception."""
+    """Warn that an exception prevented the dry run on the driver."""
     logger.warning(
         "The model could not be tried on the driver (%s: %s). The ranks will show whether it fits "
         "the data. dry_run=False leaves this trial out.",
@@ -98,9 +100,9 @@ def log_untried(error: BaseException) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that led to it, the newest first.
+    """Yield an exception and the exceptions that led to it, the newest first.
 
-    An exception that a caller of this code was handling before is left out: a fit may run in the
+    Omits exceptions that a caller of this code was already handling, because a fit may run in the
     ``except`` block of a program.
     """
     callers = _callers(error)
@@ -113,7 +115,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _callers(error: BaseException) -> set[int]:
-    """Return the ids of the frames that called the one that caught an exception."""
+    """Return the ids of the frames that called the frame that caught an exception."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     callers = set()
     while frame is not None:
@@ -128,7 +130,7 @@ def _caught_in(frames: set[int], error: BaseException) -> bool:
 
 
 def _comes_from_process(error: BaseException) -> bool:
-    """Return whether an exception passed through code that asks about the process."""
+    """Return whether an exception passed through code that queries the process."""
     traceback = error.__traceback__
     while traceback is not None:
         module = f"{traceback.tb_frame.f_globals.get('__name__')}."
@@ -139,7 +141,7 @@ def _comes_from_process(error: BaseException) -> bool:
 
 
 class _Muted:
-    """A stream that drops what one thread writes and hands on what others do."""
+    """Stream that discards the output of one thread and forwards that of other threads."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""What a framework's estimator fills in: the hooks that the recipe of a fit calls."""
+"""Hooks that a framework's estimator implements and a fit calls. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["EstimatorHooks"]
 class EstimatorHooks(
     TrainPlanning, WritingParams, InferenceParams, ClassificationParams, GridParams
 ):
-    """The params of all estimators, and the hooks in the order in which the recipe calls them.
+    """Params and hooks of all estimators, in the order in which a fit calls the hooks.
 
-    All of them run on the driver. What they share is a `Trial`, which says what the dry run found
-    out, and a `TrainSpec`, which says what the ranks are told.
+    All hooks run on the driver. They share a `Trial`, the result of the dry run, and a `TrainSpec`,
+    the ranks' configuration.
     """
 
     _state_reader: ClassVar[str] = "hvd_estimators.load_checkpoint(store, which=path)"
-    """What opens a trained state, for messages."""
+    """Expression that reads a trained state, for messages."""
 
     _sent: ClassVar[tuple[str, ...]] = (
         *("callbacks", "data_module", "gradient_compression"),
@@ -41,15 +41,17 @@ class EstimatorHooks(
     """Params that are pickled for the ranks."""
 
     _sent_functions: ClassVar[tuple[str, ...]] = ()
-    """Params of which at least the functions are pickled for the ranks."""
+    """Params whose functions, at least, are pickled for the ranks."""
 
     def _check_params(self) -> None:
-        """Check the params together, before anything else is done; extends ours.
+        """Check the params and their combinations, as the first step of a fit.
+
+        Overrides must call this method.
 
         Raises
         ------
         ParamError
-            If they do not go together.
+            If a required param is not set, or if params are incompatible.
         """
         self._check_other_names()
         for name in ("store", "model", "feature_cols"):
@@ -71,12 +73,14 @@ class EstimatorHooks(
         self._transformation()
 
     def _check_sent(self) -> None:
-        """Make sure that what the params hold can be sent to the ranks; extends ours.
+        """Check that the values of the params can be sent to the ranks.
+
+        Overrides must call this method.
 
         Raises
         ------
         ParamError
-            If something cannot.
+            If a value cannot be pickled.
         """
         get = self.getOrDefault
         for name in self._sent:
@@ -87,26 +91,26 @@ class EstimatorHooks(
                 check_sendable(name, function)
 
     def _can_dry_run(self) -> bool:
-        """Return whether a model may be called on the driver, on rows that the readers give."""
+        """Return whether the driver may call the model on rows from the readers."""
         return bool(self.getOrDefault("dry_run"))
 
     @abc.abstractmethod
     def _dry_run(self, columns: Columns) -> Trial:
-        """Run a few rows through copies of model and loss.
+        """Run a few rows through copies of the model and the loss.
 
-        Where a DataFrame's schema tells all shapes this is called before anything is written: on
-        zeros, and on the first rows where zeros will not do. Else it is called on the first rows of
-        the dataset that is written, or given.
+        If a DataFrame's schema determines all shapes, the dry run comes before the data are
+        written. It then uses zeros, or the DataFrame's first rows if zeros fail. Otherwise, it uses
+        the first rows of the written or existing dataset.
 
         Parameters
         ----------
         columns : Columns
-            Arrays of a few rows, as the readers give them to the model.
+            Arrays of a few rows, in the form that the readers pass to the model.
 
         Returns
         -------
         Trial
-            What was found out, for the hooks below; the framework's own kind.
+            Result for the hooks below, of the framework's own class.
 
         Raises
         ------
@@ -115,105 +119,115 @@ class EstimatorHooks(
         """
 
     def _without_dry_run(self, manifest: DatasetManifest) -> Trial:
-        """Return what is known where `_can_dry_run` says no; ``manifest`` tells the columns."""
+        """Return a `Trial` without a dry run, if `_can_dry_run` returns False.
+
+        ``manifest`` describes the columns.
+        """
         return Trial()
 
     def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
-        """Check what only the trial tells, or the dataset's first rows; extends ours."""
+        """Run the checks that need the trial or the dataset's first rows.
+
+        Overrides must call this method.
+        """
         if trial.output_shapes:
             self._class_scores(trial.output_shapes)
 
     def _metric_names(self) -> list[str] | None:
-        """Return the names of what is measured in training; None where only the ranks know."""
+        """Return the names of the training metrics, or None if only the ranks know them."""
         return None
 
     def _validates_itself(self) -> bool:
-        """Return whether the ranks may validate where the dataset has no rows for it."""
+        """Return whether the ranks may validate if the dataset has no validation rows."""
         return False
 
     @abc.abstractmethod
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
-        """Return what tells model and optimizer from others, but for their weights.
+        """Return the identity of model and optimizer, without their weights.
 
-        Plain values, or what `named` makes of others: a run is gone on with only by a fit that
-        finds the same.
+        It holds plain values, with other values converted by `named`. Only a fit with an equal
+        identity can resume the run.
         """
 
     def _check_checkpoint(self, path: str, trial: Trial) -> None:
-        """Make sure that the ranks can go on from a checkpoint of a run that is there already.
+        """Check that the ranks can resume from a checkpoint of an existing run.
 
-        Called before anything starts, with the newest checkpoint's file, and with those before
-        where that one is damaged. A framework whose ranks write it with
-        `hvd_estimators.training.checkpoint_writer.CheckpointWriter` calls `check_state`.
+        Called before the ranks start, with the file of the newest checkpoint. If that checkpoint is
+        damaged, the hook is called with earlier ones. Frameworks whose ranks write checkpoints with
+        `hvd_estimators.training.checkpoint_writer.CheckpointWriter` should call `check_state`.
 
         Raises
         ------
         StoreError
-            If it is damaged, or not of this version.
+            If the checkpoint is damaged, or has another version.
         """
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
-        """Refuse what the ranks would fail at: batches that a model cannot take, for example.
+        """Reject configurations that would fail on the ranks, such as unsupported batch sizes.
 
-        Called with what `_make_spec` is called with.
+        Called with the arguments of `_make_spec`.
         """
 
     @abc.abstractmethod
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
-        """Return what this framework's ranks are told.
+        """Return the configuration of this framework's ranks.
 
-        Called when ranks are about to start, with what is common to all frameworks, planned for as
-        many ranks; called again if others start in their place.
+        Called before the ranks start, with the configuration that is common to all frameworks and
+        planned for this number of ranks. Called again if another number of ranks is launched.
 
         Returns
         -------
         TrainSpec
             A frozen dataclass of plain values and bytes that extends ``common``
-            (``MySpec(**vars(common), …)``); it is pickled, and must not import PySpark.
+            (``MySpec(**vars(common), …)``). It is pickled, and must not import PySpark.
         """
 
     @abc.abstractmethod
     def _rank_function(self) -> Trainer:
-        """Return the function that every rank calls with the spec, and that returns a TrainResult.
+        """Return the function that every rank calls with the spec.
 
-        It is importable where there is no PySpark.
+        The function returns a `TrainResult`. It must be importable without PySpark.
         """
 
     def _rank_environment(self) -> Mapping[str, str | None]:
-        """Return environment variables of the ranks; None deletes one."""
+        """Return environment variables for the ranks; None removes a variable."""
         return {}
 
     @abc.abstractmethod
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
     ) -> HorovodModel:
-        """Make the fitted model of what the ranks returned. As in ``horovod.spark``.
+        """Create the fitted model from the ranks' results, as in ``horovod.spark``.
 
-        Called once, when all ranks have ended. What it raises tells where the trained state is
-        kept. The output shapes that the trial told are set afterwards, unless the model has some.
+        Called once, after all ranks have ended. The location of the trained state is added to
+        errors that this hook raises. Afterwards, the fit sets the output shapes from the trial or
+        from rank 0, unless the model already has output shapes.
 
         Parameters
         ----------
         run_results : RunResults
-            A `TrainResult` per rank; ``run_results.state`` is what rank 0 trained, and
-            ``run_results.spec`` what `_make_spec` returned.
+            One `TrainResult` per rank. ``run_results.state`` is the state from rank 0, and
+            ``run_results.spec`` is the spec from `_make_spec`.
         run_id : str
             Name of the run.
         metadata : mapping
-            Column to a dict, see `column_metadata`.
+            Dict of each column, by name; see `column_metadata`.
         """
 
     @abc.abstractmethod
     def get_model_class(self) -> type[HorovodModel]:
-        """Return the class of the model that `fit` returns; for subclasses to override."""
+        """Return the class of the model that `fit` returns; subclasses can override it."""
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
-        """Return the params of a fitted model; for subclasses to override. As in ``horovod.spark``.
+        """Return the params of a fitted model, as in ``horovod.spark``.
+
+        Subclasses can override this method.
 
         Parameters
         ----------
         **fitted
-            ``model``, ``history``, ``run_id``, ``metadata`` and what the framework adds, by name.
+            ``model``, ``history``, ``run_id``, ``metadata`` and the framework's own params, by
+            name.
         """
         metadata = fitted.pop("metadata")
         return {

@@ -1,9 +1,9 @@
-"""A fit as MLflow shows it: its params, what is measured while it trains, and the fitted model.
+"""MLflow tracking of a fit: params, metrics during training, and the fitted model.
 
-MLflow's active run is one of a thread. It is asked for where `fit` is called, and everything goes
-to that run by its name, from whichever thread. Fits of a grid have runs of their own below it, and
-so has a fit in a run that another fit has written to. Runs on the driver; MLflow is never imported
-by a program that has not done so itself.
+MLflow's active run belongs to a thread. A fit looks it up in the thread that calls `fit`, and all
+threads then log to this run by its ID. Each fit of a grid gets a child run. So does a fit whose
+active run already contains another fit. This package uses MLflow only if the program has imported
+it. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Tracking", "TrackingRun", "active_run"]
 logger = logging.getLogger(__name__)
 
 MODEL_NAME = "model"
-"""Where the model lies among a run's artifacts."""
+"""Artifact path of the model."""
 
 _RUN_TAG = "hvd_estimators.run_id"
 _SECONDS_AT_END = 60.0
@@ -45,21 +45,21 @@ _PACKAGES = {
 
 _lock = threading.Lock()
 _written: dict[tuple[str, str], tuple[str, set[int]]] = {}
-"""Which run of this package each of MLflow's active runs is of, and the epochs that it has."""
+"""For each active MLflow run (URI and ID), this package's run ID and the logged epochs."""
 
 
 @dataclass(frozen=True)
 class TrackingRun:
-    """A run of MLflow's.
+    """MLflow run.
 
     Attributes
     ----------
     uri : str
         The tracking server, folder or database.
     run_id : str
-        Its ID.
+        ID of the run.
     experiment_id : str
-        The experiment that it is in.
+        ID of the run's experiment.
     """
 
     uri: str
@@ -68,7 +68,7 @@ class TrackingRun:
 
 
 def active_run() -> TrackingRun | None:
-    """Return MLflow's active run of this thread; None without one, or without MLflow."""
+    """Return this thread's active MLflow run, or None if it has none or MLflow is not imported."""
     mlflow = sys.modules.get("mlflow")
     if mlflow is None:
         return None
@@ -83,9 +83,10 @@ def active_run() -> TrackingRun | None:
 
 
 class Tracking:
-    """Logs one fit.
+    """Logger of one fit to MLflow.
 
-    Nothing that MLflow raises, and no server that does not answer, ends or holds up the fit.
+    Exceptions from MLflow do not end the fit, and metrics are logged in another thread. At the end,
+    the fit waits at most one minute for metrics that the server has not taken.
 
     Parameters
     ----------
@@ -94,9 +95,9 @@ class Tracking:
     name : str
         The ``run_id`` of this fit.
     params : mapping
-        What is noted of the estimator's params.
+        The recorded params of the estimator.
     own_run : bool
-        Whether the fit has a run of its own, below the active one.
+        Whether the fit is part of a grid and gets a child run of the active run.
     """
 
     def __init__(
@@ -117,16 +118,16 @@ class Tracking:
         self._feed = EpochFeed(self._take, f"MLflow ({redacted(within.uri)})")
 
     def start(self) -> None:
-        """Log the params, by another thread."""
+        """Log the params in another thread."""
         self._feed.start()
 
     def put(self, rows: Sequence[HistoryRow]) -> None:
-        """Log the rows of an epoch, by another thread."""
+        """Log the rows of an epoch in another thread."""
         self._told.update(row[0] for row in rows)
         self._feed.put(rows)
 
     def fail(self) -> None:
-        """Log what was measured until now, and end."""
+        """Log the remaining metrics and close, after a failed fit."""
         if self._has_all() and self._own_run:
             self._end_own_run("FAILED")
 
@@ -137,18 +138,18 @@ class Tracking:
         framework: str,
         versions: Mapping[str, str],
     ) -> None:
-        """Log the fitted model as one of Spark's, unless it is one of a grid, and end.
+        """Log the fitted model as a Spark model, unless it belongs to a grid, and close.
 
         Parameters
         ----------
         rows : sequence of HistoryRow
-            The whole history; epochs that no rank has told while it trained are logged from it.
+            The whole history. Epochs that no rank reported during training are logged from it.
         model : Transformer
-            The model.
+            The fitted model.
         framework : str
-            Its framework.
+            The model's framework.
         versions : mapping
-            Of packages.
+            Package versions, by package name.
         """
         self.put([row for row in rows if row[0] not in self._told])
         if not self._has_all():
@@ -175,7 +176,7 @@ class Tracking:
         arguments = {
             "spark_model": _predicting(model),
             "artifact_path": MODEL_NAME,
-            # Otherwise it would load the model in another process to find out.
+            # Otherwise MLflow would load the model in another process to infer the requirements.
             "pip_requirements": [f"{p}=={versions[p]}" for p in packages if p in versions],
         }
         active = active_run()
@@ -186,7 +187,7 @@ class Tracking:
             spark.log_model(**arguments)
 
     def _has_all(self) -> bool:
-        """Return whether MLflow has everything, which takes a while at most."""
+        """Wait for the feed, for a limited time, and return whether MLflow has all metrics."""
         if self._feed.close(_SECONDS_AT_END):
             return True
         logger.warning(
@@ -223,7 +224,7 @@ class Tracking:
         return str(client.create_run(self._within.experiment_id, tags=tags).info.run_id)
 
     def _log_params(self, client: Any, run_id: str) -> None:
-        # MLflow refuses another value of a param that is there, such as one of the user's.
+        # MLflow rejects a new value for an existing param, such as one that the user logged.
         known = client.get_run(run_id).data.params
         param = importlib.import_module("mlflow.entities").Param
         params = [
@@ -245,9 +246,10 @@ class Tracking:
 
 
 def _predicting(model: Any) -> PipelineModel:
-    """Return a model with the column ``prediction``, which alone is what MLflow's pyfunc returns.
+    """Return a pipeline of the model that adds a ``prediction`` column if needed.
 
-    As it is, where it has one, or several labels.
+    MLflow's pyfunc returns only that column. The pipeline holds the model alone if it already has
+    such a column, or if it has several output columns.
     """
     columns = model.getOutputCols()
     if model.isSet("predictionCol") or len(columns) != 1 or columns[0] == "prediction":
@@ -258,7 +260,7 @@ def _predicting(model: Any) -> PipelineModel:
 
 
 def _key(name: str) -> str:
-    """Return a name with the characters that MLflow takes."""
+    """Replace characters that MLflow does not allow in names by underscores."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 

@@ -1,4 +1,7 @@
-"""Planning on the driver: who reads which rows of a dataset, how, and for how long."""
+"""Training plan: the rows that each rank reads, the reader options and the number of steps.
+
+Runs on the driver.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +44,19 @@ class TrainPlanning(
     ReadingParams,
     TransformationParams,
 ):
-    """Makes of a dataset and of an estimator's params what ranks are told."""
+    """Planning of the ranks' `TrainSpec` from a dataset and an estimator's params."""
 
     def _shards_of_named_run(self, num_ranks: int) -> int:
-        """Return for how many shards rows are to be written: for those of the run that is named.
+        """Return the number of shards to write: that of the named run, if it exists.
 
-        The files, and so the order of the rows, are then those of the run's first part. Runs of a
-        grid have names that the written rows tell; theirs are written for the ranks that there are.
+        The files, and therefore the order of the rows, are then the same as in the run's first fit.
+        The names of grid runs depend on the written rows. Grid data are therefore written for the
+        current number of ranks.
 
         Raises
         ------
         ParamError
-            If these ranks cannot go on with the run, or another fit trains it.
+            If these ranks cannot resume the run, or another fit trains it.
         """
         store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
         if run_id is None or self._grid_index is not None:
@@ -68,12 +72,13 @@ class TrainPlanning(
         return num_shards
 
     def _check_restarts(self, backend: Backend) -> None:
-        """Make sure that ranks can be launched again as is asked for.
+        """Check that the ranks can be relaunched with ``min_num_proc`` ranks.
 
         Raises
         ------
         ParamError
-            If there are to be more ranks than at first, or if fewer cannot read the data.
+            If ``min_num_proc`` exceeds the initial number of ranks, or if fewer ranks cannot read
+            the data.
         """
         least = self.getOrDefault("min_num_proc")
         if least is None:
@@ -99,14 +104,14 @@ class TrainPlanning(
     def _common_spec(
         self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, order: ReadOrder
     ) -> TrainSpec:
-        """Return what the trainers of all frameworks are told.
+        """Return the `TrainSpec` that is common to all frameworks.
 
-        A run that is gone on with keeps the ``order`` that it began with.
+        A resumed run keeps the ``order`` that it started with.
 
         Raises
         ------
         ParamError
-            If these ranks cannot go on with it.
+            If these ranks cannot resume the run.
         """
         get = self.getOrDefault
         check_shards(get("data_module"), order.canonical_shards, num_ranks, run.run_id)
@@ -132,7 +137,7 @@ class TrainPlanning(
     def _plan(
         self, manifest: DatasetManifest, num_shards: int, num_ranks: int, seed: int
     ) -> DataSpec:
-        """Plan who reads what, and how.
+        """Plan the rows that each shard reads, the reader options and the steps per epoch.
 
         Parameters
         ----------
@@ -141,9 +146,9 @@ class TrainPlanning(
         num_shards : int
             Number of canonical shards.
         num_ranks : int
-            Number of ranks that play them.
+            Number of ranks that run the shards.
         seed : int
-            Of the rows' order.
+            Seed of the row order.
 
         Raises
         ------
@@ -159,7 +164,7 @@ class TrainPlanning(
             groups,
             num_shards,
             seed=seed if get("shuffle") else None,
-            # What was written in random order can be read one row group after another.
+            # Rows that were written in random order can be read one row group after another.
             open_bytes=0 if manifest.shuffled else buffer_bytes,
         )
         if get("shuffle") and not (manifest.shuffled or get("inmemory_cache_all")):
@@ -192,7 +197,7 @@ class TrainPlanning(
         )
 
     def _reader_options(self) -> ReaderOptions:
-        """Return how rows are read."""
+        """Return the reader options from the params."""
         get = self.getOrDefault
         return ReaderOptions(
             shuffle=get("shuffle"),
@@ -214,7 +219,7 @@ class TrainPlanning(
         )
 
     def _transformation(self) -> Transformation | None:
-        """Return what the readers make of rows; None if nothing."""
+        """Return the readers' transformation of rows, or None if there is none."""
         get = self.getOrDefault
         weight = get("sample_weight_col")
         return self._make_transformation(
@@ -223,7 +228,7 @@ class TrainPlanning(
         )
 
     def _first_rows(self, manifest: DatasetManifest) -> Columns:
-        """Return the first rows of a dataset as a model gets them."""
+        """Return the first rows of a dataset after the transformation, as the model gets them."""
         rows = first_rows(self.getOrDefault("store"), manifest, DRY_RUN_ROWS)
         transformation = self._transformation()
         return rows if transformation is None else transformation(rows)

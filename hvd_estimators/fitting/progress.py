@@ -1,7 +1,8 @@
-"""Progress of training on the driver: a live bar, or log lines.
+"""Display of training progress: a live bar, or log lines.
 
-Events of ranks are handled one by one: a store or a server that answers late must hold up neither
-the progress that is shown nor the ranks.
+The driver handles the ranks' events one by one. `EpochFeed` therefore passes metrics to slow stores
+and servers in another thread, so that they delay neither the display nor the ranks. Runs on the
+driver.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ _SECONDS_AFTER_FAILURE = 10.0
 
 
 class EpochFeed:
-    """Gives rows of a history to somebody slow, as soon as they are there, several epochs at once.
+    """Background queue that passes history rows to a slow consumer.
 
-    What raises is tried again with what comes next; the first failure is a warning.
+    Rows of several epochs are passed together if they have accumulated. If the consumer raises, the
+    rows are passed again later, together with new rows. The first failure is logged as a warning.
 
     Parameters
     ----------
     take : callable
-        Gets rows, those of an epoch together, or none by `start`; called from another thread.
+        The consumer. It gets rows, with all rows of an epoch together, or no rows after `start`.
+        It is called from another thread.
     what : str
-        Who takes them, for the warning.
+        Name of the consumer, for the warning.
     """
 
     def __init__(self, take: Callable[[Sequence[HistoryRow]], None], what: str) -> None:
@@ -62,12 +65,12 @@ class EpochFeed:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Let it be called before there are any rows; returns at once."""
+        """Schedule a call of the consumer before there are any rows, without blocking."""
         self._is_due = True
         self.put(())
 
     def put(self, rows: Sequence[HistoryRow]) -> None:
-        """Hand on the rows of an epoch; returns at once."""
+        """Queue the rows of an epoch, without blocking."""
         with self._changed:
             self._waiting.extend(rows)
             if self._thread is None:
@@ -76,17 +79,17 @@ class EpochFeed:
             self._changed.notify_all()
 
     def close(self, seconds: float | None = None) -> bool:
-        """Hand on what waits, and end.
+        """Pass on the waiting rows and stop the thread.
 
         Parameters
         ----------
         seconds : float, optional
-            How long to wait for that. Default: as long as it takes.
+            Maximum time to wait. Default: no limit.
 
         Returns
         -------
         bool
-            Whether all was taken.
+            Whether the consumer took all rows.
         """
         with self._changed:
             self._has_ended = True
@@ -143,24 +146,24 @@ _shown: set[object] = set()
 
 @contextlib.contextmanager
 def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[Handler]:
-    """Show what ranks report until the block ends. Runs on the driver.
+    """Show the ranks' reports until the block ends.
 
-    In a notebook the fit is a live bar, on a terminal each epoch is one; elsewhere each epoch is a
-    log line of the logger ``hvd_estimators`` (level INFO), printed to standard error where logging
-    is not configured. Where several fits run at once each tells its run's name.
+    In a notebook, a live bar shows the fit. On a terminal, each epoch has a live bar. Elsewhere,
+    each epoch is a log line of the logger ``hvd_estimators`` (level INFO), or a line on standard
+    error if logging is not configured. If several fits run at once, each shows its run's name.
 
     Parameters
     ----------
     spec : TrainSpec
-        The training job; ``verbose`` 0 shows nothing but messages of ranks, and the lines that
-        they print if the backend is to show them.
+        The training job. With ``verbose`` 0, only messages of ranks are shown, and their printed
+        lines if the backend shows them.
     newest : Position, optional
-        The checkpoint that the run resumes from. A line names it.
+        The checkpoint that the run resumes from. A line reports it.
 
     Yields
     ------
     callable
-        What `Backend.run` takes as ``on_event``.
+        Handler for the ``on_event`` argument of `Backend.run`.
     """
     if spec.verbose <= 0:
         yield print_event
@@ -181,7 +184,7 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
 
 
 def _write(text: str, file: Any) -> None:
-    """Write lines above the bars that there are."""
+    """Write lines above the active bars."""
     with tqdm.external_write_mode(file=file):
         write_text(file, text)
 
@@ -193,14 +196,14 @@ def _display(spec: TrainSpec) -> _Display:
 
 
 def _is_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
+    """Return whether this process is a notebook kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 class _Display:
-    """Shows one fit."""
+    """Display of one fit."""
 
     def __init__(self, spec: TrainSpec) -> None:
         self._name = spec.run.run_id
@@ -217,7 +220,7 @@ class _Display:
 
     def _title(self, epoch: int, epochs: int) -> str:
         with _shown_lock:
-            # Once it is told it stays, since a bar's beginning would jump.
+            # Once shown, the name stays. Otherwise the bar would shift sideways.
             self._has_name = self._has_name or len(_shown) > 1
         title = f"Epoch {epoch + 1}/{epochs}"
         return f"{self._name}, {title}" if self._has_name else title
@@ -226,8 +229,8 @@ class _Display:
 class _FitBar(_Display):
     """One bar for all epochs.
 
-    It is made by the thread that calls ``fit``: a notebook shows what another thread makes under
-    whichever cell runs, or nowhere.
+    The thread that calls ``fit`` must create the bar. A notebook shows the output of other threads
+    under whichever cell is running, or not at all.
     """
 
     def __init__(self, spec: TrainSpec) -> None:
@@ -243,7 +246,7 @@ class _FitBar(_Display):
         done = event.epoch * self._steps + event.step
         if not self._started:
             self._started = True
-            # A run that is gone on with does not begin at 0, and ranks take a while to start.
+            # A resumed run does not start at 0, and the ranks' start-up time must not count.
             self._bar.reset(self._bar.total)
             self._bar.initial = self._bar.n = self._bar.last_print_n = event.epoch * self._steps
         self._bar.set_description(self._title(event.epoch, event.epochs), refresh=False)
@@ -257,7 +260,7 @@ class _FitBar(_Display):
 
 
 class _EpochBars(_Display):
-    """One bar after the other."""
+    """One bar per epoch."""
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__(spec)
@@ -286,7 +289,7 @@ class _EpochBars(_Display):
 
     def _close_bar(self) -> None:
         if self._bar is not None:
-            # Left where it is, it would mix with those of other fits, which move up.
+            # A bar left in place would mix with the bars of other fits, which move up.
             last = str(self._bar)
             self._bar.leave = False
             self._bar.close()
@@ -295,7 +298,7 @@ class _EpochBars(_Display):
 
 
 class _Lines(_Display):
-    """A line per epoch."""
+    """One line per epoch."""
 
     def show(self, event: RankProgress) -> None:
         if not event.done:
@@ -311,7 +314,7 @@ def _write_line(line: str) -> None:
 
 
 def _resuming(spec: TrainSpec, newest: Position) -> str:
-    """Return the line that says where a run resumes."""
+    """Return the line that reports the position at which a run resumes."""
     name = spec.run.run_id
     if newest.epoch >= spec.epochs:
         return f"Run {name!r} is complete; returning its model."

@@ -1,6 +1,7 @@
-"""The driver's record of a run while it trains: owner, identity and measurements.
+"""The driver's record of a run: params, identity, status and metrics of its fits.
 
-It holds plain values: no objects, nothing that is secret, and nothing of where the code came from.
+A record holds only plain values: no objects, no secrets, and no information on the origin of the
+code. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -67,26 +68,27 @@ def start_note(
     before: Mapping[str, Any] | None,
     reading: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what is noted when a fit begins to train.
+    """Return the record at the start of training.
 
     Parameters
     ----------
     estimator : DeclaredParams
-        Has the params.
+        The estimator.
     framework : str
-        Its kind.
+        The estimator's framework.
     run : RunPaths
-        The run and what it is of.
+        The run, with its fingerprint.
     order : ReadOrder
-        What the order of its rows depends on.
+        Number of canonical shards and seed of the run's row order.
     columns : sequence of ColumnSpec
         The columns that are read.
     num_ranks : int
-        Ranks of this fit.
+        Number of ranks of this fit.
     before : mapping or None
-        What an earlier fit has noted of the run, which is kept.
+        Record of an earlier fit of the run; most of its values are preserved.
     reading : mapping, optional
-        What the order of rows depends on, see `hvd_estimators.fitting.run`.
+        Identity of the row order without its seed, from
+        `hvd_estimators.fitting.run.reading_identity`.
     """
     fit = {
         "started": now(),
@@ -121,12 +123,12 @@ def start_note(
 def end_note(
     document: Mapping[str, Any], error: BaseException | None, store: Store
 ) -> dict[str, Any]:
-    """Return what is noted when a fit has ended, given what was noted when it began."""
+    """Return the record at the end of a fit, given the record at its start."""
     state: dict[str, Any] = {"state": "finished", "ended": now()}
     if error is not None:
         told: dict[str, Any] = {"class": type(error).__name__, "message": _message(error, store)}
         if isinstance(error, WorkerFailedError):
-            # A lost executor, a killed rank and an exception of the user's are this class alike.
+            # Lost executors, killed ranks and exceptions from user code all have this class.
             told |= {"cause": error.cause, "rank": error.rank, "host": error.host}
             told["error_type"] = error.error_type or None
         how = "interrupted" if is_interrupt(error) else "failed"
@@ -136,27 +138,27 @@ def end_note(
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an error says that somebody wanted a fit to end, and not that it failed."""
+    """Return whether an error means that the fit was stopped on purpose and did not fail."""
     if isinstance(error, WorkerFailedError):
         return error.error_type == TrainingInterruptedError.__name__
     return isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
 
 
 def _over(fit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an earlier fit, which is over, although its driver may not have said so."""
+    """Return an earlier fit's entry with an end state, even if its driver did not write one."""
     return {**fit, "state": "interrupted"} if fit["state"] == "running" else dict(fit)
 
 
 def noted_params(estimator: DeclaredParams) -> dict[str, Any]:
-    """Return the params that have a value: plain ones as they are, names of others."""
+    """Return the params that are not None; values that JSON cannot hold become names."""
     values = {name: estimator.getOrDefault(name) for name in estimator._declarations}
-    # Variables of an environment are where many keep their keys.
+    # Environment variables often contain credentials.
     values["backend_env"] = dict.fromkeys(values.get("backend_env") or (), _HIDDEN) or None
     return {name: _brief(named(v)) for name, v in sorted(values.items()) if v is not None}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of those that it stands on."""
+    """Return the versions of Python, this package and its installed dependencies."""
     found = {"python": sys.version.split()[0], "hvd_estimators": hvd_estimators.__version__}
     for package in _PACKAGES:
         try:
@@ -167,12 +169,12 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """Return the time, in UTC, as ISO 8601 writes it."""
+    """Return the current time in UTC in ISO 8601 format."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _brief(value: Any) -> Any:
-    """Return a value without secrets, and without most of what is too much to read."""
+    """Return a value with secrets hidden and long strings and lists truncated."""
     if isinstance(value, dict):
         return {k: _HIDDEN if _SECRET.search(k) else _brief(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -194,24 +196,24 @@ _PATIENCE = 120.0
 
 
 class RunRecord:
-    """Notes one fit of a run, as a context manager around the training of the ranks.
+    """Context manager that records one fit of a run while the ranks train.
 
-    ``metadata.json`` says that it runs, and in the end how it ended. ``history.json`` is written
-    while ranks tell what they measure, and with everything in the end. Neither is worth a training
-    run: what cannot be written after its beginning is a warning.
+    ``metadata.json`` contains the state of the fit: running, then how it ended. ``history.json`` is
+    updated when ranks report metrics, and completed at the end. After the start, a failed write of
+    either file only causes a warning, because it must not end the training.
 
     Parameters
     ----------
     store : Store
-        Keeps the run.
+        The store that holds the run.
     run : RunPaths
         The run.
     document : mapping
-        What is noted of it when training begins, see `hvd_estimators.fitting.record.start_note`.
+        The record at the start of training, see `hvd_estimators.fitting.record.start_note`.
     goes_on : bool
-        Whether an earlier fit has left a history.
+        Whether an earlier fit of the run has checkpoints, and therefore may have a history.
     tracking : Tracking, optional
-        Gets everything as well.
+        MLflow logger that also gets metrics and model.
     """
 
     def __init__(
@@ -255,7 +257,7 @@ class RunRecord:
             self._tracking.fail()
 
     def handler(self, shown: Handler) -> Handler:
-        """Return what handles the ranks' events: here, and by another handler."""
+        """Return a handler that records the ranks' metrics and then calls another handler."""
 
         def handle(event: Event) -> None:
             if isinstance(event, RankEpoch):
@@ -269,7 +271,7 @@ class RunRecord:
         return handle
 
     def restarted(self, restart: Mapping[str, Any]) -> None:
-        """Note that the ranks are launched again."""
+        """Record that the ranks are relaunched."""
         *earlier, fit = self._document["fits"]
         fit = {**fit, "restarts": [*fit.get("restarts", ()), dict(restart)]}
         self._document = {**self._document, "fits": [*earlier, fit]}
@@ -280,14 +282,14 @@ class RunRecord:
     def complete(
         self, history: Sequence[EpochMetrics], model: Transformer, stopped: bool = False
     ) -> None:
-        """Take what the ranks have returned, and the model that was made of it.
+        """Record the ranks' results and the fitted model.
 
         Parameters
         ----------
         history : sequence of EpochMetrics
             All epochs of the run.
         model : Transformer
-            The model.
+            The fitted model.
         stopped : bool
             Whether a callback has stopped the run, in this fit or an earlier one.
         """
@@ -311,7 +313,7 @@ class RunRecord:
             )
 
     def _take(self, rows: Sequence[HistoryRow]) -> None:
-        """Note epochs; those that were noted before are trained once more."""
+        """Record epochs; retrained epochs replace recorded epochs from the first one on."""
         first = min(row[0] for row in rows)
         self._rows = [*(row for row in self._rows if row[0] < first), *rows]
         self._write_rows(self._rows)

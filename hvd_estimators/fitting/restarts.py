@@ -1,7 +1,7 @@
-"""Launches and restarts of a fit's ranks. Runs on the driver.
+"""Launches and restarts of a fit's ranks.
 
-What a launch finds of its run is a matter of the ranks: they go on from its newest checkpoint. Here
-it is decided whether there is another launch, when, and with how many ranks.
+This module decides if and when the ranks are relaunched, and how many. The ranks themselves resume
+from the run's newest checkpoint. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -55,28 +55,29 @@ __all__ = [
 
 @dataclass
 class Launch:
-    """Launches the ranks of a fit; called with a backend, once or several times.
+    """Launcher of a fit's ranks, called with a backend once per launch.
 
     Attributes
     ----------
     handover : Handover
-        Holds what they are told.
+        Writes the trainer and its spec to the store for the ranks.
     train : callable
-        What every rank calls.
+        The function that every rank calls.
     spec_for : callable
-        Returns what ranks are told, given how many of them there are.
+        Returns the `TrainSpec` for a given number of ranks.
     spec : TrainSpec
-        What the ranks of the current launch are told.
+        The spec of the current launch.
     call : StoredCall
-        The same, where they read it.
+        The file in the store from which the ranks read ``train`` and ``spec``.
     env : mapping
-        Their environment variables.
+        Environment variables of the ranks.
     handler : callable
-        Gets what they report.
+        Handler of the ranks' events.
     fence : callable
-        Returns what keeps ranks of earlier launches from the run, given the launch's number.
+        Returns the `FencingToken` of a launch, given its number. The token stops ranks of earlier
+        launches from writing to the run.
     number : int
-        How many launches there have been.
+        Number of launches so far.
     """
 
     handover: Handover
@@ -90,7 +91,7 @@ class Launch:
     number: int = 0
 
     def __call__(self, backend: Backend) -> list[Any]:
-        """Return what the ranks return."""
+        """Launch the ranks and return their results."""
         num_ranks = backend.num_processes()
         if num_ranks != self.spec.data.num_ranks:
             self.spec = self.spec_for(num_ranks)
@@ -109,21 +110,21 @@ class Launch:
 def warming_up(
     backend: Backend, train: Trainer, store: Store, env: Mapping[str, str | None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Let machines import the framework, in the block, that the ranks of a fit will need."""
+    """Let machines import the framework during the block, before the ranks need it."""
     call = StoredCall(store, "", "", "", getattr(train, "__module__", ""))
     return backend.warming_up(train_stored, (call,), env)
 
 
 class ProgressAcrossLaunches:
-    """Follows what ranks tell, and keeps from others what they have been told before.
+    """Filter of the ranks' events that removes events from earlier launches.
 
-    Ranks that were launched again train anew what came after the checkpoint that they go on from.
+    Relaunched ranks repeat the training after the checkpoint that they resume from.
 
     Attributes
     ----------
     place : (int, int) or None
-        Epoch, from 0, and steps of it, as the ranks of the current launch told them last; None
-        before they did.
+        Latest epoch, from 0, and steps within it, as reported by the ranks of the current launch.
+        None before their first report.
     """
 
     def __init__(self) -> None:
@@ -132,12 +133,12 @@ class ProgressAcrossLaunches:
         self._told_before: set[tuple[str, int]] = set()
 
     def restart(self) -> None:
-        """Take note that ranks are launched again."""
+        """Record that the ranks are relaunched."""
         self.place = None
         self._told_before = set(self._told)
 
     def handler(self, handler: Handler) -> Handler:
-        """Return what handles events, and hands on to another handler what is new to it."""
+        """Return a handler that passes only new events to another handler."""
 
         def handle(event: Event) -> None:
             if self._is_new(event):
@@ -162,7 +163,7 @@ class ProgressAcrossLaunches:
         self.place = max(self.place or (0, 0), place)
 
 
-# Longer than ranks are waited for.
+# Longer than the wait for the ranks to end.
 _SECONDS = 60.0
 
 
@@ -171,13 +172,14 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def ending_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the block, and then the program, by `SystemExit`. Runs on the driver.
+    """Raise `SystemExit` in the block on SIGTERM, which then ends the program.
 
-    By itself the signal ends a process on the spot, and nobody notes what became of the run. The
-    exit status is what a shell tells of such an end, 143. Does nothing where the program handles
-    the signal itself, and in threads that get no signals. Not for blocks that wait for Spark: a
-    call to the JVM that is interrupted blocks the next one. Should that happen all the same, the
-    signal ends the process a minute later.
+    By default, SIGTERM ends the process at once, and the fit cannot record how the run ended. The
+    exit status is 143, as in a shell. This context manager does nothing if the program handles
+    SIGTERM itself, or outside the main thread, which alone receives signals.
+
+    Do not use this for blocks that wait for Spark: an interrupted call to the JVM blocks the next
+    call. If a call blocks nevertheless, the signal ends the process one minute later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -189,7 +191,7 @@ def ending_by_sigterm() -> Iterator[None]:
     late.daemon = True
 
     def end(number: int, frame: FrameType | None) -> None:
-        # Once: who sends another one does not want to wait.
+        # Only once: a second SIGTERM means that the sender does not want to wait.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         late.start()
         logger.warning("The driver was asked to end (SIGTERM).")
@@ -205,16 +207,16 @@ def ending_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_leftovers(store: Store, run: RunPaths, is_lost: Callable[[], bool]) -> Iterator[None]:
-    """Delete what ranks have left of checkpoints, when the block ends by an error or interrupt.
+    """Delete the ranks' unfinished checkpoints if an exception ends the block.
 
     Parameters
     ----------
     store : Store
-        Keeps the run.
+        The store that holds the run.
     run : RunPaths
-        The run, which is this fit's.
+        The run of this fit.
     is_lost : callable
-        Returns whether somebody else trains it by now.
+        Returns whether another process trains the run by now.
     """
     try:
         yield
@@ -236,28 +238,28 @@ _STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
-# An executor that is about to go still counts among the task slots.
+# An executor that is about to shut down still counts among the task slots.
 _LEAVING_PAUSE = 10.0
 
 
-# What ranks raise for reasons that lie outside of them: a peer that is gone, a machine that is
-# about to go, a store that does not answer, a process that read for them and was killed.
+# Exceptions that a rank raises for external reasons: a lost peer, a machine that is about to shut
+# down, a store that does not respond, or a killed reader process.
 _LEAVING = "TrainingInterruptedError"
 
 
 _PASSING = {"HorovodInternalError", "ReaderError", "StoreUnavailableError", _LEAVING}
 
 
-# Horovod says so of calls that do not fit each other.
+# Horovod's messages for mismatched calls.
 _MISTAKES = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 
 
 def comes_back(error: WorkerFailedError) -> bool:
-    """Return whether ranks that are launched again would fail in the same way.
+    """Return whether relaunched ranks would fail in the same way.
 
-    They would where a rank raised an exception, other than for the loss of another one, a store
-    that did not answer, or because it was told to end; where it ended itself; and where Spark
-    failed for an unknown reason.
+    They would if a rank exited by itself, or if Spark failed for an unknown reason. They would also
+    if a rank raised an exception, unless the cause was a lost peer, a lost reader, an unavailable
+    store or SIGTERM. Mismatched calls of Horovod do not count as a lost peer.
     """
     if error.cause == "raised":
         told = error.error_type in _PASSING
@@ -269,26 +271,26 @@ def comes_back(error: WorkerFailedError) -> bool:
 
 @dataclass
 class Restarts:
-    """The launches of one fit.
+    """Restart policy for the launches of one fit.
 
     Attributes
     ----------
     spec : TrainSpec
-        What the ranks of the first launch are told.
+        The spec of the first launch.
     limit : int
-        Most restarts.
+        Maximum number of restarts.
     least : int or None
-        Fewest ranks; None for as many as in the first launch.
+        Minimum number of ranks; None for the number of the first launch.
     is_lost : callable
-        Returns whether somebody else trains the run by now.
+        Returns whether another process trains the run by now.
     note : callable
-        Called with what is noted of each restart.
+        Called with the record of each restart.
     newest : Position or None
-        The checkpoint that the first launch goes on from.
+        The checkpoint that the first launch resumes from.
     reached : ProgressAcrossLaunches
-        How far the ranks have come.
+        Progress of the ranks.
     failures : list of WorkerFailedError
-        What was lost.
+        Errors of the launches that were followed by a relaunch.
     """
 
     spec: TrainSpec
@@ -302,23 +304,23 @@ class Restarts:
     _deadline: float = math.inf
 
     def run(self, backend: Backend, launch: Callable[[Backend], list[Any]]) -> list[Any]:
-        """Launch ranks until they return, and return what they do.
+        """Launch the ranks until a launch succeeds, and return their results.
 
         Parameters
         ----------
         backend : Backend
-            Runs the ranks of the first launch, and those of others if there are slots for them.
+            Backend of the first launch, and of later launches if there are enough task slots.
         launch : callable
-            Launches ranks by a backend.
+            Launches the ranks on a backend.
 
         Raises
         ------
         WorkerFailedError
-            If a rank failed in a way that comes back, or once too often.
+            If a rank failed in a way that would recur, or if the restarts are used up.
         SlotsError
             If there were too few task slots for too long.
         JobCancelledError
-            If the thread's Spark jobs were cancelled, also while none of them ran.
+            If the thread's Spark jobs were cancelled, even while no job was running.
         """
         current, before, pauses = backend, self.newest, _pauses()
         while True:
@@ -340,7 +342,7 @@ class Restarts:
                     current = self._for_slots(backend, current, wait)
                 self._tell(lost, position, current.num_processes())
             except (SlotsError, UnreachableError) as error:
-                # Slots that were there a moment ago may have gone.
+                # Task slots may have been lost since they were counted.
                 if not self.failures:
                     raise
                 if time.monotonic() > self._deadline:
@@ -350,7 +352,7 @@ class Restarts:
                     current = self._for_slots(backend, current, wait)
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables of the ranks, so that those that hang are noticed."""
+        """Return environment variables for the ranks that enable the detection of hangs."""
         given = os.environ.get(HANG_VARIABLE)
         return {
             **({PATIENCE_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}),
@@ -358,7 +360,7 @@ class Restarts:
         }
 
     def _add(self, error: WorkerFailedError) -> None:
-        """Note a launch that failed; raise its error if it was the last one."""
+        """Record a failed launch; raise its error if no restart may follow."""
         if not self.limit or (comes_back(error) and not self.failures):
             raise error
         why = ""
@@ -374,7 +376,7 @@ class Restarts:
         self._deadline = time.monotonic() + seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
 
     def _newest(self) -> Position | None:
-        """Return the newest checkpoint, once the store answers."""
+        """Return the newest checkpoint, waiting until the store is available."""
         while True:
             try:
                 return max(positions(self.spec.store, self.spec.run), default=None)
@@ -384,14 +386,14 @@ class Restarts:
                 time.sleep(_FIRST_PAUSE)
 
     def _lost(self, position: Position | None, launched: float) -> dict[str, Any]:
-        """Return what was lost: seconds since the checkpoint, and steps as far as they are known.
+        """Return the lost training: seconds since the checkpoint, and steps if known.
 
         Parameters
         ----------
         position : Position or None
-            The checkpoint that is gone on from.
+            The checkpoint to resume from.
         launched : float
-            For how many seconds the launch has lasted.
+            Duration of the launch in seconds.
         """
         spec = self.spec
         lost: dict[str, Any] = {"seconds": launched, "epoch": 0, "step": 0, "steps": None}
@@ -399,14 +401,14 @@ class Restarts:
             lost["epoch"] = position.epoch
             lost["step"] = spec.data.batches_before(position.epoch, position.rows)
             written = None
-            with contextlib.suppress(OSError):  # the ranks will see whether the store is there
+            with contextlib.suppress(OSError):  # the ranks will find out if the store is available
                 written = spec.store.modified(manifest_of(checkpoint_path(spec.run, position)))
             if written is not None:
                 moment = datetime.datetime.now(datetime.timezone.utc)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
         place = self.reached.place
         self.reached.restart()
-        if place is not None and spec.verbose > 0:  # otherwise ranks tell of epochs only
+        if place is not None and spec.verbose > 0:  # otherwise ranks report only epochs
             each = spec.data.train_steps_per_epoch
             steps = (place[0] - lost["epoch"]) * each + place[1] - lost["step"]
             lost["steps"] = max(steps, 0)
@@ -415,7 +417,7 @@ class Restarts:
     def _for_slots(
         self, backend: Backend, before: Backend, wait: Callable[[float], None]
     ) -> Backend:
-        """Return what runs as many ranks as there are slots for, once there are enough."""
+        """Wait for enough task slots, and return a backend with as many ranks as fit."""
         most = backend.num_processes()
         least = most if self.least is None else self.least
         if least < most and backend.resized(least) is None:
@@ -437,7 +439,7 @@ class Restarts:
         return resized
 
     def _tell(self, lost: Mapping[str, Any], position: Position | None, num_ranks: int) -> None:
-        """Say in a line what was lost, and note it."""
+        """Log and record a restart and the lost training."""
         error, number = self.failures[-1], len(self.failures)
         spec = self.spec
         if position is not None:
@@ -477,13 +479,13 @@ class Restarts:
 
 
 def _waiting(backend: Backend) -> contextlib.AbstractContextManager[Callable[[float], None]]:
-    """Return how to wait until a backend is to launch ranks again."""
+    """Return a context manager that yields the backend's wait function."""
     waiting = getattr(backend, "waiting", None)
     return contextlib.nullcontext(time.sleep) if waiting is None else waiting()
 
 
 def _pauses(*first: float) -> Iterator[float]:
-    """Yield the seconds before restarts between which there is no new checkpoint."""
+    """Yield the pauses, in seconds, before consecutive restarts without a new checkpoint."""
     yield from first
     pause = _FIRST_PAUSE
     while True:

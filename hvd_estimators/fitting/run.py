@@ -1,10 +1,12 @@
-"""Runs: identity of data, model and settings, noted beside the checkpoint.
+"""Runs: identity, lookup in the store, lock, params and results.
 
-A fit may read with other settings than an earlier one of its run, from an epoch's beginning on.
-Within an epoch it must not: rows that were read before would be read again, and others never.
+A run's fingerprint is the identity of its data, model and settings. It is stored beside the
+checkpoints. Only a fit with an equal fingerprint can resume a run. The fingerprint is a dict of
+plain values, so that an error message can name the differences.
 
-A checkpoint is gone on from only by a fit that is of the same. What that is, is a dict of plain
-values, so that an error can tell what differs.
+A fit can use other reader settings than an earlier fit of its run, if it resumes at the start of an
+epoch. Within an epoch, other settings are not allowed: some rows would be read twice, and others
+never. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ logger = logging.getLogger(__name__)
 
 
 def reading_identity(data: DataSpec) -> dict[str, Any]:
-    """Return what tells the order of rows from others, but for its seed.
+    """Return the identity of the row order, without its seed.
 
-    Files are told by their place, as they have other names whenever data are prepared.
+    Files are identified by their position, because their names change when data are prepared again.
     """
     files: dict[str, int] = {}
     ranges = [
@@ -81,18 +83,18 @@ def reading_identity(data: DataSpec) -> dict[str, Any]:
         "row groups of the files": digest({"shards": ranges, "open": data.train_plan.open_groups}),
         "shuffle_buffer_size": options.shuffle_buffer_size if options.shuffle else None,
         "inmemory_cache_all": options.shuffle and options.inmemory_cache_all,
-        # All of ours read in the same order.
+        # All data modules of this package read in the same order.
         "data_module": named(module) if isinstance(module, type) else None,
     }
 
 
 def check_reading(found: FoundRun, data: DataSpec) -> None:
-    """Make sure that a run that was interrupted within an epoch finds its rows in the same order.
+    """Check that a run that was interrupted within an epoch reads rows in the same order.
 
     Raises
     ------
     ParamError
-        If they come in another one.
+        If the order differs.
     """
     if not found.checkpoints:
         return
@@ -122,19 +124,19 @@ _OTHER_STATE = re.compile(
 )
 
 
-"""Differences of networks and optimizers that cannot load each other's state."""
+"""Differences between models or optimizers that cannot load each other's state."""
 
 
 @dataclass(frozen=True)
 class ReadOrder:
-    """What the order of a run's rows depends on beside its data: fixed when the run begins.
+    """Settings that determine the row order for given data, fixed when the run starts.
 
     Attributes
     ----------
     canonical_shards : int
-        Shards into which the rows are cut: the number of ranks with which the run began.
+        Number of shards into which the rows are split: the run's initial number of ranks.
     random_seed : int
-        Seed of the order: the user's, or what was drawn.
+        Seed of the order, set by the user or drawn at random.
     """
 
     canonical_shards: int
@@ -143,16 +145,16 @@ class ReadOrder:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What the store holds of a run, as it was found before a fit.
+    """Content of a run in the store before a fit.
 
     Attributes
     ----------
     run : RunPaths
         The run.
     checkpoints : tuple of Position
-        Its checkpoints.
+        Checkpoints of the run.
     notes : mapping or None
-        What was noted beside them; None if nothing was, or if there are none.
+        The run's metadata record. None if there is no record, or if there are no checkpoints.
     """
 
     run: RunPaths
@@ -161,30 +163,30 @@ class FoundRun:
 
     @property
     def row_order(self) -> ReadOrder | None:
-        """The order of rows of a run that is gone on with; None for one that begins.
+        """Row order of a resumed run; None for a new run.
 
-        None, too, for a run of a version that did not note it.
+        Also None if the run comes from a version that did not record the row order.
         """
         order = (self.notes or {}).get("row_order")
         return None if order is None else ReadOrder(**order)
 
 
 def find_run(store: Store, run: RunPaths) -> FoundRun:
-    """Look for a run in the store."""
+    """Look up a run in the store."""
     found = tuple(positions(store, run))
     return FoundRun(run, found, read_metadata(store, run.run_path) if found else None)
 
 
 def check_run(found: FoundRun) -> None:
-    """Make sure that a run's checkpoints, where there are any, are of the same as a fit.
+    """Check that a run's checkpoints, if any, have the fingerprint of the fit.
 
-    Those of a version that noted nothing are gone on from, with a warning: it was asked for by
-    name.
+    Checkpoints without a record come from an earlier version. Such a run is resumed with a warning,
+    because the user named the run explicitly.
 
     Raises
     ------
     ParamError
-        If they are of other data, another model or other settings.
+        If the checkpoints are from other data, another model or other settings.
     """
     run, notes = found.run, found.notes
     if not found.checkpoints:
@@ -207,7 +209,7 @@ def check_run(found: FoundRun) -> None:
 
 
 def _advice(differing: Sequence[str], run: RunPaths) -> str:
-    """Return what helps beside another run_id: that depends on whether the checkpoints fit."""
+    """Return advice other than a new run_id, depending on whether the checkpoints can load."""
     if any(map(_OTHER_STATE.fullmatch, differing)):
         return (
             "The checkpoints hold weights and optimizer state of the other network, which this one "
@@ -219,21 +221,21 @@ def _advice(differing: Sequence[str], run: RunPaths) -> str:
 
 
 class RunLock:
-    """Keeps other fits from a run until the block ends: those of all processes.
+    """Lock that keeps the fits of all processes from using a run until the block ends.
 
     Parameters
     ----------
     store : Store
-        Keeps the run. Where it keeps no runs there is nothing to keep others from.
+        The store that holds the run. If the store saves no runs, the lock has no effect.
     run : RunPaths
         The run.
     patient : bool
-        Whether to wait where the other fit may have been killed.
+        Whether to wait if the other fit may have been killed.
 
     Raises
     ------
     ParamError
-        If another fit has it.
+        If another fit holds the lock.
     """
 
     def __init__(self, store: Store, run: RunPaths, *, patient: bool = False) -> None:
@@ -261,9 +263,10 @@ class RunLock:
                 logger.warning("What a fit has left could not be deleted: %s", error)
 
     def fence(self, launch: int) -> FencingToken | None:
-        """Return what tells the ranks of a launch, from 0, whether they are still to write.
+        """Return the token that allows the ranks of a launch, counted from 0, to write.
 
-        Those of earlier launches are not from now on.
+        From now on, ranks of earlier launches must not write. Returns None if the store saves no
+        runs.
         """
         if self._lease is None:
             return None
@@ -273,26 +276,26 @@ class RunLock:
 
     @property
     def lost(self) -> bool:
-        """See `Lease.lost`."""
+        """True after another process has taken over the run, see `Lease.lost`."""
         return self._lease is not None and self._lease.lost
 
     def confirm(self) -> None:
-        """See `Lease.confirm`."""
+        """Confirm the run's lease, see `Lease.confirm`."""
         if self._lease is not None:
             self._lease.confirm()
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
-    """Return a few characters that are others for another fingerprint."""
+    """Return a short hash of a fingerprint: 12 hexadecimal digits."""
     document = json.dumps(as_json(fingerprint), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:12]
 
 
 def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str, Any]:
-    """Return what tells a dataset from others: its columns, and its rows as far as they are known.
+    """Return the identity of a dataset: its columns, its numbers of rows, and its content.
 
-    Prepared data has a sum over its rows, which is the same however often they are prepared. That
-    of others is told by the names of files below their folder, and their row groups.
+    Prepared data have a checksum of their rows, which stays the same when they are prepared again.
+    Other data are identified by their row groups and the file names relative to their folder.
     """
     specs = [spec for spec in manifest.columns if spec.name in columns]
     specs.sort(key=lambda spec: columns.index(spec.name))
@@ -308,7 +311,7 @@ def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str
 
 
 def named(value: Any) -> Any:
-    """Return what a value that JSON cannot hold is told by: names of functions and of classes."""
+    """Return a value that JSON can hold, with names in place of functions, classes and objects."""
     value = to_python(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -322,14 +325,14 @@ def named(value: Any) -> Any:
 
 
 class Fits:
-    """The models of several fits, as threads ask for them.
+    """Thread-safe iterator that runs one fit per step and returns its index and model.
 
     Parameters
     ----------
     fit : callable
-        Of the fit's index.
+        Runs the fit with a given index and returns its model.
     number : int
-        How many there are.
+        Number of fits.
     """
 
     def __init__(self, fit: Callable[[int], Any], number: int) -> None:
@@ -354,12 +357,12 @@ def _files(split: Split) -> list[Any]:
 
 
 def as_json(fingerprint: Mapping[str, Any]) -> Any:
-    """Return a fingerprint as it is found again in a file."""
+    """Return a fingerprint as it is after a JSON round trip."""
     return json.loads(json.dumps(to_python(dict(fingerprint)), default=named))
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return what differs, the old before the new, among what both tell."""
+    """Return the differences between the entries that both have, old value before new value."""
     told = []
     for name in wanted.keys() & found.keys():
         old, new = found[name], wanted[name]
@@ -378,10 +381,10 @@ def _short(value: Any) -> str:
 
 
 class RunParams(Estimator[HorovodModel], ColumnParams):
-    """An estimator's ``store`` and ``run_id``, and a run of its own for each fit of a grid."""
+    """Params of an estimator's run, with a separate run for each fit of a grid."""
 
     _framework: ClassVar[str]
-    """Begins the names of new runs, and says what has written their checkpoints."""
+    """Prefix of the names of new runs, and the framework that writes their checkpoints."""
 
     _run_settings: ClassVar[tuple[str, ...]] = (
         *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
@@ -391,10 +394,13 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         *("transformation_edit_fields", "transformation_removed_fields"),
     )
     _optional_run_settings: ClassVar[tuple[str, ...]] = ("outputs",)
-    """Settings that a run notes only if they differ from the default: runs of versions without
-    them resume."""
+    """Settings that a run records only if they differ from the default.
 
-    # Its place in a grid, where this is one of the copies that are fitted, which other threads do.
+    Runs of versions without these settings can therefore be resumed.
+    """
+
+    # Index of this copy in a grid, and the MLflow run of the thread that called `fitMultiple`.
+    # Other threads fit the copies.
     _grid_index: int | None = None
     _grid_tracking: TrackingRun | None = None
 
@@ -412,12 +418,12 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     )
 
     def _check_run(self) -> None:
-        """Check these params as far as that is possible without the store's files.
+        """Check ``store`` and ``run_id`` without reading files of the store.
 
         Raises
         ------
         ParamError
-            If the store is none, or the run's name is no name of a folder.
+            If ``store`` is not a store, or ``run_id`` is not a valid folder name.
         """
         store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
         require_store(store)
@@ -425,9 +431,10 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             store.run_paths(run_id)
 
     def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a run is of, so that only such fits go on from its checkpoint.
+        """Return the run's fingerprint; only fits with an equal fingerprint can resume it.
 
-        Not the number of ranks and of epochs, which may be others in a later part of a run.
+        The fingerprint omits the numbers of ranks and epochs, which can differ in later fits of
+        a run.
         """
         defaults = {param.name: value for param, value in self._defaultParamMap.items()}
         optional = [
@@ -443,7 +450,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         }
 
     def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
-        """Return the fit's run."""
+        """Return the paths of the fit's run, with its fingerprint."""
         get = self.getOrDefault
         run_id = self._new_run_id(prefix)
         if self._grid_index is not None:
@@ -453,15 +460,16 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
     ) -> Iterator[tuple[int, HorovodModel]]:
-        """Fit with each of several dicts of params, as Spark's validators do.
+        """Fit once per param map; Spark's validators call this method.
 
-        With ``run_id`` each has a run of its own, whose name begins with it and goes on with a
-        digest of data, model and settings, so that such a fit, too, can be gone on with.
+        With ``run_id``, each fit has a separate run, unless its param map sets ``run_id``. The name
+        of that run is ``run_id`` and a digest of data, model, settings and index, so that the fit
+        can be resumed.
 
         Returns
         -------
         iterator
-            Of (index, model); threads may share it.
+            Iterator over (index, model). It is thread-safe.
         """
         estimator = self.copy()
         tracking = active_run() if self.getOrDefault("log_to_mlflow") else None
@@ -477,7 +485,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         return Fits(fit_one, len(paramMaps))
 
     def _make_tracking(self, run_id: str, params: Mapping[str, Any]) -> Tracking | None:
-        """Return what logs a fit to MLflow; None where there is nothing to log it to."""
+        """Return the MLflow logger of a fit, or None if it is off or has no MLflow run."""
         if not self.getOrDefault("log_to_mlflow"):
             return None
         within = self._grid_tracking or active_run()
@@ -486,20 +494,20 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         return Tracking(within, run_id, params, own_run=self._grid_tracking is not None)
 
     def _new_run_id(self, prefix: str) -> str:
-        """Return the run's name: what is set, or one that no other run has."""
+        """Return ``run_id`` if it is set, or a new unique name."""
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
 
 
 class RunResults(Sequence[TrainResult]):
-    """The ranks' results, in the order of the ranks. Runs on the driver.
+    """Results of the ranks, in the order of the ranks.
 
     Parameters
     ----------
     results : sequence of TrainResult
-        One per rank; that of rank 0 holds the trained state.
+        One result per rank. The result of rank 0 holds the trained state.
     spec : TrainSpec
-        What the ranks were told: the framework's own.
+        The ranks' spec, of the framework's own class.
     """
 
     def __init__(self, results: Sequence[TrainResult], spec: Any) -> None:
@@ -508,9 +516,9 @@ class RunResults(Sequence[TrainResult]):
 
     @property
     def state(self) -> Any:
-        """What rank 0 trained, once it is certain that the others agree.
+        """Trained state from rank 0, after a check that all ranks have equal weights.
 
-        It is bytes, or a `LocalFile` where the framework's trainer returns one.
+        It is bytes, or a `LocalFile` if the framework's trainer returns one.
 
         Raises
         ------
@@ -550,7 +558,7 @@ class RunResults(Sequence[TrainResult]):
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
-        """One record per epoch of the whole run."""
+        """Metrics of the whole run, with one record per epoch."""
         return self._results[0].history
 
     def __len__(self) -> int:

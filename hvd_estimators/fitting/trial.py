@@ -1,4 +1,4 @@
-"""Trials of the user's objects on the driver, before anything is written.
+"""Trials of the user's objects before training: pickling, and dry runs of the model.
 
 Runs on the driver.
 """
@@ -35,25 +35,25 @@ __all__ = [
 def check_sendable(
     name: str, value: Any, pickler: type[cloudpickle.Pickler] = cloudpickle.Pickler
 ) -> None:
-    """Make sure that an object can be pickled, without taking the time of what arrays it holds.
+    """Check that an object can be pickled, without spending time on its arrays.
 
     Parameters
     ----------
     name : str
-        The param whose value it is, for the message.
+        Name of the param that holds the value, for the message.
     value : object
-        What is sent.
+        The object to pickle.
     pickler : type
-        What it is sent with.
+        Pickler class that is used to send the object.
 
     Raises
     ------
     ParamError
-        If it cannot.
+        If the object cannot be pickled.
     """
 
     class Trial(pickler):
-        """Pickles, but for arrays and tensors, which always can be and may be large."""
+        """Pickler that skips arrays and tensors, which are always picklable but may be large."""
 
         def persistent_id(self, obj: Any) -> str | None:
             is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
@@ -80,7 +80,7 @@ def check_sendable(
 
 
 def _find(value: Any, fails: Callable[[Any], bool], depth: int = 6) -> tuple[str, Any]:
-    """Return the innermost part of a value that fails, and how to reach it from the value."""
+    """Return the access path of the innermost part of a value that fails, and that part."""
     parts: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
         parts = ((f"[{key!r}]", part) for key, part in value.items())
@@ -96,7 +96,7 @@ def _find(value: Any, fails: Callable[[Any], bool], depth: int = 6) -> tuple[str
 
 
 def functions_in(value: Any) -> Iterator[Any]:
-    """Yield the plain functions in lists, tuples and dicts."""
+    """Yield the plain functions in nested lists, tuples and dicts."""
     if isinstance(value, FunctionType):
         yield value
     elif isinstance(value, Mapping):
@@ -115,25 +115,25 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-# Not a width that models often have, lest rows and columns be taken for each other.
+# An unusual width for models, so that rows and columns cannot be confused.
 DRY_RUN_ROWS = 11
 
 
-# A batch of more is not made for a trial.
+# Maximum size of a batch that is created for a trial.
 _MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a dry run found out; a framework's own may hold more.
+    """Result of a dry run; subclasses of the frameworks may add attributes.
 
     Attributes
     ----------
     output_shapes : sequence of tuple of int, or None
-        Shape of one row of each output; None where that is left to the ranks.
+        Shape of one row of each output, or None if only the ranks find it out.
     takes_one_row : bool or None
-        Whether a batch of one row can train, which batch normalization may prevent; None if that
-        is not known.
+        Whether the model can train on a batch of one row; batch normalization may prevent this.
+        None if unknown.
     """
 
     output_shapes: Sequence[tuple[int | None, ...]] | None = None
@@ -141,29 +141,29 @@ class Trial:
 
 
 def zeros(specs: Sequence[ColumnSpec]) -> Columns:
-    """Return rows of zeros, and of empty text, for columns whose shapes are known."""
+    """Return rows of zeros, or of empty text, for columns with known shapes."""
     return {spec.name: _zeros(spec) for spec in specs}
 
 
 def try_batches(dry_run: Callable[[Columns], Trial], columns: Columns, batch_size: int) -> Trial:
-    """Run a dry run on a few rows; if these fail, on as many as a batch has.
+    """Try a few rows; if they fail, try the number of rows of a batch.
 
-    Models and training steps may take batches of one size only, and batch normalization fails on
-    one row.
+    Models and training steps may accept only one batch size, and batch normalization fails on one
+    row.
 
     Parameters
     ----------
     dry_run : callable
-        Runs some rows through copies of model and loss.
+        Runs some rows through copies of the model and the loss.
     columns : Columns
-        Some rows. They are repeated if they are too few.
+        Some rows, which are repeated if there are too few.
     batch_size : int
-        Rows of a batch.
+        Number of rows in a batch.
 
     Raises
     ------
     ShapeError
-        If both fail: the error of the second.
+        If all attempts fail. It is the error of the last one.
     """
     few = repeated(columns, max(DRY_RUN_ROWS, len(next(iter(columns.values())))))
     row_bytes = sum(array[:1].nbytes for array in columns.values())
@@ -176,18 +176,18 @@ def try_batches(dry_run: Callable[[Columns], Trial], columns: Columns, batch_siz
             return dry_run(repeated(columns, batch_size))
         except ShapeError as error:
             failure = error
-    # It keeps its cause.
+    # Changing the arguments preserves the exception's cause.
     failure.args = (f"{failure} dry_run=False leaves out this trial on the driver.",)
     raise failure
 
 
 def repeated(columns: Columns, rows: int) -> Columns:
-    """Return as many rows, beginning again at the first if there are fewer."""
+    """Return the given number of rows, starting over at the first row if there are too few."""
     return {name: array[np.arange(rows) % len(array)] for name, array in columns.items()}
 
 
 def rows_of_frame(dataset: DataFrame, specs: Sequence[ColumnSpec]) -> Columns | None:
-    """Return the first rows of a DataFrame; None if they are too few, or some hold nulls."""
+    """Return the first rows of a DataFrame, or None if there are too few or some hold nulls."""
     needed = dataset.select(*(quoted(spec.name) for spec in specs))
     rows: Any = needed.limit(DRY_RUN_ROWS).toPandas()
     if len(rows) < DRY_RUN_ROWS or rows.isna().any(axis=None):
