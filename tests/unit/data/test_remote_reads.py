@@ -8,10 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import counted as counted_reads
 import numpy as np
 import pyarrow as pa
 import pytest
-from counted import make_store
 from pyarrow import parquet
 
 from hvd_estimators.data import footers, remote_reads
@@ -54,7 +54,7 @@ def between():
 
 @pytest.fixture
 def counted(tmp_path, between):
-    store, requests = make_store(tmp_path)
+    store, requests = counted_reads.make_store(tmp_path)
     for number in range(FILES):
         path = Path(store.local(store.get_train_data_path())) / f"{number}.parquet"
         write(path, number * GROUPS * ROWS, between=between)
@@ -105,7 +105,7 @@ def test_a_row_group_takes_a_request_per_run_of_columns_and_a_file_one_more(
     counted, manifest, reader, pool, between, monkeypatch
 ):
     """Over all epochs of a run, validation included."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(Path(counted_reads.__file__).parent), prepend=":")
     store, requests = counted
     epochs = 2
     plan = plan_shards(manifest.train.row_groups, 1)
@@ -176,7 +176,7 @@ def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
 @pytest.mark.parametrize("together", [1, 4])
 def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, together):
     """Of each column, so that no more is held than there is room for, and a piece more of each."""
-    store, requests = make_store(tmp_path)
+    store, requests = counted_reads.make_store(tmp_path)
     rows = 40_000
     write(Path(store.local(f"{store.prefix_path}/a.parquet")), 0, rows, rows, data_page_size=2000)
     path = f"{store.prefix_path}/a.parquet"

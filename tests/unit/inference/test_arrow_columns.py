@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import functions as F
 
-from hvd_estimators.inference import arrow_batches
+from hvd_estimators.inference import arrow_columns
 from hvd_estimators.inference.arrow_columns import (
     can_leave_unconverted,
     sees_arrow,
@@ -52,7 +52,7 @@ def test_columns_are_left_as_they_are_and_converted_again_behind_it(num_chunks: 
 def test_a_pyspark_without_the_method_goes_on_as_it_does(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.setattr(arrow_batches, missing, "there_is_none")
+    monkeypatch.setattr(arrow_columns, missing, "there_is_none")
     assert not can_leave_unconverted()
     assert sees_arrow() == takes_arrow()
     with unconverted():

@@ -25,12 +25,12 @@ PROGRAM = """
     import sys, time
     from hvd_estimators import Store
     from hvd_estimators.prepare.catalog import dataset_paths
-    from tests.unit.prepared_sets import Source, Writer
-    from hvd_estimators.prepare.datasets import hold, lend
+    from tests.helpers.prepared_sets import Source, Writer
+    from hvd_estimators.prepare.datasets import acquire, pin
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
     if len(what) == len("0123456789ab"):
-        with hold(store, what):
+        with pin(store, what):
             print("holding", flush=True)
             sys.stdin.readline()
         sys.exit()
@@ -42,7 +42,7 @@ PROGRAM = """
         print("writing", flush=True)
         time.sleep(60)
 
-    with lend(store, Source("rows"), (), killed if what == "half" else Writer(store)) as index:
+    with acquire(store, Source("rows"), (), killed if what == "half" else Writer(store)) as index:
         pass
     print(index, flush=True)
     if what == "kept":

@@ -135,7 +135,9 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
         for path, line, name in foreign_names(TREES)
         if name not in listed and name not in PUBLIC
     ]
-    assert found == [], "is there a public way? If not, add it to TABLE and docs/decisions/private_names.rst"
+    assert found == [], (
+        "is there a public way? If not, add it to TABLE and docs/decisions/private_names.rst"
+    )
 
 
 def test_every_name_of_the_table_is_used() -> None:
