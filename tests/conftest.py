@@ -22,7 +22,8 @@ pytest_plugins = ("servers.fixtures",)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes many minutes, unless ``-m`` names it."""
+    """Run first what forks, and leave out what takes many minutes, unless ``-m`` names it."""
+    items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     if "soak" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("soak")]

@@ -126,6 +126,7 @@ def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> N
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.forks
 def test_who_hangs_while_it_cleans_up_is_ended_by_the_signal(monkeypatch: Any) -> None:
     monkeypatch.setattr(restarts, "_SECONDS", 0.2)
     pid = os.fork()

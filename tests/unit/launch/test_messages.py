@@ -45,6 +45,7 @@ def test_of_a_long_message_the_two_ends_arrive(received: queue.Queue[object]) ->
     assert message.message == "a" * 4096 + "[... 11,808 characters left out ...]" + "z" * 4096
 
 
+@pytest.mark.forks
 def test_a_child_has_a_connection_of_its_own(received: queue.Queue[object]) -> None:
     log_to_driver("parent")
     assert received.get(timeout=10) == RankMessage(3, "parent")

@@ -181,6 +181,7 @@ def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: s
     assert graceful_stop.grace_asked(f"{directory}/that/has/gone") == 0.0
 
 
+@pytest.mark.forks
 def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
     """Of a process whose standard output and error are pipes without a reader."""
 
