@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.inference import arrow_batches
+from hvd_estimators.inference import arrow_columns
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -153,9 +153,9 @@ def test_predictions_are_the_models_own(
 def test_columns_of_pandas_give_the_same(
     spark: Any, rows: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if arrow_batches.takes_arrow():
+    if arrow_columns.takes_arrow():
         pytest.skip("this PySpark has Arrow UDFs")
-    monkeypatch.setattr(arrow_batches, "can_leave_unconverted", lambda: False)
+    monkeypatch.setattr(arrow_columns, "can_leave_unconverted", lambda: False)
     test_predictions_are_the_models_own(spark, rows, "positional", "tuple", 7)
 
 
@@ -179,10 +179,10 @@ def test_a_single_column_and_a_single_output(
 
 def test_vectors_travel_as_they_are_stored(rows: DataFrame) -> None:
     """Without null lists where those take the JVM time that grows with their place in the batch."""
-    none = [] if arrow_batches.takes_arrow() else None
+    none = [] if arrow_columns.takes_arrow() else None
     nullable = rows.select(F.when(F.col("id") % 5 > 0, F.col("mixed")).alias("mixed"), "id")
     sent = nullable.select(
-        arrow_batches.vector_parts(F.col("mixed")).alias("parts"), "mixed"
+        arrow_columns.vector_parts(F.col("mixed")).alias("parts"), "mixed"
     ).collect()
 
     assert {row.mixed is None for row in sent} == {True, False}

@@ -12,7 +12,7 @@ import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import types as T
 
-from hvd_estimators.inference import arrow_batches
+from hvd_estimators.inference import arrow_columns
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -65,9 +65,9 @@ def expected(row: Any) -> tuple[Any, Any, Any]:
 @pytest.fixture
 def as_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let columns come to UDFs as pandas', as with a PySpark that has no other way."""
-    if arrow_batches.takes_arrow():
+    if arrow_columns.takes_arrow():
         pytest.skip("this PySpark has Arrow UDFs")
-    monkeypatch.setattr(arrow_batches, "can_leave_unconverted", lambda: False)
+    monkeypatch.setattr(arrow_columns, "can_leave_unconverted", lambda: False)
 
 
 def test_columns_of_pandas_tell_the_same_rows_with_nulls(
