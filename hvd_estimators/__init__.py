@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_estimators._util.lazy_imports import lazy_names
-from hvd_estimators._util.triton_import import make_triton_import_safe
+from hvd_estimators._util.lazy_imports import lazy_names, make_triton_import_safe
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint

@@ -39,18 +39,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_build(commands)
-    _add_doctor(commands)
-    return parser
-
-
-def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     build = commands.add_parser(
         "build-horovod",
         help="build (or find in the cache) and install Horovod for the installed frameworks",
         description="Build a Horovod wheel for the torch and TensorFlow that are installed beside "
         "this Python, keep it in a cache, and install it. A first build takes some minutes.",
     )
+    _add_build_options(build)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what is installed and say how to fix what does not fit",
+        description="Check what is installed and whether it fits together, and run a small "
+        "allreduce. The exit status is 1 if there is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_build_options(build: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--gpu",
         choices=("auto", "none", "cuda"),
@@ -86,17 +93,6 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="switch the wheel's horovod.spark off",
     )
     build.set_defaults(run=_build)
-
-
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="check what is installed and say how to mend what does not fit",
-        description="Check what is installed and whether it fits together, and run a small "
-        "allreduce. The exit status is 1 if there is a problem.",
-    )
-    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
-    doctor.set_defaults(run=_doctor)
 
 
 def _positive(text: str) -> int:

@@ -1,16 +1,25 @@
-"""Lazy imports of a package's public names."""
+"""Lazy imports of a package's public names, and a safe import of triton beside TensorFlow."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.abc
+import logging
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["lazy_names"]
+__all__ = ["lazy_names", "make_triton_import_safe"]
+
+logger = logging.getLogger(__name__)
 
 
 def lazy_names(
@@ -47,3 +56,42 @@ def lazy_names(
             ) from error
 
     return get, lambda: sorted({*homes, *vars(sys.modules[package])})
+
+
+def make_triton_import_safe() -> None:
+    """Make later imports of triton in this process use triton's own LLVM.
+
+    TensorFlow exports the symbols of its copy of LLVM to the whole process. If triton's extension
+    module is loaded after TensorFlow, triton calls TensorFlow's LLVM, and the process ends with a
+    segmentation fault. torch imports triton with ``torch._dynamo``, and so does Lightning.
+
+    This function makes no import slower. If TensorFlow is loaded before triton, triton's extension
+    module is first loaded with ``RTLD_DEEPBIND``. The module's own symbols then take precedence
+    over the process's symbols. See dlopen(3).
+    """
+    if "triton" in sys.modules or any(isinstance(f, _TritonFinder) for f in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _TritonFinder())
+
+
+class _TritonFinder(importlib.abc.MetaPathFinder):
+    """Import hook that loads triton's extension module before other finders find triton."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return no module: this finder only prepares the process."""
+        if name == "triton" and "tensorflow" in sys.modules:
+            spec = PathFinder.find_spec(name)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                _bind_own_symbols(Path(folder))
+        return None
+
+
+def _bind_own_symbols(triton: Path) -> None:
+    for library in sorted(triton.glob("_C/libtriton*.so")):
+        try:
+            # Python reuses a library that is already loaded.
+            ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
+        except OSError as error:
+            logger.debug("%s cannot be loaded: %s", library, error)

@@ -206,7 +206,7 @@ class Facts:
         Last line of the error of each installed component that cannot be imported.
     horovod : mapping of str to HorovodFacts
         Per installed framework; empty without Horovod.
-    horovod_mends : int
+    horovod_patches : int
         Revision of the source patches of the installed Horovod; 0 without patches.
     horovod_spark : str or None
         The kind of ``horovod.spark``, see `installed_horovod_spark`.
@@ -223,7 +223,7 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     import_errors: Mapping[str, str] = field(default_factory=dict)
     horovod: Mapping[str, HorovodFacts] = field(default_factory=dict)
-    horovod_mends: int = 0
+    horovod_patches: int = 0
     horovod_spark: str | None = None
     allreduce: float | ProbeError | None = None
     gpus: tuple[str, ...] = ()
@@ -252,7 +252,7 @@ def collect() -> Facts:
         versions=versions,
         import_errors={name: text for name, future in imports.items() if (text := future.result())},
         horovod=builds,
-        horovod_mends=installed_patches(),
+        horovod_patches=installed_patches(),
         horovod_spark=installed_horovod_spark(),
         allreduce=_try_allreduce(works) if works else None,
         gpus=_gpu_facts(),
@@ -473,10 +473,10 @@ def _horovod(facts: Facts) -> Iterator[Row]:
         elif "gloo" not in build.features:
             found = f"{version}, built without Gloo"
             yield Row(component, found, Status.PROBLEM, f"{BUILD_HOROVOD} --force")
-        elif facts.horovod_mends < REQUIRED_PATCHES:
+        elif facts.horovod_patches < REQUIRED_PATCHES:
             found = f"{version}, built without what ranks need to listen where others reach them"
             yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
-        elif facts.horovod_mends < PATCHES_REVISION:
+        elif facts.horovod_patches < PATCHES_REVISION:
             found = f"{version}, does not notice ranks that hold up the others"
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:

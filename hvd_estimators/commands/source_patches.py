@@ -37,7 +37,7 @@ from hvd_estimators.launch.versions import (
     TOKEN_VARIABLE,
 )
 
-__all__ = ["MENDS", "SourcePatch", "patch_source", "unpack_source"]
+__all__ = ["PATCHES", "SourcePatch", "patch_source", "unpack_source"]
 
 _MARKER_TEXT = f'''\
 """Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""
@@ -69,7 +69,7 @@ _DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
 _TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
 _SIGN = "// Changed by hvd-estimators build-horovod"
 
-MENDS = (
+PATCHES = (
     SourcePatch(
         _CONTEXT,
         "int ParseNextInt(std::stringstream& ss) {\n",
@@ -251,7 +251,7 @@ def unpack_source(archive: Path, folder: Path) -> Path:
         raise BuildError(f"Horovod's source {archive} cannot be unpacked: {error}") from error
     found = next(iter(folder.glob("*/setup.py")), None)
     if found is None:
-        raise BuildError(f"{archive} is not a source distribution: it holds no setup.py.")
+        raise BuildError(f"{archive} is not a source distribution: it contains no setup.py.")
     return found.parent
 
 
@@ -269,17 +269,17 @@ def patch_source(source: Path) -> None:
         If the source is not the version that the patches are for. In this case nothing is changed.
     """
     texts: dict[Path, str] = {}
-    for mend in MENDS:
-        path = source / mend.path
+    for patch in PATCHES:
+        path = source / patch.path
         text = texts.get(path) or (path.read_text() if path.is_file() else "")
-        count = text.count(mend.before)
+        count = text.count(patch.before)
         if count != 1:
             raise BuildError(
-                f"Horovod's source is not as it is known: {mend.path} has {count} times, not once, "
-                f"what is to be changed:\n{mend.before}\nBuild the release that pip finds on PyPI, "
-                "not a changed one."
+                f"Horovod's source differs from the release: {patch.path} has {count} times, not "
+                f"once, the text to patch:\n{patch.before}\nBuild the release that pip finds on "
+                "PyPI, not a changed one."
             )
-        texts[path] = text.replace(mend.before, mend.after)
+        texts[path] = text.replace(patch.before, patch.after)
     for path, text in texts.items():
         path.write_text(text)
     (source / MARKER).write_text(_MARKER_TEXT)

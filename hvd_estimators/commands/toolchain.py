@@ -70,7 +70,7 @@ _CXX_HEADERS = ("cstdint", "stdexcept", "string")
 
 _WRAPPER = """\
 #!/bin/sh
-# Runs the C++ compiler; only Horovod's own sources (*.cc) get the flags that mend its build.
+# Runs the C++ compiler; only Horovod's own sources (*.cc) get the flags that fix its build.
 extra=
 for argument in "$@"; do
     case "$argument" in

@@ -11,10 +11,9 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from hvd_estimators._util.horovod_spark_names import HOMES
+from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators._util.unpickling import import_first
-from hvd_estimators.compat.left_out import check_module, check_name
 from hvd_estimators.exceptions import LeftOutError, did_you_mean
 
 __all__ = ["MARKER", "install", "is_installed"]
@@ -54,7 +53,7 @@ class _NamesLoader(Loader):
         get, listed = lazy_names(module.__name__, HOMES[self._key])
 
         def get_or_explain(name: str) -> Any:
-            check_name(theirs, name)
+            _check_name(theirs, name)
             try:
                 return get(name)
             except AttributeError:
@@ -118,7 +117,7 @@ class _AliasFinder(MetaPathFinder):
         real = _real_name(fullname)
         if real is None:
             return None
-        check_module(fullname)
+        _check_module(fullname)
         found = importlib.util.find_spec(real)
         if found is None:
             return None
@@ -135,6 +134,24 @@ def _real_name(name: str) -> str | None:
         if name == alias or name.startswith(f"{alias}."):
             return real + name[len(alias) :]
     return None
+
+
+def _check_module(name: str) -> None:
+    """Raise `LeftOutError` if a module is left out."""
+    for left_out, instead in LEFT_OUT_MODULES.items():
+        if name == left_out or name.startswith(f"{left_out}."):
+            raise _left_out(name, instead)
+
+
+def _check_name(module: str, name: str) -> None:
+    """Raise `LeftOutError` if a name of a module is left out, or is a module that is left out."""
+    instead = LEFT_OUT_NAMES.get(module, {}).get(name) or LEFT_OUT_MODULES.get(f"{module}.{name}")
+    if instead is not None:
+        raise _left_out(f"{module}.{name}", instead)
+
+
+def _left_out(name: str, instead: str) -> LeftOutError:
+    return LeftOutError(f"hvd_estimators has no {name}. {instead}")
 
 
 def is_installed() -> bool:

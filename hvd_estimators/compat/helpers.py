@@ -1,4 +1,4 @@
-"""Backend, functions and constants of ``horovod.spark.common`` that this package itself lacks."""
+"""Backend, functions and constants of ``horovod.spark`` that this package itself lacks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,26 @@ __all__ = [
     "MIXED_SPARSE_DENSE_VECTOR",
     "NOCHANGE",
     "PETASTORM_HDFS_DRIVER",
+    "SPARK_CONF_ALWAYS_RESTART_FAILED_TASK",
+    "SPARK_CONF_BLACKLIST_DISABLED",
+    "SPARK_CONF_BLACKLIST_ENABLED",
+    "SPARK_CONF_DEFAULT_VALUES",
+    "SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK",
+    "SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR",
+    "SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP",
+    "SPARK_CONF_DONT_REUSE_FAILING_NODE",
+    "SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP",
+    "SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK",
+    "SPARK_CONF_MAX_INT",
+    "SPARK_CONF_MAX_INT_MINUS_ONE",
+    "SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK",
+    "SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK",
+    "SPARK_CONF_REUSE_FAILED_EXECUTOR",
+    "SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP",
+    "SPARK_CONF_REUSE_FAILING_NODE",
+    "SPARK_CONF_REUSE_FAILING_NODE_IN_APP",
+    "SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK",
+    "SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK",
     "SPARSE_VECTOR",
     "TOTAL_BUFFER_MEMORY_CAP_GIB",
     "SparkBackend",
@@ -97,3 +117,53 @@ def to_list(var: Any, length: int) -> list[Any] | None:
     if len(entries) != length:
         raise ParamError(f"expected a list of {length}, or of one, found {len(entries)} entries.")
     return entries
+
+
+# Settings of ``horovod.spark.conf``: pairs for ``SparkConf.set(*pair)``. Spark 3.1 renamed
+# ``spark.blacklist``, and Spark 4.1 dropped the old names; these are the new ones. They affected
+# elastic runs whose tasks Spark restarted; ``run_elastic`` of this package ignores them.
+_EXCLUDE = "spark.excludeOnFailure"
+_PER_EXECUTOR = f"{_EXCLUDE}.stage.maxFailedTasksPerExecutor"
+_PER_NODE = f"{_EXCLUDE}.stage.maxFailedExecutorsPerNode"
+_TASK_PER_EXECUTOR = f"{_EXCLUDE}.task.maxTaskAttemptsPerExecutor"
+_TASK_PER_NODE = f"{_EXCLUDE}.task.maxTaskAttemptsPerNode"
+_APPLICATION_PER_EXECUTOR = f"{_EXCLUDE}.application.maxFailedTasksPerExecutor"
+_APPLICATION_PER_NODE = f"{_EXCLUDE}.application.maxFailedExecutorsPerNode"
+
+SPARK_CONF_MAX_INT = str(2**31 - 1)
+# Spark compares two of its limits, and one has to be below the other.
+SPARK_CONF_MAX_INT_MINUS_ONE = str(2**31 - 2)
+
+SPARK_CONF_ALWAYS_RESTART_FAILED_TASK = ("spark.task.maxFailures", SPARK_CONF_MAX_INT)
+
+SPARK_CONF_BLACKLIST_DISABLED = (f"{_EXCLUDE}.enabled", "false")
+SPARK_CONF_BLACKLIST_ENABLED = (f"{_EXCLUDE}.enabled", "true")
+
+SPARK_CONF_REUSE_FAILED_EXECUTOR = (_PER_EXECUTOR, SPARK_CONF_MAX_INT)
+SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR = (_PER_EXECUTOR, "1")
+SPARK_CONF_REUSE_FAILING_NODE = (_PER_NODE, SPARK_CONF_MAX_INT_MINUS_ONE)
+SPARK_CONF_DONT_REUSE_FAILING_NODE = (_PER_NODE, "1")
+
+SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK = (_TASK_PER_EXECUTOR, SPARK_CONF_MAX_INT)
+SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK = (_TASK_PER_EXECUTOR, "2")
+SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK = (_TASK_PER_EXECUTOR, "1")
+SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK = (_TASK_PER_NODE, SPARK_CONF_MAX_INT_MINUS_ONE)
+SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK = (_TASK_PER_NODE, "2")
+SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK = (_TASK_PER_NODE, "1")
+
+SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP = (_APPLICATION_PER_EXECUTOR, SPARK_CONF_MAX_INT)
+SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP = (_APPLICATION_PER_EXECUTOR, "1")
+SPARK_CONF_REUSE_FAILING_NODE_IN_APP = (_APPLICATION_PER_NODE, SPARK_CONF_MAX_INT)
+SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP = (_APPLICATION_PER_NODE, "1")
+
+# https://spark.apache.org/docs/latest/configuration.html
+SPARK_CONF_DEFAULT_VALUES = {
+    "spark.task.maxFailures": "4",
+    f"{_EXCLUDE}.enabled": "false",
+    _PER_EXECUTOR: "2",
+    _PER_NODE: "2",
+    _TASK_PER_EXECUTOR: "1",
+    _TASK_PER_NODE: "2",
+    _APPLICATION_PER_EXECUTOR: "2",
+    _APPLICATION_PER_NODE: "2",
+}

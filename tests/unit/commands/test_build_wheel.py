@@ -13,7 +13,7 @@ from hvd_estimators.commands import build
 from hvd_estimators.commands.build import (
     build_wheel,
 )
-from hvd_estimators.commands.source_patches import MENDS
+from hvd_estimators.commands.source_patches import PATCHES
 from hvd_estimators.exceptions import BuildError
 from hvd_estimators.launch.versions import PATCHES_REVISION
 
@@ -54,10 +54,10 @@ BUILD = "wheel_dir = pathlib.Path(sys.argv[sys.argv.index('--wheel-dir') + 1])\n
 
 @pytest.fixture
 def archive(tmp_path):
-    """Pack what the mends look for in Horovod's source."""
+    """Pack what the patches look for in Horovod's source."""
     source = tmp_path / "horovod-0.28.1"
-    for path in {mend.path for mend in MENDS}:
-        text = "// between\n".join(mend.before for mend in MENDS if mend.path == path)
+    for path in {patch.path for patch in PATCHES}:
+        text = "// between\n".join(patch.before for patch in PATCHES if patch.path == path)
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_text(text)
     (source / "setup.py").touch()
@@ -110,7 +110,7 @@ class TestBuildWheel:
         assert no_wheels(folder)
         assert not scratch_folders(folder)
 
-    def test_the_mended_source_is_what_is_built(self, folder, fake_pip):
+    def test_the_patched_source_is_what_is_built(self, folder, fake_pip):
         pip = fake_pip(
             "source = pathlib.Path(sys.argv[-1])\n"
             "files = [p for end in ('cc', 'cmake', 'h', 'py') for p in source.rglob(f'*.{end}')]\n"
@@ -119,8 +119,8 @@ class TestBuildWheel:
 
         built = build_wheel(RECIPE, folder, pip=pip).read_text()
 
-        for mend in MENDS:
-            assert mend.after in built, mend
+        for patch in PATCHES:
+            assert patch.after in built, patch
         assert f"REVISION = {PATCHES_REVISION}\n" in built
 
     def test_a_source_that_is_not_known_is_not_built(self, folder, fake_pip, archive):
@@ -129,7 +129,7 @@ class TestBuildWheel:
             setup.touch()
             tar.add(setup, "horovod-0.28.1/setup.py")
 
-        with pytest.raises(BuildError, match=r"(?s)not as it is known: \S+\.cc has 0 times.*PyPI"):
+        with pytest.raises(BuildError, match=r"(?s)differs from .*\.cc has 0 times.*PyPI"):
             build_wheel(RECIPE, folder, pip=fake_pip("sys.exit('compiled')"))
 
         assert no_wheels(folder)

@@ -44,7 +44,7 @@ HEALTHY = Facts(
         "torch": HorovodFacts("2.13.0+cpu", ("gloo",)),
         "tensorflow": HorovodFacts("2.21.0", ("gloo",)),
     },
-    horovod_mends=PATCHES_REVISION,
+    horovod_patches=PATCHES_REVISION,
     allreduce=2.5,
 )
 
@@ -72,14 +72,14 @@ def problems(facts):
 
 
 def test_a_horovod_as_it_was_released_is_a_problem():
-    facts = replace(HEALTHY, horovod_mends=0)
+    facts = replace(HEALTHY, horovod_patches=0)
 
     assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow"}
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
-def test_a_horovod_with_the_mends_that_ranks_need_is_good_enough_to_be_warned_of():
-    facts = replace(HEALTHY, horovod_mends=REQUIRED_PATCHES)
+def test_a_horovod_with_the_patches_that_ranks_need_is_good_enough_to_be_warned_of():
+    facts = replace(HEALTHY, horovod_patches=REQUIRED_PATCHES)
 
     assert REQUIRED_PATCHES < PATCHES_REVISION
     assert not problems(facts)
@@ -93,7 +93,7 @@ def test_what_horovod_spark_is_is_told():
     assert "horovod.spark" not in {row.component for row in diagnose(HEALTHY)}
 
 
-def test_launchers_ask_for_a_horovod_with_the_mends(tmp_path, monkeypatch):
+def test_launchers_ask_for_a_patched_horovod(tmp_path, monkeypatch):
     assert installed_patches() >= REQUIRED_PATCHES
 
     as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
@@ -273,7 +273,7 @@ def test_this_environment_is_healthy(capsys):
 
     rows = {row["component"]: row for row in json.loads(capsys.readouterr().out)}
     assert status == 0, rows
-    # One that was built before a mend that ranks can do without is told to be built anew.
+    # One that was built before a patch that ranks can do without is told to be built anew.
     expected = "ok" if installed_patches() >= PATCHES_REVISION else "warning"
     assert rows["Horovod for torch"]["status"] == expected
     assert rows["Horovod for tensorflow"]["status"] == expected

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators._util.horovod_spark_names import HOMES
+from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.compat.finder import ALIASES, install
-from hvd_estimators.compat.left_out import LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.exceptions import DependencyError, LeftOutError
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.store import LocalStore, Store
