@@ -16,7 +16,13 @@ author = "the authors of hvd_estimators"
 copyright = "the authors of hvd_estimators"
 version = release = hvd_estimators.__version__
 
-extensions = ["params_table", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "params_table",
+    "private_names_table",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 # `name` is a name of Python's, as in the docstrings; those that lead nowhere are shown as code.
 default_role = "py:obj"
 highlight_language = "none"

@@ -1,4 +1,8 @@
-"""Private names of other packages that this one uses where nothing public will do."""
+"""Table of other packages' private names that this package uses for want of a public way.
+
+``docs/private_names_table.py`` shows it in the documentation. Names in Spark's JVM have a table in
+``tests/spark/test_spark_names.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,24 @@ from typing import NamedTuple
 
 
 class Private(NamedTuple):
-    """Names of a class or module.
+    """Private names of a class or module.
 
     Attributes
     ----------
     owner : str
-        The module, or class with its module. Of several, the first that there is.
+        The module, or class with its module. Of several, the first that exists.
     names : str
-        Separated by spaces.
+        Separated by spaces. A final ``*`` stands for any end of a name.
     why : str
-        What they are used for.
+        Their purpose, in whole sentences.
+    until : str
+        The public name that replaces them where it exists, if any.
     """
 
     owner: str
     names: str
     why: str
+    until: str = ""
 
 
 _LOGGING = "trainer.connectors.logger_connector"
@@ -28,216 +35,266 @@ _LOGGERS = "pytorch_lightning.loggers"
 
 TABLE = (
     # Python
-    Private("argparse", "_SubParsersAction", "the type of what add_subparsers() returns"),
-    Private("atexit", "_run_exitfuncs", "a rank ends without taking the interpreter apart"),
-    Private("sys", "_current_frames", "where a rank is that makes no progress"),
-    Private("threading", "_register_atexit", "stores are reached once more when Python exits"),
+    Private(
+        "atexit",
+        "_run_exitfuncs",
+        "A rank ends without tearing the interpreter down, which takes a second.",
+    ),
+    Private("sys", "_current_frames", "It gives the stacks of a rank that makes no progress."),
+    Private("threading", "_register_atexit", "Stores are written once more when Python exits."),
     # cloudpickle
     Private(
         "cloudpickle.cloudpickle",
         "_DYNAMIC_CLASS_TRACKER_BY_ID _class_setstate _make_skeleton_class _make_skeleton_enum",
-        "classes of a notebook, which loading a pickle in the same process must not change",
+        "Loading a pickle keeps the classes that this process defines, as in a notebook.",
     ),
     # PySpark
     Private(
         "pyspark.sql.classic.dataframe.DataFrame pyspark.sql.DataFrame",
         "_jdf",
-        "whether a plan gives the same rows twice",
+        "Its plan shows whether it gives the same rows twice.",
     ),
     Private(
         "pyspark.sql.SparkSession",
         "_jvm _jsparkSession",
-        "Hadoop's filesystems, as Spark means a path; all settings of a session",
+        "They give Hadoop's filesystems and all settings of a session.",
     ),
     Private(
         "pyspark.SparkContext",
         "_jsc _jvm _gateway",
-        "task slots, jobs by their tag, failed tasks; weak references and arrays in the JVM",
+        "They give task slots, jobs by tag, failed tasks, weak references and Java arrays.",
     ),
     Private(
         "pyspark.Broadcast",
         "_jbroadcast _path _value",
-        "a model's broadcast variable lives as long as plans need it, and once in a worker",
+        "A model's variable lives as long as plans need it, and exists once per worker.",
     ),
     Private(
         "pyspark.ml.param.Params",
         "_dummy _paramMap _defaultParamMap _set _setDefault _resetUid",
-        "params that are declared once: PySpark's own stages are made with these",
+        "Params are declared once. PySpark's stages and those of third parties are built with "
+        "these.",
+    ),
+    Private(
+        "pyspark.sql.pandas.serializers.ArrowStreamPandasUDFSerializer",
+        "arrow_to_pandas",
+        "A pandas UDF of PySpark before 4.1 receives Arrow's columns without a conversion.",
+        until="pyspark.sql.functions.arrow_udf",
     ),
     # Keras
-    Private("keras.Model", "_flatten_layers", "all layers, those in attributes of layers, too"),
-    Private("keras.Model", "_compile_config", "what compile() was given"),
+    Private("keras.Model", "_flatten_layers", "It finds all layers, also those in attributes."),
+    Private("keras.Model", "_compile_config", "It contains the arguments of compile()."),
     Private(
         "keras.Function",
         "_nodes _operations",
-        "the graph of a functional model, which Keras keys by addresses in memory",
+        "They are the graph of a functional model, which Keras keys by memory addresses.",
     ),
     Private(
         "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
         "_eval_epoch_iterator",
-        "an iterator that evaluate() leaves on a model, and that cannot be sent",
+        "evaluate() leaves this iterator on a model. It cannot be pickled and is omitted.",
     ),
     Private(
         "keras.Optimizer",
         "_learning_rate",
-        "a schedule: the public property gives its value in the current step",
+        "It contains a schedule; the public property gives the current value.",
     ),
     Private(
         "keras.Optimizer",
         "_variables _tracker _trainable_variables _trainable_variables_indices _var_key",
-        "the state of an optimizer, moved to the variables of a copy of its model",
+        "An optimizer's state moves to the variables of a copy of its model.",
     ),
     Private(
         "keras.callbacks.EarlyStopping",
         "_set_monitor_op",
-        "whether less or more of what a callback monitors is better, as Keras finds out",
+        "It decides as Keras does whether less or more of a metric is better.",
     ),
     Private(
         "keras.Layer",
         "_auto_config _build_shapes_dict",
-        "constructor arguments that a config leaves out; shapes a layer was built with",
+        "They contain constructor arguments that a config omits, and the shapes of build().",
     ),
     Private(
         "keras.layers.BatchNormalization",
         "_moments _reduction_axes",
-        "statistics over all ranks (synchronized=True)",
+        "They give statistics over all ranks (synchronized=True).",
     ),
-    Private("keras.Variable", "_path", "names by which MultiOptimizer chooses"),
+    Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(
         "keras.src.backend.common.masking",
         "get_keras_mask",
-        "rows and steps that a loss leaves out",
+        "It gives the rows and steps that a loss ignores.",
     ),
     Private(
-        "keras.src.random.seed_generator", "global_seed_generator", "the state of keras.random"
+        "keras.src.random.seed_generator",
+        "global_seed_generator",
+        "It is the generator of keras.random.",
+    ),
+    Private(
+        "tensorflow.python.trackable.base.Trackable",
+        "_self_unconditional_checkpoint_dependencies _self_unconditional_dependency_names",
+        "TensorFlow's record of a layer's attributes names those to copy.",
     ),
     # torch
     Private(
-        "torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "the module that was compiled"
+        "torch._dynamo.eval_frame.OptimizedModule",
+        "_orig_mod",
+        "It is the module before compilation.",
     ),
     Private(
-        "torch.autograd.Variable", "_execution_engine", "a call when a backward pass is at its end"
+        "torch.autograd.Variable",
+        "_execution_engine",
+        "It calls a function at the end of a backward pass.",
     ),
-    Private("torch.nn.Module", "_compiled_call_impl", "whether a module was compiled in place"),
+    Private(
+        "torch.nn.Module",
+        "_compiled_call_impl",
+        "It shows whether a module was compiled in place.",
+    ),
     Private(
         "torch.nn.modules.batchnorm",
         "_BatchNorm _NormBase",
-        "batch normalization of any dimension, and classes of users that derive from it",
+        "They find batch normalization of any dimension, and user classes of it.",
     ),
     # torchmetrics
     Private(
         "torchmetrics.Metric",
         "_computed _update_count _copy_state_dict",
-        "a rank without rows leaves no trace; a rank's own value, without waiting for the others",
+        "A rank without rows leaves no trace, and a rank's own value needs no other rank.",
     ),
     Private(
         "torchmetrics.Metric",
         "_reductions _sync_dist",
-        "states of all ranks, or of those that a resumed rank replaces, are merged as torchmetrics "
-        "merges them",
+        "States of all ranks and of replaced ranks are merged as torchmetrics merges them.",
     ),
     # Lightning
     Private(
         f"pytorch_lightning.{_LOGGING}.result",
-        "_ResultCollection _ResultMetric",
-        "logged values that are exact, and reduced where all ranks pass",
+        "_ResultCollection _ResultMetric _Metadata _Sync",
+        "Logged values are exact and reduced when all ranks pass.",
+    ),
+    Private(
+        f"pytorch_lightning.{_LOGGING}.result._Metadata",
+        "_sync",
+        "It is omitted from the stored description of a logged value.",
+    ),
+    Private(
+        f"pytorch_lightning.{_LOGGING}.result._Sync",
+        "_should",
+        "It restores whether a logged value is reduced.",
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.result._ResultCollection",
         "_get_cache _forked_name",
-        "values that are read before they are reduced, and the names callbacks see",
+        "Values are read before they are reduced, by the names that callbacks see.",
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.result._ResultMetric",
         "_forward_cache _computed",
-        "the value of the last step, and the value of an epoch",
+        "They are the value of the last step and the value of an epoch.",
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.logger_connector._LoggerConnector",
         "_callback_metrics _first_loop_iter",
-        "callbacks that monitor what training logs when a validation is over; values logged within "
-        "an epoch that is gone on with are not begun anew",
+        "Callbacks monitor values of training after a validation, and a resumed epoch continues "
+        "its values.",
     ),
     Private(
         "pytorch_lightning.Trainer",
         "_results _logger_connector _checkpoint_connector _signal_connector",
-        "the same, a checkpoint at another moment than Lightning's own, and ranks that are asked "
-        "to end together and not each by itself",
+        "They serve the same purpose, write a checkpoint at a chosen moment, and let ranks stop "
+        "together.",
     ),
     Private(
         "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
-        "_results",
-        "the results of training",
+        "_results _batches_that_stepped",
+        "They are the results of training, and the step of its logs.",
     ),
     Private(
         "pytorch_lightning.loops.loop._Loop",
         "_restarting",
-        "a run that goes on steps schedulers and validates as one that was not interrupted",
+        "A resumed run steps schedulers and validates like an uninterrupted one.",
     ),
     Private(
         "pytorch_lightning.loops.evaluation_loop._EvaluationLoop",
         "_results",
-        "the results of a validation",
+        "They are the results of a validation.",
     ),
     Private(
         "pytorch_lightning.loops.fit_loop._FitLoop",
         "_skip_backward _combined_loader _data_fetcher",
-        "whether the next batch is followed by a backward pass; batches of a user's loader that "
-        "were trained on before",
+        "They show whether a backward pass follows, and skip the trained batches of a user's "
+        "loader.",
     ),
     Private(
         "pytorch_lightning.LightningModule",
         "_current_fx_name",
-        "hooks that are called again in an epoch that is resumed can log",
+        "Hooks that run again in a resumed epoch can log.",
     ),
     Private(
         "pytorch_lightning.strategies.ParallelStrategy",
         "_layer_sync",
-        "sync_batchnorm=True is refused with a remedy",
+        "sync_batchnorm=True is rejected with a remedy.",
     ),
-    Private(f"{_LOGGERS}.TensorBoardLogger", "_root_dir", "logs go to the run's directory"),
-    Private(f"{_LOGGERS}.CSVLogger", "_root_dir _save_dir", "logs go to the run's directory"),
+    Private(f"{_LOGGERS}.TensorBoardLogger", "_root_dir", "Logs go to the run's directory."),
+    Private(f"{_LOGGERS}.CSVLogger", "_root_dir _save_dir", "Logs go to the run's directory."),
     Private(
-        f"{_LOGGERS}.MLFlowLogger", "_tracking_uri _mlflow_client", "logs go to the run's directory"
+        f"{_LOGGERS}.MLFlowLogger",
+        "_tracking_uri _mlflow_client",
+        "Logs go to the run's directory.",
+    ),
+    Private(
+        "lightning_fabric.wrappers",
+        "_compile_kwargs",
+        "Lightning stores the arguments of torch.compile on a module, and they may not pickle.",
     ),
     # Horovod
     Private(
         "horovod.torch.elastic.TorchState",
         "_handlers",
-        "what an elastic state has saved outlives the rank",
+        "The saved values of an elastic state outlive the rank.",
+    ),
+    Private("horovod.common.elastic.ObjectState", "_saved*", "They serve the same purpose."),
+    Private(
+        "horovod.tensorflow.elastic.TensorFlowState", "_values", "They serve the same purpose."
     ),
     Private(
         "horovod.common.process_sets",
         "_setup",
-        "process sets are those of the framework that trains, whichever others are imported",
+        "Process sets belong to the framework that trains, whichever others are imported.",
     ),
-    Private("horovod.torch.mpi_ops", "_basics", "the same"),
-    Private("horovod.tensorflow.mpi_ops", "_basics", "the same"),
-    Private("horovod.tensorflow.elastic.TensorFlowState", "_values", "the same"),
+    Private("horovod.torch.mpi_ops", "_basics", "They serve the same purpose."),
+    Private("horovod.tensorflow.mpi_ops", "_basics", "They serve the same purpose."),
     # Petastorm
     Private(
         "petastorm.reader.Reader",
         "_filter_row_groups _create_ventilator _workers_pool",
-        "row ranges of the plan in place of Petastorm's own sharding",
+        "The plan's row ranges replace Petastorm's sharding.",
     ),
     Private(
         "petastorm.workers_pool.ventilator.Ventilator",
         "_ventilate_fn",
-        "row ranges of the plan in place of Petastorm's own sharding",
+        "The plan's row ranges replace Petastorm's sharding.",
     ),
     Private(
-        "petastorm.arrow_reader_worker.ArrowReaderWorker", "_local_cache", "row ranges are cached"
+        "petastorm.arrow_reader_worker.ArrowReaderWorker",
+        "_local_cache",
+        "Row ranges are stored in its disk cache.",
     ),
     Private(
         "petastorm.workers_pool.thread_pool.ThreadPool",
         "_workers _ventilator_queues _ventilator _results_queues _stop_event _stop_aware_put",
-        "threads that sleep while they have nothing to do",
+        "Idle threads sleep.",
     ),
-    Private("petastorm.workers_pool.thread_pool.WorkerThread", "_ventilator_queue", "the same"),
+    Private(
+        "petastorm.workers_pool.thread_pool.WorkerThread",
+        "_ventilator_queue",
+        "Idle threads sleep.",
+    ),
     Private(
         "petastorm.workers_pool.process_pool.ProcessPool",
         "_workers _results_receiver_poller _ventilated_items _ventilator_send "
         "_wait_for_workers_to_start _results_receiver _context",
-        "an error where a worker process has died, or does not start",
+        "A worker process that died or did not start is an error.",
     ),
 )
