@@ -30,7 +30,7 @@ STAMP := .venv/.setup-$(call checksum,$(CONSTRAINTS))
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-modern demo test test-modern test-versions soak lint format bench docs clean
+.PHONY: help setup setup-modern demo test test-fast test-modern test-versions soak lint format bench docs clean
 .PHONY: distclean tools
 
 help:  ## show this list
@@ -45,6 +45,9 @@ demo: setup  ## train on real flights and predict the delays of others
 
 test: setup  ## run the tests; PYTEST_ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: setup  ## run the unit tests that take at most ten seconds each
+	$(BIN)/python -m pytest tests/unit -m "not slow" $(PYTEST_ARGS)
 
 test-modern: setup-modern  ## run the tests in .venv-modern
 	.venv-modern/bin/python -m pytest $(PYTEST_ARGS)
