@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import socket
 import sys
@@ -30,6 +31,7 @@ from hvd_estimators.launch.rendezvous.hosts import LOOPBACK, listening_environme
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.service.stages import LaunchWatch, Stage
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
@@ -124,7 +126,9 @@ class LocalBackend(Backend):
         warm = None
         if self._warm_start and wanted(os.environ):
             warm = WarmStart(modules_of_call(call, fn, args, kwargs), [os.getpid()])
-        slots = assign_ranks([socket.gethostname()] * self._num_proc)
+        host = socket.gethostname()
+        slots = assign_ranks([host] * self._num_proc)
+        watch = LaunchWatch(self._num_proc, host)
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
         base = {
             "OMP_NUM_THREADS": str(threads),
@@ -141,13 +145,22 @@ class LocalBackend(Backend):
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(receive_events(handler, self.driver_host()))
             proxies = [
-                stack.enter_context(GlooProxy(LocalRendezvousClient(store, slot.rank)))
+                stack.enter_context(
+                    GlooProxy(
+                        LocalRendezvousClient(store, slot.rank),
+                        *(
+                            functools.partial(watch.record_rank, slot.rank, stage)
+                            for stage in (Stage.HOROVOD_INIT, Stage.HOROVOD_JOINED)
+                        ),
+                    )
+                )
                 for slot in slots
             ]
             relays = [
                 stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))
                 for slot in slots
             ]
+            stack.enter_context(watch)
             takers = [self._outlets.takers(relay.put) for relay in relays]
             ranks = [
                 stack.enter_context(
@@ -169,6 +182,9 @@ class LocalBackend(Backend):
                         on_lines,
                         on_error_lines=on_error_lines,
                         warm=warm,
+                        on_start=functools.partial(
+                            watch.record_rank, slot.rank, Stage.RANK_PROCESS
+                        ),
                     )
                 )
                 for slot, proxy, (on_lines, on_error_lines) in zip(

@@ -18,7 +18,12 @@ from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.import_ahead import importing
-from hvd_estimators.launch.cluster.jobs import barrier_job, cancellable_wait, interruptible
+from hvd_estimators.launch.cluster.jobs import (
+    barrier_job,
+    cancellable_wait,
+    interruptible,
+    waits_its_turn,
+)
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
@@ -26,6 +31,7 @@ from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask
 from hvd_estimators.launch.service.timeline import keep_timeline
 from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.exchange import ExchangeServer
@@ -270,8 +276,9 @@ class SparkBackend(Backend):
         document = pickle_call(*call_of(fn, args, kwargs))
         self.check()
         cluster = current_cluster(self._resources)
-        handler, host = self._outlets.handler(on_event), cluster.driver_host()
-        num_proc = self.num_processes()
+        host, num_proc = cluster.driver_host(), self.num_processes()
+        watch = LaunchWatch(num_proc)
+        handler = watch.handler(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
             modules = None
             if self._forks_ranks:
@@ -293,7 +300,7 @@ class SparkBackend(Backend):
                 timeline=self.gathers_timeline and not cluster.is_local,
             )
             task = functools.partial(run_task, job=job)
-            rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA)
+            rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch)
             found = outcomes(rows, num_proc)
             keep_timeline(found)
             return results_in_order(found)
@@ -340,8 +347,21 @@ class SparkBackend(Backend):
         )
 
     def _collect(
-        self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str
+        self,
+        cluster: Cluster,
+        num_proc: int,
+        task: Callable[..., Any],
+        schema: str,
+        watch: LaunchWatch | None = None,
     ) -> list[Any]:
         """Run a function in barrier tasks and return the rows that it yields."""
-        with barrier_job(cluster, num_proc, self._start_timeout):
+
+        def running_tasks() -> list[RunningTask] | None:
+            tasks = cluster.running_tasks(tag)
+            return None if not tasks and waits_its_turn(cluster, tag, num_proc) else tasks
+
+        with contextlib.ExitStack() as stack:
+            tag = stack.enter_context(barrier_job(cluster, num_proc, self._start_timeout))
+            if watch is not None:
+                stack.enter_context(watch.asking(running_tasks))
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

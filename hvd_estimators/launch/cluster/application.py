@@ -24,6 +24,7 @@ from pyspark import InheritableThread
 from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
+from hvd_estimators.launch.service.stages import RunningTask
 from hvd_estimators.launch.task.spec import broadcast
 from hvd_estimators.launch.versions import installed_versions
 
@@ -384,16 +385,25 @@ class Cluster:
 
     def failed_tasks(self, tag: str) -> list[FailedTask] | None:
         """Return the failed tasks of the jobs with a tag, or None if unknown."""
-        store = self._scala.statusStore()
         found = []
+        for task in self._tasks(tag, "FAILED"):
+            took = task.duration()
+            ended = task.launchTime().getTime() + (took.get() if took.isDefined() else 0)
+            found.append(FailedTask(ended, task.host(), task.executorId()))
+        return found
+
+    def running_tasks(self, tag: str) -> list[RunningTask]:
+        """Return the tasks that run in the jobs with a tag."""
+        return [RunningTask(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]
+
+    def _tasks(self, tag: str, status: str) -> Iterator[Any]:
+        """Yield Spark's data about the tasks with a status in the jobs with a tag."""
+        store = self._scala.statusStore()
         for stage in (stage for job in self.jobs(tag) for stage in self._stages(job)):
             tasks = store.taskList(stage, store.lastStageAttempt(stage).attemptId(), 2**31 - 1)
             for task in (tasks.apply(i) for i in range(tasks.size())):
-                if task.status() == "FAILED":
-                    took = task.duration()
-                    ended = task.launchTime().getTime() + (took.get() if took.isDefined() else 0)
-                    found.append(FailedTask(ended, task.host(), task.executorId()))
-        return found
+                if task.status() == status:
+                    yield task
 
     def _stages(self, job: int) -> list[int]:
         return list(getattr(self.context.statusTracker().getJobInfo(job), "stageIds", ()))

@@ -28,6 +28,7 @@ from hvd_estimators.launch.cluster.application import (
     expected_executors,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
+from hvd_estimators.launch.service.stages import RunningTask
 from hvd_estimators.launch.task.spec import INLINE_BYTES, AddedFile
 from hvd_estimators.launch.versions import installed_versions
 
@@ -251,6 +252,11 @@ class ConnectCluster(Cluster):
 
     def failed_tasks(self, tag: str) -> None:
         """Return None: the machines of failed tasks are unknown, and stay so."""
+
+    def running_tasks(self, tag: str) -> list[RunningTask]:
+        """Return the tasks that have started in the job with a tag, on unknown machines."""
+        # A barrier job starts all of its tasks at once.
+        return [RunningTask(task, "") for task in range(self.started_tasks(tag))]
 
     def _server(self) -> str:
         return str(self._session.client.host)

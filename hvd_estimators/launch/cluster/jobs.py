@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.cluster.application import Cluster
 
-__all__ = ["barrier_job", "cancellable_wait", "interruptible", "jobs_on", "spark_job"]
+__all__ = [
+    "barrier_job",
+    "cancellable_wait",
+    "interruptible",
+    "jobs_on",
+    "spark_job",
+    "waits_its_turn",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +97,16 @@ def jobs_on(frame: DataFrame) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterator[None]:
+def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterator[str]:
     """Run the block's barrier job as `spark_job` does, and cancel it if its tasks do not start.
 
     Time during which other jobs of this package hold the task slots does not count, because
     concurrent fits take turns.
+
+    Yields
+    ------
+    str
+        A tag that only this job has.
 
     Raises
     ------
@@ -113,8 +125,7 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
                     timed_out.set()
                     cluster.cancel(tag)
                     return
-                left = cluster.slots_beside(tag, _TAG)
-                held = left is not None and left < num_proc
+                held = waits_its_turn(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
@@ -126,7 +137,7 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             watcher = threading.Thread(target=cancel_late_start, args=(tag,), daemon=True)
             watcher.start()
             try:
-                yield
+                yield tag
             finally:
                 finished.set()
                 watcher.join()
@@ -138,6 +149,12 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             f"not free within {start_timeout:g} seconds. Other jobs hold them; "
             "wait for these, or set a longer start_timeout."
         ) from error
+
+
+def waits_its_turn(cluster: Cluster, tag: str, num_proc: int) -> bool:
+    """Return whether other jobs of this package hold the task slots that a job needs."""
+    left = cluster.slots_beside(tag, _TAG)
+    return left is not None and left < num_proc
 
 
 @contextlib.contextmanager

@@ -106,6 +106,8 @@ class RankProcess:
         lines of both pipes is unknown. Default: standard error goes to `on_lines`, too.
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
+    on_start : callable
+        Called once when the process runs this package's code; by `stalled`.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class RankProcess:
         executable: str | None = None,
         on_error_lines: Callable[[list[str]], None] | None = None,
         warm: WarmStart | None = None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.host = host
@@ -130,6 +133,7 @@ class RankProcess:
         self._on_error_lines = on_error_lines
         self._executable = executable or sys.executable
         self._warm = warm
+        self._on_start: Callable[[], None] | None = on_start
 
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
@@ -173,6 +177,9 @@ class RankProcess:
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
+            if self._on_start is not None:
+                self._on_start()
+                self._on_start = None
         stopped = self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
         return stopped or self._hangs.look(sign_left(self._directory), now)
 

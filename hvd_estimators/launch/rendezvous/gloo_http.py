@@ -31,6 +31,9 @@ _MOST_BODY_BYTES = 16 * 2**20
 _KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 _WORDS = ("joined", "left")
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
+# hvd.init() connects the ranks of several scopes, and deletes its keys of each of them. The last
+# one connects ranks of the default process set across hosts.
+_LAST_SCOPE = re.compile("cross_.*_process_set_")
 
 _OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404, 503
 
@@ -42,10 +45,21 @@ class GlooProxy:
     ----------
     link : RendezvousClient
         The client to which requests are forwarded.
+    on_init : callable
+        Called with each request of the rank's ``hvd.init()``.
+    on_joined : callable
+        Called with the last of these requests.
     """
 
-    def __init__(self, link: RendezvousClient) -> None:
+    def __init__(
+        self,
+        link: RendezvousClient,
+        on_init: Callable[[], None] = lambda: None,
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
         self._link = link
+        self._on_init = on_init
+        self._on_joined = on_joined
         self._token = secrets.token_hex(32)
         self._listener = Listener(LOOPBACK, self._serve)
 
@@ -97,7 +111,10 @@ class GlooProxy:
         scope, key = named.groups()
         try:
             if scope != JOB_SCOPE:
+                self._on_init()
                 values, body = self._link.request(kind, content, scope=scope, key=key)
+                if kind == "delete" and _LAST_SCOPE.match(scope):
+                    self._on_joined()
                 return int(values["status"]), body
             if kind != "put" or key not in _WORDS:
                 return _NOT_FOUND, b""

@@ -30,6 +30,7 @@ __all__ = [
     "RankMessage",
     "RankOutput",
     "RankProgress",
+    "RankStage",
     "decoded",
     "encoded",
     "log_to_driver",
@@ -144,7 +145,31 @@ class RankMessage:
     message: str
 
 
-Event = RankProgress | RankEpoch | RankOutput | RankMessage
+@dataclass(frozen=True)
+class RankStage:
+    """Stage of a rank's launch, sent by the rank's task; handlers of users do not receive it.
+
+    Attributes
+    ----------
+    rank : int
+        The rank; -1 while the task has none.
+    task : int
+        The number of the rank's task.
+    host : str
+        Name of the task's machine.
+    stage : int
+        A `hvd_estimators.launch.service.stages.Stage`.
+    """
+
+    kind: ClassVar[str] = "stage"
+
+    rank: int
+    task: int
+    host: str
+    stage: int
+
+
+Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage
 
 
 Handler = Callable[[Event], None]
@@ -152,7 +177,7 @@ Handler = Callable[[Event], None]
 
 
 _KINDS: dict[str, Callable[..., Event]] = {
-    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput, RankMessage)
+    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput, RankMessage, RankStage)
 }
 
 

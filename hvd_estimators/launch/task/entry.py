@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hvd_estimators.launch.task.environment import prepare_warm_start
+from hvd_estimators.launch.service.stages import Stage
+from hvd_estimators.launch.task.environment import prepare_warm_start, stage_reporter
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,10 +24,15 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
     for _ in batches:
         pass
-    prepare_warm_start(job)
-    from hvd_estimators.launch.task.run import run_rank
+    stages = stage_reporter(job)
+    try:
+        stages.enter(Stage.IMPORTS)
+        prepare_warm_start(job)
+        from hvd_estimators.launch.task.run import run_rank
 
-    yield from run_rank(job)
+        yield from run_rank(job, stages)
+    finally:
+        stages.close()
 
 
 def import_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""Environment of a rank in a Spark task, and the warm process that the rank is forked from.
+"""Environment of a rank in a Spark task, its warm process, and the reporter of its stages.
 
 `entry` imports it before anything else of a task, so it must import little. Runs in the task.
 """
@@ -6,21 +6,38 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from pyspark import TaskContext
 
 from hvd_estimators.launch.rank.environment import (
     DEFAULTS,
     child_environment,
     python_path,
 )
+from hvd_estimators.launch.service.events import EVENTS_VARIABLE
+from hvd_estimators.launch.service.stages import StageReporter
 from hvd_estimators.launch.warm.client import WarmStart, wanted
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.task.spec import Job
 
-__all__ = ["prepare_warm_start", "task_environment", "warm_start"]
+__all__ = ["prepare_warm_start", "stage_reporter", "task_environment", "warm_start"]
+
+
+def stage_reporter(job: Job) -> StageReporter:
+    """Return the reporter of this task's stages."""
+    context = TaskContext.get()
+    assert context is not None
+    return StageReporter(
+        context.partitionId(),
+        socket.gethostname(),
+        job.events.get(EVENTS_VARIABLE),
+        writes_log=not job.one_machine,
+    )
 
 
 def prepare_warm_start(job: Job) -> None:

@@ -57,12 +57,20 @@ class Exchange:
         Context of this task.
     job : Job
         The driver's settings for every task.
+    on_sent : callable
+        Called when this task's message is sent, and the task waits for the others' messages.
     """
 
-    def __init__(self, context: BarrierTaskContext, job: Job) -> None:
+    def __init__(
+        self,
+        context: BarrierTaskContext,
+        job: Job,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> None:
         self._context = context
         self._secret = job.secret
         self._place = job.exchange
+        self._on_sent = on_sent
         self._number = 0
 
     def __call__(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,6 +92,7 @@ class Exchange:
             if found is not None:
                 return found
             self._place = ""
+        self._on_sent()
         return [json.loads(text) for text in self._context.allGather(json.dumps(mine))]
 
     def _over_driver(self, mine: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -104,6 +113,7 @@ class Exchange:
                         is_heard = True
                         deadline = time.monotonic() + patience + _ATTEMPT_SECONDS
                     channel.send(message, json.dumps(mine).encode(), _ATTEMPT_SECONDS)
+                    self._on_sent()
                     left = max(deadline - time.monotonic(), _ATTEMPT_SECONDS)
                     answer, body = channel.receive(left, _ATTEMPT_SECONDS)
                     return json.loads(body) if answer["complete"] else None

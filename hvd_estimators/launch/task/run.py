@@ -6,6 +6,7 @@ Spark's Python workers on the executors import this module. Runs in the task, ex
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import socket
@@ -33,6 +34,7 @@ from hvd_estimators.launch.rank.supervisor import failure_of, supervise
 from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
+    PeerLostError,
     RemoteRendezvousClient,
     RendezvousClient,
 )
@@ -44,6 +46,7 @@ from hvd_estimators.launch.rendezvous.hosts import (
 )
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
+from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.service.timeline import make_room_for_timeline, with_timeline
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
 from hvd_estimators.launch.task.environment import task_environment, warm_start
@@ -226,9 +229,9 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
     return found
 
 
-def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
+def run_rank(job: Job, stages: StageReporter) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
-    outcome = _run_rank(BarrierTaskContext.get(), job)
+    outcome = _run_rank(BarrierTaskContext.get(), job, stages)
     document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
@@ -243,8 +246,9 @@ def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
         )
 
 
-def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
+def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> RankOutcome:
     task = context.partitionId()
+    stages.enter(Stage.HOST_CHECKS)
     with contextlib.ExitStack() as stack:
         with _probe_listener(context, job) as probes:
             offer = probes.offer()
@@ -258,18 +262,20 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
                 "endpoints": server.endpoints if server else [],
                 **machine_facts(context, job, offer.executor),
             }
-            exchange = Exchange(context, job)
+            exchange = Exchange(context, job, lambda: stages.enter(Stage.EXCHANGE))
             peers = exchange(mine)
             offers = [HostCandidates(**peer["offer"]) for peer in peers]
             try:
                 problem = check_machines(task, offers, peers)
                 if problem is not None:
                     return _not_run(task, offer.name, NOT_STARTED if problem else ABORTED, problem)
+                stages.enter(Stage.ADDRESSES)
                 places = agree(offers, task, exchange)
             except (DependencyError, GpuError, UnreachableError) as error:
                 return _not_run(task, offer.name, type(error).__name__, str(error))
         slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
         slot = slots[task]
+        stages.enter(Stage.RENDEZVOUS, slot.rank)
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
         link: RendezvousClient
         if server is not None:
@@ -283,7 +289,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             link = stack.enter_context(
                 RemoteRendezvousClient(endpoint, job.secret, slot.rank, hosts[0])
             )
-        outcome = _linked_outcome(context, job, slot, places.addresses[task], link)
+        outcome = _linked_outcome(context, job, slot, places.addresses[task], link, stages)
         if outcome.failed:
             link.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
         link.notify("done")
@@ -293,10 +299,22 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
 
 
 def _linked_outcome(
-    context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: RendezvousClient
+    context: BarrierTaskContext,
+    job: Job,
+    slot: SlotInfo,
+    address: str,
+    link: RendezvousClient,
+    stages: StageReporter,
 ) -> RankOutcome:
     """Run the rank with its environment, and return its outcome."""
-    with GlooProxy(link) as proxy:
+    try:
+        # Without this request, only the rank's hvd.init() would find that rank 0 is unreachable.
+        link.request("alive")
+    except PeerLostError as error:
+        outcome = _not_run(slot.rank, slot.hostname, "lost", f"Not started because {error}.")
+        return replace(outcome, lost=(error.failure.rank, error.failure.host))
+    joining = (Stage.HOROVOD_INIT, Stage.HOROVOD_JOINED)
+    with GlooProxy(link, *(functools.partial(stages.enter, stage) for stage in joining)) as proxy:
         env = task_environment(
             job,
             rank_environment(slot),
@@ -306,9 +324,9 @@ def _linked_outcome(
             gpu_variables(context, job, slot),
         )
         if slot.rank or not job.timeline:
-            return _supervise(slot.rank, slot.hostname, job, env, link)
+            return _supervise(slot.rank, slot.hostname, job, env, link, stages)
         make_room_for_timeline(env)
-        outcome = _supervise(slot.rank, slot.hostname, job, env, link)
+        outcome = _supervise(slot.rank, slot.hostname, job, env, link, stages)
         return with_timeline(outcome, env, job.max_bytes)
 
 
@@ -340,15 +358,22 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
 
 
 def _supervise(
-    rank: int, host: str, job: Job, env: Mapping[str, str], link: RendezvousClient
+    rank: int,
+    host: str,
+    job: Job,
+    env: Mapping[str, str],
+    link: RendezvousClient,
+    stages: StageReporter,
 ) -> RankOutcome:
     """Run the rank's process, and end it if another rank fails."""
+    stages.enter(Stage.PROCESS_START)
     call = job.call if isinstance(job.call, bytes) else job.call.value
     start = warm_start(job)
     with (
         TaskOutput(rank, job) as output,
         RankProcess(
-            rank, host, call, env, output.on_lines, job.executable, output.on_error_lines, start
+            *(rank, host, call, env, output.on_lines, job.executable, output.on_error_lines, start),
+            on_start=lambda: stages.enter(Stage.RANK_PROCESS),
         ) as process,
     ):
         (outcome,) = supervise([process], link.failure)

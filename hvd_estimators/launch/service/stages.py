@@ -1,0 +1,317 @@
+"""Stages of a launch: reported by each rank's task and watched on the driver.
+
+A task reports each stage that it enters, and writes it to its log. The driver warns if a rank stays
+in a stage for long, and names the stage, the rank and the host. Before a task's Python reports, the
+driver asks Spark where the task runs. Imports little, because tasks import it before anything else.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from typing_extensions import Self
+
+from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
+
+__all__ = ["LaunchWatch", "RunningTask", "Stage", "StageReporter"]
+
+logger = logging.getLogger(__name__)
+
+_WARN_AFTER_SECONDS = 8.0
+# Each further warning about the same ranks waits this many times longer than the one before.
+_REPEAT_FACTOR = 8
+_LOOK_SECONDS = 0.5
+_RETRY_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
+_MOST_NAMED_RANKS = 8
+
+
+class Stage(enum.IntEnum):
+    """Stage of a rank's launch, in the order in which a rank enters them."""
+
+    TASK_SLOT = 0
+    PYTHON_START = 1
+    IMPORTS = 2
+    HOST_CHECKS = 3
+    EXCHANGE = 4
+    ADDRESSES = 5
+    RENDEZVOUS = 6
+    PROCESS_START = 7
+    RANK_PROCESS = 8
+    HOROVOD_INIT = 9
+    HOROVOD_JOINED = 10
+    ENDED = 11
+
+    @property
+    def label(self) -> str:
+        """The stage's name in messages."""
+        words = self.name.lower().replace("_", " ")
+        return words.replace("horovod", "Horovod").replace("python", "Python")
+
+
+_EXPLANATIONS = {
+    Stage.TASK_SLOT: "Spark has not started the task; other jobs may hold the task slots",
+    Stage.PYTHON_START: (
+        "Spark has started the task, but its Python has not started, or it cannot reach the driver"
+    ),
+    Stage.IMPORTS: "the task imports this package",
+    Stage.HOST_CHECKS: "the task checks its machine, its packages and its GPUs",
+    Stage.EXCHANGE: "the task has sent its address, and waits for those of the other tasks",
+    Stage.ADDRESSES: (
+        "the task connects to the other hosts; a firewall may be between them, or nics must be set"
+    ),
+    Stage.RENDEZVOUS: "the task connects to the task of rank 0",
+    Stage.PROCESS_START: "the task has started the rank's Python, which does not run yet",
+    Stage.RANK_PROCESS: "the rank's process runs, and has not called hvd.init()",
+    Stage.HOROVOD_INIT: "hvd.init() connects the rank to the other ranks",
+}
+
+
+class StageReporter:
+    """Reporter of one task's stages. Runs in the task.
+
+    Stages are sent from another thread, so that no task waits for an unreachable driver. If several
+    stages wait to be sent, only the last of them is sent.
+
+    Parameters
+    ----------
+    task : int
+        The task's number.
+    host : str
+        Name of the task's machine.
+    target : str, optional
+        Value of `EVENTS_VARIABLE`. Without it, stages are only logged.
+    writes_log : bool
+        Whether stages go to standard error, which is the log of a remote executor.
+    """
+
+    def __init__(self, task: int, host: str, target: str | None, writes_log: bool) -> None:
+        self._target = target
+        self._writes_log = writes_log
+        self._changed = threading.Condition()
+        self._current = RankStage(-1, task, host, Stage.PYTHON_START)
+        self._sent: int = Stage.PYTHON_START
+        self._is_connected = self._is_closed = False
+        self._thread = threading.Thread(target=self._send_changes, daemon=True)
+        if target:
+            self._thread.start()
+
+    def enter(self, stage: Stage, rank: int = -1) -> None:
+        """Report a stage; do nothing if the task has already entered it or a later one.
+
+        Parameters
+        ----------
+        stage : Stage
+            The stage.
+        rank : int
+            The task's rank. Default: the rank of the previous call.
+        """
+        with self._changed:
+            before = self._current
+            if stage <= before.stage:
+                return
+            known = before.rank if rank < 0 else rank
+            self._current = RankStage(known, before.task, before.host, stage)
+            self._changed.notify_all()
+        if stage < Stage.ENDED:
+            self._log(f"{_title(self._current)}: launch stage '{stage.label}'")
+
+    def close(self) -> None:
+        """Report the end of the task and close the connection."""
+        self.enter(Stage.ENDED)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._is_connected:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _log(self, line: str) -> None:
+        # Spark's Python workers configure no logging, and so drop INFO lines.
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", line)
+        elif self._writes_log:
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} INFO {line}\n")
+
+    def _send_changes(self) -> None:
+        """Send each new stage until the rank has joined the others or the task ends."""
+        sender: EventSender | None = None
+        while self._sent < Stage.HOROVOD_JOINED:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._current.stage > self._sent)
+                current = self._current
+            if current.stage <= self._sent:
+                break
+            if sender is None or not sender.is_connected:
+                sender = EventSender(self._target)
+            sender.send(current)
+            self._is_connected = sender.is_connected
+            if self._is_connected:
+                self._sent = current.stage
+                continue
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, _RETRY_SECONDS):
+                    break
+        if sender is not None:
+            sender.close()
+
+
+@dataclass(frozen=True)
+class RunningTask:
+    """Task of a launch that Spark has started.
+
+    Attributes
+    ----------
+    task : int
+        The task's number.
+    host : str
+        Name of the executor's machine; empty if unknown.
+    """
+
+    task: int
+    host: str
+
+
+class LaunchWatch:
+    """Watch over the stages of a launch. Runs on the driver; used as a context manager.
+
+    A thread warns if tasks stay in the earliest stage of all tasks for 8 seconds. It warns again if
+    the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined.
+
+    Parameters
+    ----------
+    num_ranks : int
+        Number of ranks.
+    host : str
+        Name of the machine on which this process starts the ranks. Empty if Spark's tasks start
+        them.
+    """
+
+    def __init__(self, num_ranks: int, host: str = "") -> None:
+        self._running_tasks: Callable[[], Sequence[RunningTask] | None] | None = None
+        self._host = host
+        self._lock = threading.Lock()
+        first = Stage.PROCESS_START if host else Stage.TASK_SLOT
+        now = time.monotonic()
+        self._stages = {
+            number: (RankStage(number if host else -1, number, host, first), now)
+            for number in range(num_ranks)
+        }
+        self._warned: list[RankStage] = []
+        self._pause = self._next_warning = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def asking(self, running_tasks: Callable[[], Sequence[RunningTask] | None]) -> Self:
+        """Find tasks whose Python has not reported with a function.
+
+        The function returns the tasks that Spark has started. It returns None while the launch
+        waits its turn, because other launches of this package hold the task slots.
+        """
+        self._running_tasks = running_tasks
+        return self
+
+    def handler(self, handler: Handler) -> Handler:
+        """Return an event handler that records stages and passes on all other events."""
+
+        def handle(event: Event) -> None:
+            if isinstance(event, RankStage):
+                self.record(event)
+            else:
+                handler(event)
+
+        return handle
+
+    def record(self, event: RankStage) -> None:
+        """Record the stage of a task, unless the task is already known to be in a later one."""
+        with self._lock:
+            before, _ = self._stages.get(event.task, (event, 0.0))
+            if event.stage > before.stage:
+                self._stages[event.task] = event, time.monotonic()
+                logger.info("%s: launch stage '%s'", _title(event), Stage(event.stage).label)
+
+    def record_rank(self, rank: int, stage: Stage) -> None:
+        """Record the stage of a rank that this process has started."""
+        self.record(RankStage(rank, rank, self._host, stage))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            if self._is_complete():
+                return
+            self._ask_spark()
+            self._warn(time.monotonic())
+
+    def _is_complete(self) -> bool:
+        with self._lock:
+            return all(at.stage >= Stage.HOROVOD_JOINED for at, _ in self._stages.values())
+
+    def _ask_spark(self) -> None:
+        """Record the tasks that Spark has started, and whose Python has not reported."""
+        with self._lock:
+            waits = any(at.stage == Stage.TASK_SLOT for at, _ in self._stages.values())
+        if not waits or self._running_tasks is None:
+            return
+        try:
+            found = self._running_tasks()
+        except Exception:
+            logger.debug("Spark does not answer which tasks run", exc_info=True)
+            return
+        for task in found or ():
+            self.record(RankStage(-1, task.task, task.host, Stage.PYTHON_START))
+        if found is None:
+            now = time.monotonic()
+            with self._lock:
+                for number, (at, _) in self._stages.items():
+                    if at.stage == Stage.TASK_SLOT:
+                        self._stages[number] = at, now
+
+    def _warn(self, now: float) -> None:
+        with self._lock:
+            stage = min(at.stage for at, _ in self._stages.values())
+            waiting = [
+                (at, now - since) for at, since in self._stages.values() if at.stage == stage
+            ]
+        late = [at for at, seconds in waiting if seconds >= _WARN_AFTER_SECONDS]
+        if not late or stage >= Stage.HOROVOD_JOINED:
+            return
+        is_new = late != self._warned
+        if not is_new and now < self._next_warning:
+            return
+        self._pause = _REPEAT_FACTOR * (_WARN_AFTER_SECONDS if is_new else self._pause)
+        self._warned, self._next_warning = late, now + self._pause
+        logger.warning(
+            "The launch waits for %s, in stage '%s' for %.0f s: %s.",
+            *(_titles(late), Stage(stage).label, max(seconds for _, seconds in waiting)),
+            _EXPLANATIONS[Stage(stage)],
+        )
+
+
+def _title(at: RankStage) -> str:
+    """Return a rank's name and host, or its task's while the rank is not assigned."""
+    name = f"rank {at.rank}" if at.rank >= 0 else f"the rank of task {at.task}"
+    return f"{name} on {at.host}" if at.host else name
+
+
+def _titles(ranks: Sequence[RankStage]) -> str:
+    named = ", ".join(map(_title, ranks[:_MOST_NAMED_RANKS]))
+    more = len(ranks) - _MOST_NAMED_RANKS
+    return f"{named} and {more} more ranks" if more > 0 else named

@@ -1,0 +1,177 @@
+"""A rank that hangs at any stage of a launch on two hosts: the driver soon says where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from two_hosts import Cluster, Host
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.once]
+
+# The acceptance limit, from the hang to the line on the driver.
+_SECONDS = 15.0
+
+
+@pytest.fixture(scope="module")
+def started(two_hosts: Cluster) -> Cluster:
+    """Run a first launch, so that later ones do not wait for Spark's own start."""
+    two_hosts.first.rename("host-a", None)
+    two_hosts.second.rename("host-b", None)
+    two_hosts.run(launch, print)
+    return two_hosts
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Iterator[Cluster]:
+    try:
+        yield started
+    finally:
+        for host in (started.first, started.second):
+            host.signal(signal.SIGCONT)
+
+
+def launch(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    from hvd_estimators.launch.spark_backend import SparkBackend
+
+    return SparkBackend(2, warm_start=False, **options).run(fn, args)
+
+
+def launch_with(options: dict[str, Any], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return launch(fn, *args, **options)
+
+
+def join_after(fault: Callable[[str], None], folder: str) -> int:
+    """Cause a fault on host-b, and then initialise Horovod."""
+    import socket
+
+    if socket.gethostname() == "host-b":
+        Path(folder, "hangs").touch()
+        fault(folder)
+    import horovod.torch as hvd
+
+    hvd.init()
+    return int(hvd.size())
+
+
+def stop_itself(folder: str) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_its_task(folder: str) -> None:
+    # The guardian is between the rank and its task.
+    os.kill(psutil.Process().parents()[1].pid, signal.SIGSTOP)
+
+
+def wait_for_release(folder: str) -> None:
+    while not Path(folder, "release").exists():
+        time.sleep(0.1)
+
+
+def pids_of(host: Host, module: str) -> list[int]:
+    """Return the processes on a host that run a Python module."""
+    found = []
+    for pid in host.pids():
+        try:
+            if module in " ".join(psutil.Process(pid).cmdline()):
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def await_warning(cluster: Cluster, seen: int, pattern: str, since: float) -> None:
+    """Wait until the driver has printed a line, at most 15 s after a time of `time.time`."""
+    log = cluster.folder / "driver.log"
+    while not (found := re.search(pattern, log.read_text()[seen:])):
+        assert time.time() < since + _SECONDS, log.read_text()[seen:]
+        time.sleep(0.1)
+    print(f"after {time.time() - since:.1f} s: {found[0]}")
+
+
+def log_size(cluster: Cluster) -> int:
+    return len((cluster.folder / "driver.log").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        (stop_itself, "rank process"),
+        (wait_for_release, "rank process"),
+        (stop_its_task, "(process start|rank process)"),
+    ],
+    ids=["stopped", "no hvd.init()", "stopped task"],
+)
+def test_a_rank_that_does_not_join_is_named(
+    cluster: Cluster, tmp_path: Path, fault: Callable[[str], None], stage: str
+) -> None:
+    seen = log_size(cluster)
+    job = cluster.submit(launch, join_after, fault, str(tmp_path))
+    hangs = tmp_path / "hangs"
+    while not hangs.exists():
+        time.sleep(0.05)
+
+    pattern = f"The launch waits for rank 1 on host-b, in stage '{stage}'"
+    if fault is not stop_its_task:
+        pattern = pattern.replace("rank 1", "rank [01]")
+    await_warning(cluster, seen, pattern.replace("rank 1", "rank [01]"), hangs.stat().st_mtime)
+    (tmp_path / "release").touch()
+    cluster.second.signal(signal.SIGCONT)
+    assert job.result(90) == [2, 2]
+
+
+def test_a_rank_whose_python_does_not_start_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f"while [ $(hostname) = host-b ] && [ ! -e {tmp_path}/release ]; do sleep 0.1; done\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    tmp_path.chmod(0o755)
+    seen, started = log_size(cluster), time.time()
+    job = cluster.submit(launch_with, {"executable": str(python)}, len, "ab")
+
+    pattern = r"The launch waits for rank [01] on host-b, in stage 'process start'"
+    await_warning(cluster, seen, pattern, started)
+    (tmp_path / "release").touch()
+    assert job.result(90) == [2, 2]
+
+
+def test_a_task_whose_python_does_not_start_is_named(cluster: Cluster) -> None:
+    daemons = pids_of(cluster.second, "pyspark.daemon")
+    assert daemons
+    for pid in daemons:
+        os.kill(pid, signal.SIGSTOP)
+    seen, started = log_size(cluster), time.time()
+    job = cluster.submit(launch, len, "ab")
+
+    # Spark knows its executors by their addresses.
+    pattern = (
+        f"The launch waits for the rank of task [01] on {re.escape(cluster.second.address)}, "
+        "in stage 'Python start'"
+    )
+    await_warning(cluster, seen, pattern, started)
+    cluster.second.signal(signal.SIGCONT)
+    assert job.result(90) == [2, 2]
+
+
+def test_hosts_that_do_not_reach_each_other_are_named(cluster: Cluster) -> None:
+    route = ("blackhole", f"{cluster.first.only6}/128")
+    cluster.second.run("ip", "-6", "route", "add", *route)
+    try:
+        seen, started = log_size(cluster), time.time()
+        job = cluster.submit(launch_with, {"nics": "six0"}, len, "ab")
+        pattern = r"The launch waits for .* on host-b.*, in stage 'addresses'"
+        await_warning(cluster, seen, pattern, started)
+    finally:
+        cluster.second.run("ip", "-6", "route", "del", *route)
+    assert job.result(90) == [2, 2]
