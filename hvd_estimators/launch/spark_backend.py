@@ -18,7 +18,7 @@ from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.import_ahead import importing
-from hvd_estimators.launch.cluster.jobs import barrier_job, cancellable_wait, interruptible
+from hvd_estimators.launch.cluster.jobs import barrier_job, interruptible
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
@@ -179,10 +179,6 @@ class SparkBackend(Backend):
         other = copy.copy(self)
         other._num_proc = num_proc
         return other
-
-    def waiting(self) -> contextlib.AbstractContextManager[Callable[[float], None]]:
-        """Wait between two launches; cancelling this thread's job group also ends the wait."""
-        return cancellable_wait(current_cluster(self._resources))
 
     def _all_slots(self) -> int:
         """Return the cluster's task slots, a constant number for the application's lifetime."""

@@ -6,15 +6,14 @@ Runs on the driver.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators._util.spark_session import current_session, using_session
-from hvd_estimators.exceptions import JobCancelledError, SlotsError
+from hvd_estimators._util.spark_session import using_session
+from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
 
@@ -23,15 +22,10 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.cluster.application import Cluster
 
-__all__ = ["barrier_job", "cancellable_wait", "interruptible", "jobs_on", "spark_job"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["barrier_job", "interruptible", "jobs_on", "spark_job"]
 
 _TAG = "hvd_estimators"
 _POLL_SECONDS = 0.2
-_CANCEL_SECONDS = 10.0
-# Sleeps for a day, which is longer than any wait.
-_SLEEP = "SELECT java_method('java.lang.Thread', 'sleep', id + 86400000) FROM range(0, 1, 1, 1)"
 
 
 @contextlib.contextmanager
@@ -138,79 +132,6 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             f"not free within {start_timeout:g} seconds. Other jobs hold them; "
             "wait for these, or set a longer start_timeout."
         ) from error
-
-
-@contextlib.contextmanager
-def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
-    """Run a placeholder job in the thread's job group, so that waits can be cancelled.
-
-    Cancelling a job group or tag only ends the jobs that run at that time, and Spark sends no other
-    notification. The placeholder job has the thread's group and tags, and one task that sleeps in
-    the JVM. It may occupy a rank's task slot, and releases the slot as soon as the wait ends.
-
-    Yields
-    ------
-    callable
-        Waits for a number of seconds; 0 only checks for a cancellation.
-
-    Raises
-    ------
-    JobCancelledError
-        If the job is cancelled; raised by the yielded function, and at the end of the block.
-    """
-    session = current_session()
-    ending, ended = threading.Event(), threading.Event()
-    cancelled: list[JobCancelledError] = []
-    tags: list[str] = []
-
-    def sleep() -> None:
-        try:
-            with spark_job(cluster, "Waiting to launch ranks again", ranks=True) as tag:
-                tags.append(tag)
-                session.sql(_SLEEP).collect()
-        except JobCancelledError as error:
-            if not ending.is_set():
-                cancelled.append(error)
-        except Exception as error:
-            # The job may be lost with its executor, for example. The next launch checks the
-            # cluster.
-            logger.debug("A job that only waits has failed: %s", error)
-        finally:
-            ended.set()
-
-    thread = cluster.thread(sleep)
-    looks = 0
-
-    def wait(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        # A pause of 0 s, and a single check that finds all slots, need no job.
-        if thread.ident is None:
-            if not seconds and looks <= 2:
-                return
-            thread.start()
-        deadline = time.monotonic() + seconds
-        if ended.wait(seconds) and not cancelled:
-            time.sleep(max(deadline - time.monotonic(), 0))
-        if cancelled:
-            raise cancelled[0]
-
-    try:
-        yield wait
-    finally:
-        ending.set()
-        # The job may be about to start.
-        deadline = time.monotonic() + _CANCEL_SECONDS
-        while (
-            thread.ident is not None
-            and not ended.wait(_POLL_SECONDS)
-            and time.monotonic() < deadline
-        ):
-            for tag in tags:
-                with contextlib.suppress(Exception):  # the context has been stopped
-                    cluster.cancel(tag)
-    if cancelled:
-        raise cancelled[0]
 
 
 def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[Any]:
