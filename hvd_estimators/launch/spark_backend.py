@@ -17,8 +17,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
 from hvd_estimators.launch.cluster.connect import current_cluster
-from hvd_estimators.launch.cluster.import_ahead import importing
-from hvd_estimators.launch.cluster.jobs import barrier_job, interruptible
+from hvd_estimators.launch.cluster.jobs import barrier_job, importing, interruptible
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
@@ -42,7 +41,7 @@ from hvd_estimators.launch.validation import (
 )
 from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import wanted
-from hvd_estimators.launch.warm.modules import modules_of_call
+from hvd_estimators.launch.warm.modules import modules_of
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
@@ -269,9 +268,7 @@ class SparkBackend(Backend):
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
         num_proc = self.num_processes()
         with contextlib.ExitStack() as stack:
-            modules = None
-            if self._forks_ranks:
-                modules = modules_of_call(document, fn, args, kwargs)
+            modules = modules_of(document) if self._forks_ranks else None
             call = stack.enter_context(cluster.shared(document))
             events = stack.enter_context(receive_events(handler, host))
             secret = new_secret()
@@ -304,7 +301,7 @@ class SparkBackend(Backend):
         cluster = current_cluster(self._resources)
         if not self._forks_ranks or cluster.allocates_dynamically:
             return contextlib.nullcontext()
-        modules = modules_of_call(pickle_call(fn, args, {}), fn, args)
+        modules = modules_of(pickle_call(fn, args, {}))
         return importing(cluster, self.num_processes(), self._job(cluster, modules, env))
 
     @property
