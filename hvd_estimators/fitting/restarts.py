@@ -337,9 +337,8 @@ class Restarts:
                 pause = next(pauses)
                 if error.error_type == _LEAVING:
                     pause = max(pause, _LEAVING_PAUSE)
-                with _waiting(backend) as wait:
-                    wait(pause)
-                    current = self._for_slots(backend, current, wait)
+                time.sleep(pause)
+                current = self._for_slots(backend, current)
                 self._tell(lost, position, current.num_processes())
             except (SlotsError, UnreachableError) as error:
                 # Task slots may have been lost since they were counted.
@@ -347,9 +346,8 @@ class Restarts:
                     raise
                 if time.monotonic() > self._deadline:
                     raise self._too_few(current, str(error)) from self.failures[-1]
-                with _waiting(backend) as wait:
-                    wait(_FIRST_PAUSE)
-                    current = self._for_slots(backend, current, wait)
+                time.sleep(_FIRST_PAUSE)
+                current = self._for_slots(backend, current)
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for the ranks that enable the detection of hangs."""
@@ -414,9 +412,7 @@ class Restarts:
             lost["steps"] = max(steps, 0)
         return lost
 
-    def _for_slots(
-        self, backend: Backend, before: Backend, wait: Callable[[float], None]
-    ) -> Backend:
+    def _for_slots(self, backend: Backend, before: Backend) -> Backend:
         """Wait for enough task slots, and return a backend with as many ranks as fit."""
         most = backend.num_processes()
         least = most if self.least is None else self.least
@@ -427,7 +423,6 @@ class Restarts:
             return backend
 
         def count() -> int:
-            wait(0)
             return backend.task_slots() or 0
 
         slots = slots_again(count, least, before.num_processes(), self._deadline)
@@ -476,12 +471,6 @@ class Restarts:
             "(min_num_proc) were waited for in vain, until HOROVOD_ELASTIC_TIMEOUT (600 s by "
             f"default): {found}. They had been launched again {len(self.failures) - 1} times."
         )
-
-
-def _waiting(backend: Backend) -> contextlib.AbstractContextManager[Callable[[float], None]]:
-    """Return a context manager that yields the backend's wait function."""
-    waiting = getattr(backend, "waiting", None)
-    return contextlib.nullcontext(time.sleep) if waiting is None else waiting()
 
 
 def _pauses(*first: float) -> Iterator[float]:

@@ -41,7 +41,7 @@ from hvd_estimators.launch.validation import (
 )
 from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import WarmStart, wanted
-from hvd_estimators.launch.warm.modules import modules_of_call
+from hvd_estimators.launch.warm.modules import modules_of
 
 __all__ = ["LocalBackend"]
 
@@ -125,7 +125,7 @@ class LocalBackend(Backend):
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
         if self._warm_start and wanted(os.environ):
-            warm = WarmStart(modules_of_call(call, fn, args, kwargs), [os.getpid()])
+            warm = WarmStart(modules_of(call), [os.getpid()])
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)
         watch = LaunchWatch(self._num_proc, host)

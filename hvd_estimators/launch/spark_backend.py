@@ -17,10 +17,9 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
 from hvd_estimators.launch.cluster.connect import current_cluster
-from hvd_estimators.launch.cluster.import_ahead import importing
 from hvd_estimators.launch.cluster.jobs import (
     barrier_job,
-    cancellable_wait,
+    importing,
     interruptible,
     waits_its_turn,
 )
@@ -48,7 +47,7 @@ from hvd_estimators.launch.validation import (
 )
 from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import wanted
-from hvd_estimators.launch.warm.modules import modules_of_call
+from hvd_estimators.launch.warm.modules import modules_of
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
@@ -186,10 +185,6 @@ class SparkBackend(Backend):
         other._num_proc = num_proc
         return other
 
-    def waiting(self) -> contextlib.AbstractContextManager[Callable[[float], None]]:
-        """Wait between two launches; cancelling this thread's job group also ends the wait."""
-        return cancellable_wait(current_cluster(self._resources))
-
     def _all_slots(self) -> int:
         """Return the cluster's task slots, a constant number for the application's lifetime."""
         cluster = current_cluster(self._resources)
@@ -280,9 +275,7 @@ class SparkBackend(Backend):
         watch = LaunchWatch(num_proc)
         handler = watch.handler(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            modules = None
-            if self._forks_ranks:
-                modules = modules_of_call(document, fn, args, kwargs)
+            modules = modules_of(document) if self._forks_ranks else None
             call = stack.enter_context(cluster.shared(document))
             events = stack.enter_context(receive_events(handler, host))
             secret = new_secret()
@@ -315,7 +308,7 @@ class SparkBackend(Backend):
         cluster = current_cluster(self._resources)
         if not self._forks_ranks or cluster.allocates_dynamically:
             return contextlib.nullcontext()
-        modules = modules_of_call(pickle_call(fn, args, {}), fn, args)
+        modules = modules_of(pickle_call(fn, args, {}))
         return importing(cluster, self.num_processes(), self._job(cluster, modules, env))
 
     @property

@@ -238,28 +238,6 @@ def test_a_tag_of_the_users_cancels_the_ranks(connect: Application) -> None:
         connect.run(job, str(connect.folder / "begun"))
 
 
-def test_a_fit_that_waits_ends_with_the_others_of_the_session(connect: Application) -> None:
-    def job() -> None:
-        import threading
-
-        from hvd_estimators.launch.cluster.connect import current_cluster
-        from hvd_estimators.launch.cluster.jobs import cancellable_wait
-
-        spark = session()
-
-        def interrupt() -> None:
-            # There is nothing to interrupt before the job that waits has begun.
-            while not spark.interruptAll():
-                time.sleep(0.1)
-
-        with cancellable_wait(current_cluster()) as wait:
-            threading.Thread(target=interrupt).start()
-            wait(100)
-
-    with pytest.raises(JobCancelledError):
-        connect.run(job)
-
-
 def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
     def job(folder: str) -> Any:
         from pyspark.ml import Pipeline, PipelineModel

@@ -21,7 +21,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.launch.cluster.application import Cluster
-from hvd_estimators.launch.cluster.jobs import cancellable_wait, jobs_on
+from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
@@ -137,45 +137,6 @@ def test_cancelling_the_callers_group_ends_the_ranks(
     assert error.__cause__ is not None
     assert properties == [MINE]
     wait_until(lambda: not any(map(alive, started)))
-
-
-def test_who_cancels_the_group_ends_what_waits_for_the_next_launch(
-    spark: Any, my_jobs: Any
-) -> None:
-    context = spark.sparkContext
-    cluster = Cluster(context)
-
-    def cancel() -> None:
-        wait_until(lambda: context.statusTracker().getJobIdsForGroup("mine"))
-        wait_until(cluster.active_jobs)
-        context.cancelJobGroup("mine")
-
-    thread = threading.Thread(target=cancel)
-    started = time.monotonic()
-
-    def wait_long() -> None:
-        with cancellable_wait(cluster) as wait:
-            thread.start()
-            wait(100)
-
-    with pytest.raises(JobCancelledError, match="cancelled job group mine"):
-        wait_long()
-    thread.join()
-    assert time.monotonic() - started < 60
-    # Nobody cancels: it waits, and its job is gone.
-    started = time.monotonic()
-    with cancellable_wait(cluster) as wait:
-        wait(1.0)
-        wait(0)
-        assert time.monotonic() - started >= 1.0
-    assert not cluster.active_jobs()
-    assert my_jobs() == MINE
-    # Who need not wait has no job.
-    known = len(cluster.context.statusTracker().getJobIdsForGroup("mine"))
-    with cancellable_wait(cluster) as wait:
-        wait(0)
-        wait(0)
-    assert len(cluster.context.statusTracker().getJobIdsForGroup("mine")) == known
 
 
 def test_the_callers_properties_are_as_before_when_ranks_have_run(spark: Any, my_jobs: Any) -> None:

@@ -11,13 +11,12 @@ Runs on the driver.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster.application import await_slots
-from hvd_estimators.launch.cluster.jobs import spark_job
+from hvd_estimators.launch.cluster.jobs import BackgroundJob
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
@@ -58,29 +57,17 @@ def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
     slots = cluster.task_slots()
     if slots >= wanted:
         return slots
-    context, ended = cluster.context, time.monotonic() + timeout
-    tag: list[str] = []
-
-    def ask() -> None:
-        numbers: Any = context.parallelize(range(wanted), wanted)
-        if cluster.profile is not None:
-            numbers = numbers.withResources(cluster.profile)
-        job = spark_job(cluster, "Executors for ranks", ranks=True)
-        with contextlib.suppress(Exception), job as mine:
-            tag.append(mine)
-            numbers.foreach(_wait)
-
-    # The thread inherits the caller's job group, so that the job can be cancelled.
-    thread = cluster.thread(ask)
-    thread.start()
+    ended = time.monotonic() + timeout
+    numbers: Any = cluster.context.parallelize(range(wanted), wanted)
+    if cluster.profile is not None:
+        numbers = numbers.withResources(cluster.profile)
+    request = BackgroundJob(cluster, "Executors for ranks", lambda: numbers.foreach(_wait))
     try:
-        while slots < wanted and time.monotonic() < ended and thread.is_alive():
-            time.sleep(_POLL_SECONDS)
+        while slots < wanted and time.monotonic() < ended and not request.wait(_POLL_SECONDS):
             slots = cluster.task_slots()
     finally:
-        for name in tag:
-            cluster.cancel(name)
-        thread.join(_END_SECONDS)
+        request.cancel()
+        request.wait(_END_SECONDS)
     return slots
 
 

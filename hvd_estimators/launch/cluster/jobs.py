@@ -6,39 +6,43 @@ Runs on the driver.
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators._util.spark_session import current_session, using_session
-from hvd_estimators.exceptions import JobCancelledError, SlotsError
+from hvd_estimators._util.spark_session import using_session
+from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
+from hvd_estimators.launch.task.entry import import_task
+from hvd_estimators.launch.warm.client import IDLE_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from hvd_estimators.launch.cluster.application import Cluster
+    from hvd_estimators.launch.task.spec import Job
 
 __all__ = [
+    "BackgroundJob",
     "barrier_job",
-    "cancellable_wait",
+    "importing",
     "interruptible",
     "jobs_on",
     "spark_job",
     "waits_its_turn",
 ]
 
-logger = logging.getLogger(__name__)
-
 _TAG = "hvd_estimators"
 _POLL_SECONDS = 0.2
-_CANCEL_SECONDS = 10.0
-# Sleeps for a day, which is longer than any wait.
-_SLEEP = "SELECT java_method('java.lang.Thread', 'sleep', id + 86400000) FROM range(0, 1, 1, 1)"
+_END_SECONDS = 10.0
+# How long a job that imports may wait for slots when the driver no longer waits for it.
+_NO_SLOTS_SECONDS = 0.5
+# Usually 1 s or 2 s, but a busy machine takes longer to start Python.
+_IMPORT_JOB_SECONDS = 30.0
 
 
 @contextlib.contextmanager
@@ -157,79 +161,6 @@ def waits_its_turn(cluster: Cluster, tag: str, num_proc: int) -> bool:
     return left is not None and left < num_proc
 
 
-@contextlib.contextmanager
-def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
-    """Run a placeholder job in the thread's job group, so that waits can be cancelled.
-
-    Cancelling a job group or tag only ends the jobs that run at that time, and Spark sends no other
-    notification. The placeholder job has the thread's group and tags, and one task that sleeps in
-    the JVM. It may occupy a rank's task slot, and releases the slot as soon as the wait ends.
-
-    Yields
-    ------
-    callable
-        Waits for a number of seconds; 0 only checks for a cancellation.
-
-    Raises
-    ------
-    JobCancelledError
-        If the job is cancelled; raised by the yielded function, and at the end of the block.
-    """
-    session = current_session()
-    ending, ended = threading.Event(), threading.Event()
-    cancelled: list[JobCancelledError] = []
-    tags: list[str] = []
-
-    def sleep() -> None:
-        try:
-            with spark_job(cluster, "Waiting to launch ranks again", ranks=True) as tag:
-                tags.append(tag)
-                session.sql(_SLEEP).collect()
-        except JobCancelledError as error:
-            if not ending.is_set():
-                cancelled.append(error)
-        except Exception as error:
-            # The job may be lost with its executor, for example. The next launch checks the
-            # cluster.
-            logger.debug("A job that only waits has failed: %s", error)
-        finally:
-            ended.set()
-
-    thread = cluster.thread(sleep)
-    looks = 0
-
-    def wait(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        # A pause of 0 s, and a single check that finds all slots, need no job.
-        if thread.ident is None:
-            if not seconds and looks <= 2:
-                return
-            thread.start()
-        deadline = time.monotonic() + seconds
-        if ended.wait(seconds) and not cancelled:
-            time.sleep(max(deadline - time.monotonic(), 0))
-        if cancelled:
-            raise cancelled[0]
-
-    try:
-        yield wait
-    finally:
-        ending.set()
-        # The job may be about to start.
-        deadline = time.monotonic() + _CANCEL_SECONDS
-        while (
-            thread.ident is not None
-            and not ended.wait(_POLL_SECONDS)
-            and time.monotonic() < deadline
-        ):
-            for tag in tags:
-                with contextlib.suppress(Exception):  # the context has been stopped
-                    cluster.cancel(tag)
-    if cancelled:
-        raise cancelled[0]
-
-
 def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[Any]:
     """Return the rows that a Spark job collects; raise KeyboardInterrupt if the user interrupts.
 
@@ -253,3 +184,109 @@ def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[An
     if errors:
         raise errors[0]
     return rows
+
+
+class BackgroundJob:
+    """A Spark job in another thread, which starts at once. Its errors are ignored.
+
+    The job belongs to the caller's job group, so it can be cancelled with that group.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application that runs the job.
+    description : str
+        Shown by Spark unless the caller has set one.
+    run : callable
+        Runs the job and waits for it.
+    """
+
+    def __init__(self, cluster: Cluster, description: str, run: Callable[[], object]) -> None:
+        self._cluster, self._description, self._run = cluster, description, run
+        self._tag: str | None = None
+        self._thread = cluster.thread(self._run_tagged)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for at most some seconds, and return whether the job has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def lacks_slots(self) -> bool:
+        """Return whether the job waits for slots; False if unknown, as over Spark Connect."""
+        with contextlib.suppress(Exception):
+            if self._tag is not None and self._cluster.jobs(self._tag):
+                return not self._cluster.started_tasks(self._tag)
+        return False
+
+    def cancel(self) -> None:
+        """Cancel the job if it has started."""
+        if self._tag is not None:
+            with contextlib.suppress(Exception):  # the context has been stopped
+                self._cluster.cancel(self._tag)
+
+    def _run_tagged(self) -> None:
+        job = spark_job(self._cluster, self._description, ranks=True)
+        with contextlib.suppress(Exception), job as self._tag:
+            self._run()
+
+
+# Time of the last request, for each application and its imports.
+_requested: dict[object, float] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
+    """Let executors import the modules of a job's ranks, concurrently with the block.
+
+    A barrier job sends the request, because its tasks reach all executors. The request takes only a
+    moment. Its errors are ignored, because the ranks' own job reports them. It is not repeated
+    while the importing processes live.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application, with the resources that its tasks request.
+    num_proc : int
+        Number of ranks.
+    job : Job
+        Contains the environment and the modules.
+    """
+    key = (cluster.application, job.modules, job.executable, tuple(sorted(job.env.items())))
+    now = time.monotonic()
+    with _lock:
+        is_new = now - _requested.get(key, float("-inf")) > IDLE_SECONDS / 2
+        _requested[key] = now
+    if not is_new:
+        yield
+        return
+    task = functools.partial(import_task, job=job)
+    collect = functools.partial(cluster.collect, num_proc, task, "x int")
+    request = BackgroundJob(cluster, "Imports for ranks", collect)
+    seconds = _IMPORT_JOB_SECONDS
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        seconds = 0.0  # the user has interrupted the block and waits
+        raise
+    finally:
+        _end_imports(request, seconds)
+
+
+def _end_imports(request: BackgroundJob, seconds: float) -> None:
+    """Wait until the job has ended; cancel it if its tasks wait for slots, or after some seconds.
+
+    Running tasks end within a moment. If they were cancelled, or if the program ended before them,
+    Spark would log stack traces. These would follow the error message of the block.
+    """
+    now = last_with_slots = time.monotonic()
+    late = now + seconds
+    while now < late + _END_SECONDS and not request.wait(_POLL_SECONDS):
+        now = time.monotonic()
+        if not request.lacks_slots():
+            last_with_slots = now
+        if now > late or now - last_with_slots > _NO_SLOTS_SECONDS:
+            request.cancel()

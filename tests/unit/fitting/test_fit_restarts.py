@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,30 +179,6 @@ def test_errors_that_come_back_end_the_fit_as_they_are(tmp_path: Path, pauses: l
     assert unlimited.value is killed
     assert Fit(tmp_path, max_restarts=0).restarts.environment() == {}
     assert Fit(tmp_path).restarts.environment() == {PATIENCE_VARIABLE: "1800"}
-    assert pauses == []
-
-
-def test_a_fit_that_is_cancelled_between_two_launches_does_not_go_on(
-    tmp_path: Path, pauses: list[float]
-) -> None:
-    class Waiting(FakeBackend):
-        waits = 0
-
-        @contextlib.contextmanager
-        def waiting(self) -> Iterator[Callable[[float], None]]:
-            yield self.wait
-
-        def wait(self, seconds: float) -> None:
-            self.waits += 1
-            if self.waits == 5:
-                raise JobCancelledError("cancelled")
-
-    # In the pause, and while slots are waited for.
-    for slots in ((None,), (2, 0)):
-        backend, fit = Waiting(*[lost()] * 9, slots=slots), Fit(tmp_path)
-        with pytest.raises(JobCancelledError):
-            fit.fit(backend)
-        assert backend.launches == [2] * (5 if slots == (None,) else 1)
     assert pauses == []
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_estimators.launch.cluster import import_ahead
+from hvd_estimators.launch.cluster import jobs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,13 +43,13 @@ class FakeCluster:
 
 @pytest.fixture
 def job(monkeypatch):
-    monkeypatch.setattr(import_ahead, "_asked", {})
+    monkeypatch.setattr(jobs, "_requested", {})
     return SimpleNamespace(modules=("json",), executable=None, env={})
 
 
 def fail(cluster, job, error):
     began = time.monotonic()
-    with pytest.raises(type(error)), import_ahead.importing(cluster, 2, job):
+    with pytest.raises(type(error)), jobs.importing(cluster, 2, job):
         raise error
     return time.monotonic() - began
 
@@ -72,7 +72,7 @@ def test_a_job_that_waits_for_slots_or_is_interrupted_is_cancelled(job, started,
 
 
 def test_a_job_that_does_not_end_is_cancelled(job, monkeypatch):
-    monkeypatch.setattr(import_ahead, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(jobs, "_IMPORT_JOB_SECONDS", 0.5)
     cluster = FakeCluster(30, started=2)
     assert fail(cluster, job, ValueError()) < 5
     assert cluster.cancelled.is_set()

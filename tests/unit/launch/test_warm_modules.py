@@ -64,6 +64,14 @@ def test_an_estimator_says_which_trainer_it_has() -> None:
     assert of(train_stored, put) == found
 
 
+def test_a_function_by_reference_and_unknown_modules_import_nothing_ahead() -> None:
+    import json.tool
+
+    assert of(json.tool.main) == ()
+    own: Any = StoredCall(None, "", "", "", "acme.trainer")  # type: ignore[arg-type]
+    assert of(train_stored, own) == ()
+
+
 def test_a_large_call_is_looked_at_where_its_code_is() -> None:
     def train(data: bytes) -> Any:
         import torch
