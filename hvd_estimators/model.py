@@ -15,27 +15,22 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow, vector_parts
-from hvd_estimators.inference.batch import BatchPredictor, is_scalar, known_sizes
-from hvd_estimators.inference.broadcast import SharedBytes
+from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
+from hvd_estimators.inference.broadcast import Payload, SharedBytes
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.frame import (
     as_rows,
-    first_null,
-    null_tracked,
     pad_large_rows,
     with_barrier_column,
-    without_null,
     without_nulls,
 )
-from hvd_estimators.inference.output_columns import OutputType, output_columns, output_types
-from hvd_estimators.inference.payload import Payload
-from hvd_estimators.inference.sql import SqlForm, active_session, checked_name, spark_type
-from hvd_estimators.inference.udf import make_udf
-from hvd_estimators.inference.worker import Predictor
+from hvd_estimators.inference.output_columns import output_columns, output_types
+from hvd_estimators.inference.sql import active_session, checked_name, spark_type
+from hvd_estimators.inference.udf import Output, has_arrow_udfs, make_udf, vector_parts
 from hvd_estimators.params import column_names, param, type_names
 from hvd_estimators.params.model import (
     ClassificationParams,
@@ -179,20 +174,13 @@ class HorovodModel(
         if name is not None:
             checked_name(session, name)
         inference = self._inference(None)
-        kinds = self._output_types(inference)
-        types = {
-            name: spark_type(kind, shape)
-            for (name, kind), shape in zip(kinds.items(), inference.fields.values(), strict=True)
-        }
         is_text = self._takes_text()
-        text = [n for n in inference.columns if is_text or n in self._text_features()]
         udf = make_udf(
             *self._make_predictor(),
             inference,
             functools.partial(self._shared.send, session.range(0)),
-            form=SqlForm(tuple(text), types),
-            kinds=[*kinds.values()],
-            columns=[*kinds],
+            self._udf_outputs(inference, in_sql=True),
+            sql_text=[n for n in inference.columns if is_text or n in self._text_features()],
         )
         return udf if name is None else session.udf.register(name, udf)
 
@@ -205,9 +193,7 @@ class HorovodModel(
     def _transformed(self, dataset: DataFrame) -> DataFrame:
         features = self.getOrDefault("feature_columns")
         require_columns(dataset, "feature_columns", features or [])
-        outputs = self.getOutputCols()
-        class_columns = self._class_columns()
-        added = [*outputs, *class_columns.values()]
+        added = [*self.getOutputCols(), *self._class_columns().values()]
         for index, name in enumerate(added):
             taken = clashing(dataset, name, [*dataset.columns, *added[:index]])
             if taken:
@@ -216,70 +202,58 @@ class HorovodModel(
                     "already. Drop that, or set other names with setOutputCols."
                 )
         inference = self._inference(dataset)
-        wanted = self._output_types(inference)
+        outputs = self._udf_outputs(inference)
         if self.getOrDefault("handleInvalid") == "skip":
             dataset = without_nulls(dataset, inference.columns)
         document, load = self._make_predictor()
-        items = sum(math.prod(known_sizes(shape)) for shape in inference.fields.values())
-        spread_out = pad_large_rows(dataset, inference.columns, self._known_sizes(), items)
-        if spread_out is not None:
-            dataset = spread_out.frame
-        elif takes_arrow():
+        items = sum(math.prod(known_sizes(output.shape)) for output in outputs)
+        padded = pad_large_rows(dataset, inference.columns, self._known_sizes(), items)
+        if padded is not None:
+            dataset = padded.frame
+        elif has_arrow_udfs():
             dataset = as_rows(dataset)
-        given = self._given_columns(dataset, inference)
-        if spread_out is not None:
-            given.append(spread_out.is_row)
-        fields = inference.fields
-        by_field = zip(fields.items(), wanted.values(), strict=True)
-        vectors = {
-            field: VectorUDT()
-            for (field, shape), kind in by_field
-            if takes_arrow() and kind is None and _is_vector(shape)
-        }
+        given = [self._udf_argument(dataset, name) for name in inference.columns]
+        if padded is not None:
+            given.append(padded.is_row)
+        send = functools.partial(self._shared.send, dataset)
         predicted = make_udf(
-            document,
-            load,
-            inference,
-            functools.partial(self._shared.send, dataset),
-            has_empty_rows=spread_out is not None,
-            vectors=vectors,
-            kinds=[*wanted.values()],
-            columns=[*wanted],
+            document, load, inference, send, outputs, has_empty_rows=padded is not None
         )(*given)
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run twice: in a filter on a prediction, and after it.
         with_made = (
             with_barrier_column(dataset, predicted, made)
-            if spread_out is None
-            else spread_out.without_empty_rows(predicted, made)
+            if padded is None
+            else padded.without_empty_rows(predicted, made)
         )
         columns = {}
-        for (field, shape), (name, kind) in zip(fields.items(), wanted.items(), strict=True):
-            column = F.col(made)[field] if len(fields) > 1 else F.col(made)
-            is_made = kind is not None or field in vectors
-            columns[name] = column if is_made else _as_default(column, shape)
+        for output in outputs:
+            column = F.col(made)[output.field] if len(outputs) > 1 else F.col(made)
+            if output.is_vector and not has_arrow_udfs():
+                # array_to_vector accepts no nulls.
+                column = F.when(column.isNotNull(), array_to_vector(column))
+            columns[output.column] = column
         return with_made.withColumns(columns).drop(made)
 
-    def _output_types(self, inference: BatchPredictor) -> dict[str, OutputType | None]:
-        """Return the type of each added column by name; None stands for the default type."""
-        outputs = self.getOutputCols()
-        kinds = output_types(self.getOrDefault("output_types"), outputs, inference.shapes)
-        of_classes = dict.fromkeys(self._class_columns().values())
-        return {**dict(zip(outputs, kinds, strict=True)), **of_classes}
+    def _udf_outputs(self, inference: BatchPredictor, *, in_sql: bool = False) -> list[Output]:
+        """Return the fields of the UDF's result: the outputs, and a classifier's columns.
 
-    def _given_columns(self, dataset: DataFrame, inference: BatchPredictor) -> list[Column]:
-        """Return the UDF's arguments: its columns and, for null-tracked columns, null positions."""
-        given = []
-        for name in inference.columns:
-            if sees_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
-                # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
-                column = vector_parts(F.col(quoted(name)))
-            else:
-                column = self._feature_column(dataset, name)
-            if name in inference.flagged:
-                column = without_null(column, dataset.schema[name].dataType)
-            given.append(column)
-        return [*given, first_null(inference.flagged)] if inference.flagged else given
+        In SQL, the fields have the names of the output columns, and there are no vectors.
+        """
+        names = self.getOutputCols()
+        kinds = output_types(self.getOrDefault("output_types"), names, inference.shapes)
+        types = [
+            *zip(names, kinds, strict=True),
+            *((n, None) for n in self._class_columns().values()),
+        ]
+        outputs = []
+        for (field, shape), (name, kind) in zip(inference.fields.items(), types, strict=True):
+            is_vector = not in_sql and kind is None and len(shape) == 1 and not is_scalar(shape)
+            made: T.DataType = spark_type(kind, shape)
+            if is_vector and has_arrow_udfs():
+                made = VectorUDT()
+            outputs.append(Output(name if in_sql else field, name, shape, kind, made, is_vector))
+        return outputs
 
     def _inference(self, dataset: DataFrame | None) -> BatchPredictor:
         """Return the predictor for batches of a DataFrame, or of any input if it is None."""
@@ -291,14 +265,11 @@ class HorovodModel(
                 "as [0], or a name for each output in outputCols."
             )
         inference = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
-        # A UDF cannot drop rows.
-        keeping = ("keep",) if dataset is not None else ("keep", "skip")
-        keeps = self.getOrDefault("handleInvalid") in keeping
+        handles = self.getOrDefault("handleInvalid")
         return replace(
             inference,
-            # Arrow distinguishes nulls from NaN.
-            flagged=() if sees_arrow() else null_tracked(dataset, inference.columns, keeps),
-            keeps_nulls=keeps,
+            # A UDF cannot drop rows.
+            keeps_nulls=handles == "keep" or (dataset is None and handles == "skip"),
             shapes=tuple(map(tuple, shapes)),
             batch_rows=self.getOrDefault("inference_batch_size"),
             scores=self._class_scores(shapes),
@@ -312,18 +283,19 @@ class HorovodModel(
         transformation = None
         if self.getOrDefault("apply_transformation"):
             transformation = self._make_transformation(features, self._text_features())
-        if transformation is None:
-            return BatchPredictor(tuple(features), tuple(features))
-        known = self._get_metadata() or {}
-        there = dataset.columns if dataset is not None else []
-        others = [n for n in known if n not in features and n in there]
-        dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
-        return BatchPredictor(
-            (*features, *others), tuple(features), transformation=transformation, dtypes=dtypes
-        )
+        available = [] if dataset is None else dataset.columns
+        metadata = self._get_metadata() or {}
+        return BatchPredictor.of(features, transformation, metadata, available)
+
+    def _udf_argument(self, dataset: DataFrame, name: str) -> Column:
+        """Return an argument of the UDF."""
+        if isinstance(dataset.schema[name].dataType, VectorUDT):
+            # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
+            return vector_parts(F.col(quoted(name)))
+        return self._feature_column(dataset, name)
 
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
-        """Convert a column to the UDF's input type: numbers, arrays of numbers, or text."""
+        """Convert a column to numbers, arrays of numbers, or text."""
         is_text = self._takes_text() or name in self._text_features()
         return feature_array(dataset, name, allow_text=is_text)
 
@@ -339,14 +311,3 @@ class HorovodModel(
     def _text_features(self) -> tuple[str, ...]:
         """Return the feature columns that the model takes as text; none by default."""
         return ()
-
-
-def _is_vector(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 and not is_scalar(shape)
-
-
-def _as_default(column: Column, shape: tuple[int, ...]) -> Column:
-    if not _is_vector(shape):
-        return column
-    # array_to_vector accepts no nulls.
-    return F.when(column.isNotNull(), array_to_vector(column))

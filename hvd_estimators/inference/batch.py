@@ -1,35 +1,108 @@
-"""Prediction of a batch of rows: arrays in, arrays out. Imports only NumPy."""
+"""A batch of rows: its Arrow columns as arrays, and a model's predictions on them.
+
+No step makes a Python object per row. Imports no PySpark and no framework, because predictions
+without Spark use this module, too.
+"""
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.loading.transform import Transformation
 
 __all__ = [
+    "DENSE",
+    "FRAMEWORKS_CHOICE",
+    "VECTOR",
     "BatchPredictor",
     "Predictor",
+    "Resources",
     "check_outputs",
     "has_nulls",
+    "is_list",
     "is_ragged",
     "is_scalar",
     "known_sizes",
     "one_ahead",
+    "rows_of",
+    "to_array",
+    "to_arrays",
+    "valid_rows",
 ]
 
 Result = TypeVar("Result")
 
 Predictor = Callable[[list[Array]], list[Array]]
 """Function from feature arrays to output arrays, both with rows first. Runs on executors."""
+
+VECTOR = ("type", "size", "indices", "values")
+"""Fields of the struct in which Spark stores ML vectors."""
+
+DENSE = 1
+"""Value of ``type`` for dense vectors; sparse vectors have 0."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """CPU threads and GPU that a predictor may use.
+
+    Attributes
+    ----------
+    num_threads : int or None
+        Number of compute threads; None for the framework's default.
+    gpu : int or None
+        Number of the GPU among the GPUs that the process sees; None for the CPU.
+    named : str or None
+        The user's name for the device; None if Spark assigned the device.
+    """
+
+    num_threads: int | None = None
+    gpu: int | None = None
+    named: str | None = None
+
+    def among(self, visible: int) -> int | None:
+        """Return the number of the GPU if a framework sees it; None for the CPU.
+
+        A framework that sees no GPU, because it was built without CUDA, predicts on the CPU.
+
+        Parameters
+        ----------
+        visible : int
+            Number of GPUs that the framework sees.
+
+        Raises
+        ------
+        GpuError
+            If the framework sees GPUs, but not this one.
+        """
+        if self.gpu is None or not visible:
+            return None
+        if self.gpu >= visible and self.named is not None:
+            raise GpuError(
+                f"device: found {self.named!r}, and the framework sees {visible}. Set a number "
+                f"below {visible}."
+            )
+        if self.gpu >= visible:
+            raise GpuError(
+                f"Spark assigned the GPU {self.gpu} to this task, and its Python worker sees "
+                f"{visible}. Let spark.executor.resource.gpu.discoveryScript print the numbers of "
+                "GPUs that executors see."
+            )
+        return self.gpu
+
+
+FRAMEWORKS_CHOICE = Resources()
+"""The CPU, with the framework's default number of threads."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +113,6 @@ class BatchPredictor:
     ----------
     columns : tuple of str
         The columns of a batch.
-    flagged : tuple of str
-        Columns whose nulls are reported by one further column, which follows the others.
     keeps_nulls : bool
         Whether rows with nulls get null predictions; otherwise nulls are an error.
     features : tuple of str
@@ -60,13 +131,44 @@ class BatchPredictor:
 
     columns: tuple[str, ...]
     features: tuple[str, ...]
-    flagged: tuple[str, ...] = ()
     keeps_nulls: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()
     batch_rows: int | None = None
     scores: ClassScores | None = None
     transformation: Transformation | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        features: Sequence[str],
+        transformation: Transformation | None,
+        metadata: Mapping[str, Mapping[str, Any]],
+        available: Collection[str] | None = None,
+    ) -> BatchPredictor:
+        """Return a predictor whose batches have the columns that the features are made of.
+
+        Parameters
+        ----------
+        features : sequence of str
+            The columns that the predictor takes.
+        transformation : Transformation or None
+            Applied before the forward pass.
+        metadata : mapping
+            Metadata of the training's columns, which the transformation may use.
+        available : collection of str, optional
+            The columns that exist besides the features. Default: all of ``metadata``.
+        """
+        names = tuple(features)
+        if transformation is None:
+            return cls(names, names)
+        others = [
+            name
+            for name in metadata
+            if name not in names and (available is None or name in available)
+        ]
+        dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
+        return cls((*names, *others), names, transformation=transformation, dtypes=dtypes)
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -91,7 +193,9 @@ class BatchPredictor:
         the passes of one batch and, with `one_ahead`, to successive batches.
         """
         rows = len(next(iter(columns.values())))
-        step = self.batch_rows or max(rows, 1)
+        if not rows:
+            return lambda: [np.zeros((0, *known_sizes(shape))) for shape in self.fields.values()]
+        step = self.batch_rows or rows
         parts: list[list[Array]] = []
         waiting: Callable[[], None] | None = None
         for start in range(0, rows, step):
@@ -99,12 +203,12 @@ class BatchPredictor:
             forward = _begin(predictor, self.inputs(part))
             if waiting is not None:
                 waiting()
-            waiting = functools.partial(self._take, forward, min(step, rows - start), parts)
+            waiting = functools.partial(self._collect, forward, min(step, rows - start), parts)
 
         def finish() -> list[Array]:
-            if waiting is not None:
-                waiting()
-            return self._fields_of(parts)
+            assert waiting is not None
+            waiting()
+            return self._joined(parts)
 
         return finish
 
@@ -129,7 +233,7 @@ class BatchPredictor:
             ) from error
         return [transformed[name] for name in self.features]
 
-    def _take(
+    def _collect(
         self, forward: Callable[[], list[Array]], rows: int, parts: list[list[Array]]
     ) -> None:
         """Wait for the outputs of a forward pass, check them and append them to ``parts``."""
@@ -137,7 +241,7 @@ class BatchPredictor:
         check_outputs(outputs, rows, self.shapes)
         parts.append(outputs)
 
-    def _fields_of(self, parts: list[list[Array]]) -> list[Array]:
+    def _joined(self, parts: list[list[Array]]) -> list[Array]:
         outputs = [
             np.concatenate(output) if len(output) > 1 else output[0]
             for output in zip(*parts, strict=True)
@@ -230,3 +334,162 @@ def has_nulls(name: str) -> DataError:
 def is_ragged(name: str) -> DataError:
     """Return the error for a column whose arrays differ in length."""
     return DataError(f"Column {name!r} is ragged: its arrays differ in length.")
+
+
+def to_arrays(
+    inference: BatchPredictor, columns: Sequence[pa.Array], is_row: Array | None = None
+) -> tuple[dict[str, Array], Array | None]:
+    """Return the columns of a batch as arrays, and a mask of the rows in these arrays.
+
+    The mask is None if the arrays hold all rows of the batch.
+
+    Parameters
+    ----------
+    inference : BatchPredictor
+        Names the columns; its ``keeps_nulls`` leaves rows with nulls out of the arrays.
+    columns : sequence of pa.Array
+        The columns.
+    is_row : array, optional
+        Mask that is false for empty rows.
+
+    Raises
+    ------
+    DataError
+        If there are nulls without ``keeps_nulls``, or if lists differ in length.
+    """
+    masks = [] if is_row is None else [is_row]
+    for name, column in zip(inference.columns, columns, strict=True):
+        holds_none = valid_rows(column)
+        if holds_none is None:
+            continue
+        if (
+            not inference.keeps_nulls
+            and not (holds_none if is_row is None else holds_none | ~is_row).all()
+        ):
+            raise has_nulls(name)
+        masks.append(holds_none)
+    valid = np.logical_and.reduce(masks) if masks else None
+    if valid is None or valid.all():
+        valid = None
+    else:
+        columns = [rows_of(column, valid) for column in columns]
+    arrays = {
+        name: to_array(column, name)
+        for name, column in zip(inference.columns, columns, strict=True)
+    }
+    return arrays, valid
+
+
+def valid_rows(column: pa.Array) -> Array | None:
+    """Return a mask of the rows without nulls, also within arrays; None if there are no nulls."""
+    valid: Array | None = None
+    if column.null_count:
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
+    if not is_list(column.type):
+        return valid
+    offsets, items = _parts(column)
+    valid_items = valid_rows(items)
+    if valid_items is None:
+        return valid
+    # A row holds nulls if the running count of nulls grows from its first entry to its last.
+    num_nulls = np.concatenate([[0], np.cumsum(~valid_items)])[offsets]
+    holds_none = num_nulls[1:] == num_nulls[:-1]
+    return holds_none if valid is None else valid & holds_none
+
+
+def rows_of(column: pa.Array, wanted: Array) -> pa.Array:
+    """Return the wanted rows of a column.
+
+    For lists, the result is a view if all other rows hold no entries. This avoids the copy that
+    Arrow's filter makes. Large rows have many empty rows between them.
+    """
+    if pa.types.is_struct(column.type):
+        parts = [rows_of(part, wanted) for part in column.flatten()]
+        return pa.StructArray.from_arrays(parts, fields=list(column.type))
+    if pa.types.is_list(column.type):
+        offsets, items = _parts(column)
+        is_null = column.is_null().to_numpy(zero_copy_only=False)
+        if not np.diff(offsets)[~wanted].any() and not is_null[wanted].any():
+            ends = np.append(offsets[:-1][wanted], offsets[-1:])
+            return pa.ListArray.from_arrays(pa.array(ends), items).cast(column.type)
+    return column.filter(pa.array(wanted))
+
+
+def to_array(column: pa.Array, name: str) -> Array:
+    """Return a column without nulls as an array, rows first.
+
+    The array may be a read-only view of Arrow's memory.
+
+    Parameters
+    ----------
+    column : pa.Array
+        Numbers, booleans, text, lists of one length in all rows (also nested or of a fixed size),
+        or Spark's vectors, which become 32-bit floats.
+    name : str
+        Name of the column, for errors.
+
+    Raises
+    ------
+    DataError
+        If lists differ in length.
+    """
+    if pa.types.is_struct(column.type):
+        return _vectors(column, name)
+    if not is_list(column.type):
+        array: Array = column.to_numpy(zero_copy_only=False)
+        return array
+    offsets, items = _parts(column)
+    size = _size_of_all(np.diff(offsets), name)
+    array = to_array(items, name)
+    return array.reshape(len(column), size, *array.shape[1:])
+
+
+def is_list(data_type: pa.DataType) -> bool:
+    """Return whether a type is one of Arrow's list types."""
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(data_type) for is_kind in kinds)
+
+
+def _parts(column: pa.Array) -> tuple[Array, pa.Array]:
+    """Return the offsets of lists among their entries, the end included, and the entries."""
+    if pa.types.is_fixed_size_list(column.type):
+        size = column.type.list_size
+        entries = column.values.slice(column.offset * size, len(column) * size)
+        return np.arange(len(column) + 1) * size, entries
+    offsets = column.offsets.to_numpy()
+    if not len(offsets):
+        return np.zeros(1, np.int64), column.values.slice(0, 0)
+    entries = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+    return offsets - offsets[0], entries
+
+
+def _size_of_all(sizes: Array, name: str) -> int:
+    if not len(sizes):
+        return 0
+    if (sizes != sizes[0]).any():
+        raise is_ragged(name)
+    return int(sizes[0])
+
+
+def _vectors(column: pa.StructArray, name: str) -> Array:
+    """Return dense and sparse vectors as one array of 32-bit floats."""
+    fields: dict[str, Any] = {
+        column.type.field(index).name: field for index, field in enumerate(column.flatten())
+    }
+    is_dense = fields["type"].to_numpy(zero_copy_only=False) == DENSE
+    starts, values = _parts(fields["values"])
+    numbers = values.to_numpy(zero_copy_only=False)
+    lengths = np.diff(starts)
+    if is_dense.all():
+        size = _size_of_all(lengths, name)
+        return numbers.astype(np.float32).reshape(len(column), size)
+    sizes = fields["size"].fill_null(0).to_numpy(zero_copy_only=False)
+    size = _size_of_all(np.where(is_dense, lengths, sizes), name)
+    array = np.zeros((len(column), size), np.float32)
+    rows = np.repeat(np.arange(len(column)), lengths)
+    of_dense = np.repeat(is_dense, lengths)
+    array[is_dense] = numbers[of_dense].reshape(-1, size)
+    _, indices = _parts(fields["indices"])
+    # Dense vectors have no indices, so all indices belong to sparse vectors, in row order.
+    array[rows[~of_dense], indices.to_numpy(zero_copy_only=False)] = numbers[~of_dense]
+    return array

@@ -36,13 +36,10 @@ __all__ = [
     "PaddedFrame",
     "as_rows",
     "computed_here",
-    "first_null",
     "known_shapes",
-    "null_tracked",
     "pad_large_rows",
     "rows_of_zeros",
     "with_barrier_column",
-    "without_null",
     "without_nulls",
 ]
 
@@ -127,51 +124,6 @@ def known_shapes(
         elif len(shapes.get(name, ())) != len(spec.shape):
             shapes.pop(name, None)
     return shapes, dtypes
-
-
-_FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
-
-
-_EXACT = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
-
-
-def null_tracked(dataset: DataFrame | None, names: Iterable[str], keeps: bool) -> tuple[str, ...]:
-    """Return the columns whose nulls `first_null` must report, because pandas cannot.
-
-    Pandas does not distinguish NaN from null, and converts integers with nulls to floats.
-
-    Parameters
-    ----------
-    dataset : DataFrame or None
-        The DataFrame with the columns. None if types are unknown; then no column is returned.
-    names : iterable of str
-        Columns that the model takes.
-    keeps : bool
-        Whether rows with nulls are kept. Otherwise a null is an error, and the type that pandas
-        converts the other values to does not matter.
-    """
-    if dataset is None:
-        return ()
-    schema = dataset.schema
-    return tuple(
-        name
-        for name in names
-        if isinstance(schema[name].dataType, _FLOATS)
-        or (keeps and schema[name].nullable and isinstance(schema[name].dataType, _EXACT))
-    )
-
-
-def first_null(names: Sequence[str]) -> Column:
-    """Return the position of the first of these columns that is null in a row, or -1."""
-    positions = [
-        F.when(F.col(quoted(name)).isNull(), F.lit(position)) for position, name in enumerate(names)
-    ]
-    return F.coalesce(*positions, F.lit(-1))
-
-
-def without_null(column: Column, data_type: T.DataType) -> Column:
-    """Return a tracked column with zeros for nulls, if its pandas type has no nulls."""
-    return F.coalesce(column, F.lit(0).cast(data_type)) if isinstance(data_type, _EXACT) else column
 
 
 def without_nulls(dataset: DataFrame, names: Iterable[str]) -> DataFrame:

@@ -15,9 +15,17 @@ import pyarrow as pa
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.types import without_decimals
 from hvd_estimators.exceptions import ParamError, PredictionError
-from hvd_estimators.inference.batch import is_scalar
+from hvd_estimators.inference.batch import DENSE, is_scalar
 
-__all__ = ["DOUBLE", "OutputType", "java_text", "output_columns", "output_types", "to_column"]
+__all__ = [
+    "DOUBLE",
+    "OutputType",
+    "java_text",
+    "output_columns",
+    "output_types",
+    "to_column",
+    "to_vectors",
+]
 
 
 def output_columns(get: Callable[[str], Any]) -> list[str]:
@@ -308,6 +316,31 @@ def to_column(
         data_type = pa.list_(pa.field(_ITEM, column.type))
         column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
     return column
+
+
+def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
+    """Return an output of one dimension in the form in which Spark stores dense ML vectors.
+
+    Parameters
+    ----------
+    array : array
+        The output, of shape ``(rows, size)``.
+    valid : array, optional
+        Mask of the column's rows that the output has; the other rows are null.
+    """
+    values = to_column(array, (-1,), valid)
+    count = len(values)
+    numbers = pa.list_(pa.field(_ITEM, pa.float64(), nullable=False))
+    places = pa.list_(pa.field(_ITEM, pa.int32(), nullable=False))
+    # The fields of Spark's VectorUDT, in Spark's order.
+    parts = {
+        pa.field("type", pa.int8(), nullable=False): pa.array(np.full(count, DENSE, np.int8)),
+        pa.field("size", pa.int32()): pa.nulls(count, pa.int32()),
+        pa.field("indices", places): pa.nulls(count, places),
+        pa.field("values", numbers): values.cast(numbers),
+    }
+    mask = None if valid is None else pa.array(~valid)
+    return pa.StructArray.from_arrays([*parts.values()], fields=[*parts], mask=mask)
 
 
 def _positions(valid: Array) -> pa.Array:

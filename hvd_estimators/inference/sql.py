@@ -1,56 +1,35 @@
-"""UDFs for SQL: result types, names and the session. Runs on the driver."""
+"""UDFs for SQL: names, the session and result types on the driver, arguments on executors.
+
+`transform` converts columns in the JVM, where their types are known. The argument types of a
+SQL UDF are known only when a batch arrives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.batch import is_scalar
+from hvd_estimators.data.types import without_decimals
+from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.inference.batch import VECTOR, is_list, is_scalar
 from hvd_estimators.inference.output_columns import OutputType
 
-__all__ = ["SqlForm", "active_session", "checked_name", "spark_type"]
+__all__ = ["active_session", "checked_name", "spark_type", "sql_arguments"]
 
 
 _TYPES: dict[str, type[T.DataType]] = {
-    "tinyint": T.ByteType,
-    "smallint": T.ShortType,
-    "int": T.IntegerType,
-    "bigint": T.LongType,
-    "float": T.FloatType,
-    "double": T.DoubleType,
-    "boolean": T.BooleanType,
-    "string": T.StringType,
+    made().simpleString(): made
+    for made in (
+        *(T.ByteType, T.ShortType, T.IntegerType, T.LongType),
+        *(T.FloatType, T.DoubleType, T.BooleanType, T.StringType),
+    )
 }
-
-
-@dataclass(frozen=True)
-class SqlForm:
-    """Signature of a UDF in SQL.
-
-    Attributes
-    ----------
-    text : tuple of str
-        Columns that may be text.
-    types : mapping
-        Names of the results, in order, to their types. The UDF returns a single result as a plain
-        value, and several results as a struct.
-    """
-
-    text: tuple[str, ...]
-    types: Mapping[str, T.DataType]
-
-    @property
-    def returned(self) -> T.DataType:
-        """Return type of the UDF."""
-        if len(self.types) == 1:
-            return next(iter(self.types.values()))
-        return T.StructType([T.StructField(name, found) for name, found in self.types.items()])
+"""Spark's name of each type of `OutputType.element`, to its class."""
 
 
 def active_session() -> SparkSession:
@@ -103,3 +82,67 @@ def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
     for _ in range(kind.depth):
         found = T.ArrayType(found)
     return found
+
+
+def sql_arguments(
+    given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str]
+) -> list[pa.Array]:
+    """Convert the arguments of a UDF in SQL to columns: numbers, arrays of numbers, or text.
+
+    Parameters
+    ----------
+    given : sequence of pa.Array
+        The arguments.
+    columns : sequence of str
+        Names of the arguments, by position.
+    text : sequence of str
+        Names of the arguments that may be text.
+
+    Raises
+    ------
+    ParamError
+        If the number of arguments is wrong.
+    ColumnError
+        If the model cannot take values of an argument's type.
+    """
+    if len(given) != len(columns):
+        raise ParamError(
+            f"The UDF takes {len(columns)} columns, {', '.join(columns)}, found {len(given)}. Call "
+            "it with the model's feature columns, in their order."
+        )
+    return [
+        _argument(values, name, name in text) for values, name in zip(given, columns, strict=True)
+    ]
+
+
+def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
+    kinds, found = pa.types, column.type
+    if kinds.is_struct(found) and {field.name for field in found} == set(VECTOR):
+        return column
+    numbers, depth = found, 0
+    while is_list(numbers):
+        numbers, depth = numbers.value_type, depth + 1
+    if kinds.is_decimal(numbers):
+        return without_decimals(column)
+    if kinds.is_integer(numbers) or kinds.is_floating(numbers) or kinds.is_boolean(numbers):
+        return column
+    is_any_text = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
+    if depth == 0 and is_text and any(is_kind(found) for is_kind in is_any_text):
+        return column
+    raise ColumnError(
+        f"Argument {name!r} {_described(found)}; the UDF takes numbers, booleans, vectors and "
+        "arrays of numbers. Convert it in the query, or select other columns."
+    )
+
+
+def _described(data_type: pa.DataType) -> str:
+    kinds = pa.types
+    if kinds.is_struct(data_type):
+        return f"is a struct of {', '.join(field.name for field in data_type)}"
+    if kinds.is_temporal(data_type):
+        return "holds dates or times"
+    if kinds.is_string(data_type) or kinds.is_large_string(data_type):
+        return "holds text"
+    if kinds.is_binary(data_type) or kinds.is_large_binary(data_type):
+        return "holds bytes"
+    return f"holds values of type {data_type}"

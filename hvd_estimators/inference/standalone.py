@@ -22,14 +22,15 @@ from hvd_estimators.exceptions import (
     PredictionError,
     ShapeError,
 )
-from hvd_estimators.inference.arrow_batches import to_array, valid_rows
 from hvd_estimators.inference.batch import (
     BatchPredictor,
     Predictor,
+    Resources,
     has_nulls,
     is_ragged,
     is_scalar,
-    known_sizes,
+    to_array,
+    valid_rows,
 )
 from hvd_estimators.inference.classification import class_columns, class_scores
 from hvd_estimators.inference.errors import naming_transformation
@@ -40,7 +41,6 @@ from hvd_estimators.inference.output_columns import (
     output_types,
     to_column,
 )
-from hvd_estimators.inference.resources import Resources
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved
 
@@ -560,11 +560,8 @@ class SavedPredictor:
             batch_rows=self._batch_rows or _default_rows(given),
         )
         fields = list(inference.fields.values())
-        if given.count:
-            outputs = inference(self._predictor, given.columns)
-            self._is_ready = True
-        else:
-            outputs = [np.zeros((0, *known_sizes(shape))) for shape in fields]
+        outputs = inference(self._predictor, given.columns)
+        self._is_ready = self._is_ready or given.count > 0
         kinds += [DOUBLE] * (len(fields) - len(kinds))
         made = zip(self.output_columns, outputs, fields, kinds, strict=True)
         return given.result(
@@ -582,14 +579,7 @@ class SavedPredictor:
         transformation = None
         if self._get("apply_transformation"):
             transformation = make_transformation(self._get, features, text)
-        if transformation is None:
-            return BatchPredictor(features, features)
-        known = self._get("_metadata") or {}
-        others = (name for name in known if name not in features)
-        dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
-        return BatchPredictor(
-            (*features, *others), features, transformation=transformation, dtypes=dtypes
-        )
+        return BatchPredictor.of(features, transformation, self._get("_metadata") or {})
 
 
 def _default_rows(given: InputTable) -> int:

@@ -2,18 +2,27 @@
 
 `hvd_estimators.model` creates the UDF, its input columns and its output columns. `make_udf` runs
 on the driver, the UDF on executors.
+
+Columns travel in Arrow's format. Spark 4.1 and later have Arrow UDFs. In PySpark 3.5 and 4.0 a
+pandas UDF is used. There, a batch's columns also reach the Python worker in Arrow's format, but
+PySpark converts them to pandas, with a Python object for each array and NaN for nulls. PySpark has
+no public way to skip the conversion, so `_unconverted` replaces the converting method while a UDF
+of this package runs. The results go back as pandas objects that PySpark does not convert.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyspark
 from pyspark import TaskContext
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -23,20 +32,89 @@ from pyspark.sql.pandas.functions import pandas_udf
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickling import first_imports, loads
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.inference import arrow_batches, pandas_batches
-from hvd_estimators.inference.arrow_columns import ARROW_UDF, sees_arrow, takes_arrow, unconverted
-from hvd_estimators.inference.batch import BatchPredictor, Predictor, known_sizes, one_ahead
-from hvd_estimators.inference.broadcast import Hashed, Sent, received
-from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
-from hvd_estimators.inference.payload import Payload, as_bytes
-from hvd_estimators.inference.resources import task_resources
-from hvd_estimators.inference.sql import SqlForm, spark_type
-from hvd_estimators.inference.worker import cached_predictor, predictor_key
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.inference.batch import (
+    VECTOR,
+    BatchPredictor,
+    Predictor,
+    one_ahead,
+    to_arrays,
+)
+from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, as_bytes, received
+from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column, to_vectors
+from hvd_estimators.inference.sql import sql_arguments
+from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
 
-__all__ = ["make_udf"]
+__all__ = ["Output", "has_arrow_udfs", "make_udf", "vector_parts"]
 
 Send = Callable[[str, Hashed], Sent]
 """Function from a role and hashed bytes to the form a UDF carries; see `SharedBytes.send`."""
+
+_ARROW_UDF = "arrow_udf"
+
+_MODULE = "pyspark.sql.pandas.serializers"
+
+_SERIALIZER = "ArrowStreamPandasUDFSerializer"
+
+_CONVERT = "arrow_to_pandas"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One field of a UDF's result.
+
+    Attributes
+    ----------
+    field : str
+        Name of the field.
+    column : str
+        Name of the output column, for messages.
+    shape : tuple of int
+        Shape of a row.
+    kind : OutputType or None
+        Type of the values; None for the default type.
+    spark_type : DataType
+        Spark's type of the field.
+    is_vector : bool
+        Whether the output column holds ML vectors. Arrow UDFs return these. Pandas UDFs return
+        arrays, which the caller converts.
+    """
+
+    field: str
+    column: str
+    shape: tuple[int, ...]
+    kind: OutputType | None
+    spark_type: T.DataType
+    is_vector: bool = False
+
+    def converter(self) -> Callable[[Array, Array | None], pa.Array]:
+        """Return the conversion of the output and a mask of its rows to a column."""
+        if self.is_vector and has_arrow_udfs():
+            return to_vectors
+        # The function goes to executors, and Spark's type stays here.
+        shape, kind, column = self.shape, self.kind or DOUBLE, self.column
+        return lambda array, valid: to_column(array, shape, valid, kind, column)
+
+
+def has_arrow_udfs() -> bool:
+    """Return whether PySpark has Arrow UDFs (since 4.1); otherwise pandas UDFs are used."""
+    return hasattr(F, _ARROW_UDF)
+
+
+def vector_parts(column: Column) -> Column:
+    """Return ML vectors as the struct in which Spark stores them. Runs on the driver.
+
+    Since Spark 4.1 the JVM computes the size of a batch after each row. For that, it searches
+    backwards for the last list that is not null. Dense vectors have null indices, so the time
+    would grow with the square of the rows. Empty lists in place of null indices avoid the search.
+    """
+    parts = F.unwrap_udt(column)
+    if not has_arrow_udfs():
+        return parts
+    indices = F.coalesce(parts["indices"], F.array().cast("array<int>"))
+    fields = {**{name: parts[name] for name in VECTOR}, "indices": indices}
+    struct = F.struct(*(field.alias(name) for name, field in fields.items()))
+    return F.when(column.isNotNull(), struct)
 
 
 def make_udf(
@@ -44,11 +122,10 @@ def make_udf(
     load: Callable[[Payload], Predictor],
     inference: BatchPredictor,
     send: Send,
+    outputs: Sequence[Output],
+    *,
     has_empty_rows: bool = False,
-    form: SqlForm | None = None,
-    vectors: Mapping[str, T.DataType] | None = None,
-    kinds: Sequence[OutputType | None] = (),
-    columns: Sequence[str] = (),
+    sql_text: Sequence[str] | None = None,
 ) -> Callable[..., Column]:
     """Return a UDF from columns to the output, or to a struct if there are several fields.
 
@@ -62,44 +139,33 @@ def make_udf(
         Predicts on a batch.
     send : callable
         Sends large payloads to the executors.
+    outputs : sequence of Output
+        The fields of the result, in the order of ``inference.fields``.
     has_empty_rows : bool
         Whether a further, last column is true for rows and false for empty rows. The UDF skips
         empty rows; their output is null.
-    form : SqlForm, optional
-        Signature of the UDF in SQL. Default: the signature for `transform`, which knows the types
-        of columns.
-    vectors : mapping, optional
-        Fields that are ML vectors instead of arrays, to the vectors' type. Only Arrow UDFs can
-        return ML vectors.
-    kinds : sequence of OutputType or None
-        Type of each output, in the order of the fields. None and further fields mean the default
-        type.
-    columns : sequence of str
-        Names of the output columns, for messages.
+    sql_text : sequence of str, optional
+        For a UDF in SQL, which does not know the types of its arguments: the columns that may be
+        text. Default: the columns have the types that `transform` gives them.
+
+    Raises
+    ------
+    DependencyError
+        If this PySpark cannot pass columns to a UDF in Arrow's format.
     """
-    vectors = vectors or {}
-    as_vectors = frozenset(vectors)
+    is_arrow_udf = has_arrow_udfs()
+    if not is_arrow_udf and not callable(getattr(_serializer(), _CONVERT, None)):
+        raise DependencyError(
+            f"Predictions need columns in Arrow's format, which PySpark {pyspark.__version__} does "
+            "not pass to UDFs. Install PySpark 3.5, 4.0, or 4.1 and later, as Apache releases them."
+        )
     hashed = Hashed.of(document)
     model = send("model", hashed)
     steps = send("steps", Hashed.of(cloudpickle.dumps((*first_imports(), load, inference))))
     key = predictor_key(hashed, load)
-    fields = inference.fields
-    names = list(fields if form is None else form.types)
-    kinds = [*kinds, *[None] * (len(fields) - len(kinds))]
-    called = [*columns, *names[len(columns) :]]
-    single = len(fields) == 1
-    return_type: T.DataType
-    if form is not None:
-        return_type = form.returned
-    else:
-        typed = [
-            vectors.get(name) or spark_type(kind, shape)
-            for (name, shape), kind in zip(fields.items(), kinds, strict=True)
-        ]
-        of_struct = [T.StructField(*named) for named in zip(names, typed, strict=True)]
-        return_type = typed[0] if single else T.StructType(of_struct)
-    results: Any = arrow_batches if takes_arrow() else pandas_batches
-    columns_form = contextlib.nullcontext if takes_arrow() or not sees_arrow() else unconverted
+    columns_form = contextlib.nullcontext if is_arrow_udf else _unconverted
+    to_result = _to_struct if is_arrow_udf else _to_pandas
+    converters = {output.field: output.converter() for output in outputs}
 
     def predict(batches: Any) -> Any:
         with columns_form():
@@ -108,56 +174,110 @@ def make_udf(
     def predicted(batches: Any) -> Any:
         with received(steps) as pickled:
             *_, load, inference = loads(as_bytes(pickled))
-        resources = task_resources(TaskContext.get())
-        predictor = cached_predictor(key, model, load, resources)
+        predictor = cached_predictor(key, model, load, task_resources(TaskContext.get()))
 
         def begin(batch: Any) -> Callable[[], Any]:
             # PySpark passes one column directly, and several columns as a tuple.
             columns = list(batch) if isinstance(batch, tuple) else [batch]
-            is_row = None
-            batches_of: Any = arrow_batches if _are_arrows(columns) else pandas_batches
-            if form is not None:
-                columns = batches_of.arguments(columns, inference.columns, form.text)
-            if has_empty_rows:
-                *columns, marks = columns
-                is_row = np.asarray(marks, bool)
-            arrays, valid = batches_of.to_arrays(inference, columns, is_row)
-            begun = _begin(inference, predictor, arrays)
+            if sql_text is not None:
+                columns = sql_arguments(columns, inference.columns, sql_text)
+            is_row = np.asarray(columns.pop(), bool) if has_empty_rows else None
+            arrays, valid = to_arrays(inference, columns, is_row)
+            finish_batch = inference.begin(predictor, arrays)
 
             def finish() -> Any:
-                outputs = zip(names, begun(), fields.values(), kinds, called, strict=True)
-                return results.to_result(
-                    {
-                        name: arrow_batches.to_vectors(output, valid)
-                        if name in as_vectors
-                        else to_column(output, shape, valid, kind or DOUBLE, column)
-                        for name, output, shape, kind, column in outputs
-                    }
-                )
+                made = zip(converters.items(), finish_batch(), strict=True)
+                return to_result({field: convert(array, valid) for (field, convert), array in made})
 
             return finish
 
         yield from one_ahead(map(begin, batches), predictor)
 
+    is_single = len(outputs) == 1
+    return_type = (
+        outputs[0].spark_type
+        if is_single
+        else T.StructType([T.StructField(output.field, output.spark_type) for output in outputs])
+    )
     # PySpark infers the kind of UDF from the type hints.
-    given = len(inference.columns) + bool(inference.flagged) + has_empty_rows
-    column: Any = pa.Array if takes_arrow() else pd.Series
-    taken: Any = column if given == 1 else tuple[column, ...]
-    result: Any = column if single or takes_arrow() else pd.DataFrame
+    column: Any = pa.Array if is_arrow_udf else pd.Series
+    taken: Any = column if len(inference.columns) + has_empty_rows == 1 else tuple[column, ...]
+    result: Any = column if is_single or is_arrow_udf else pd.DataFrame
     predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
-    make: Any = getattr(F, ARROW_UDF) if takes_arrow() else pandas_udf
+    make: Any = getattr(F, _ARROW_UDF) if is_arrow_udf else pandas_udf
     udf: Callable[..., Column] = make(predict, return_type)
     return udf
 
 
-def _are_arrows(columns: Sequence[Any]) -> bool:
-    return all(isinstance(column, pa.Array) for column in columns)
+def _to_struct(columns: dict[str, pa.Array]) -> pa.Array:
+    """Return an Arrow UDF's result: one column, or a struct of several."""
+    names, arrays = list(columns), list(columns.values())
+    return arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
 
 
-def _begin(
-    inference: BatchPredictor, predictor: Predictor, arrays: dict[str, Array]
-) -> Callable[[], list[Array]]:
-    if len(next(iter(arrays.values()))):
-        return inference.begin(predictor, arrays)
-    nothing = [np.zeros((0, *known_sizes(shape))) for shape in inference.fields.values()]
-    return lambda: nothing
+def _to_pandas(columns: dict[str, pa.Array]) -> pd.Series | pd.DataFrame:
+    """Return a pandas UDF's result: one column as a series, several as a frame.
+
+    The columns must have the UDF's types.
+    """
+    series = {
+        name: _Converted(pd.arrays.ArrowExtensionArray(column)) for name, column in columns.items()
+    }
+    return next(iter(series.values())) if len(series) == 1 else _ConvertedFields(series)
+
+
+class _Converted(pd.Series):
+    """Arrow column that PySpark writes unchanged: NaN as a number, null as null.
+
+    PySpark converts lists by applying a function to each list, which makes a Python object of each
+    number. This column needs no conversion.
+    """
+
+    @property
+    def _constructor(self) -> Any:
+        return _Converted
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the column unchanged."""
+        return self
+
+
+class _ConvertedFields(pd.DataFrame):
+    """Arrow columns as the fields of a struct."""
+
+    @property
+    def _constructor_sliced(self) -> Any:
+        return _Converted
+
+
+@contextlib.contextmanager
+def _unconverted() -> Iterator[None]:
+    """Make PySpark before 4.1 pass the columns of batches in Arrow's format. Runs on executors.
+
+    The patch affects no other UDF. Spark runs a UDF that takes an iterator of batches as the only
+    UDF of its Python worker.
+    """
+    serializer = _serializer()
+    convert = getattr(serializer, _CONVERT)
+    is_own = _CONVERT in vars(serializer)
+
+    def leave(self: Any, column: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(column, pa.ChunkedArray):
+            return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        return column
+
+    setattr(serializer, _CONVERT, leave)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(serializer, _CONVERT, convert)
+        else:
+            delattr(serializer, _CONVERT)
+
+
+def _serializer() -> Any:
+    try:
+        return getattr(importlib.import_module(_MODULE), _SERIALIZER, None)
+    except ImportError:
+        return None

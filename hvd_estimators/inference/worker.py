@@ -1,10 +1,14 @@
-"""Cache of predictors in an executor's Python worker, across tasks. Imports no framework."""
+"""Python workers that predict: their cached predictor and their task's CPU threads and GPU.
+
+Imports no framework.
+"""
 
 from __future__ import annotations
 
 import gc
 import hashlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -12,15 +16,16 @@ from zipimport import zipimporter
 
 import cloudpickle
 
-from hvd_estimators.inference.batch import Predictor
-from hvd_estimators.inference.broadcast import Hashed, Sent, received
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Predictor, Resources
+from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, received
 from hvd_estimators.inference.errors import naming_missing_modules
-from hvd_estimators.inference.payload import Payload
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
 
-__all__ = ["Payload", "Predictor", "cached_predictor", "forget_archives", "predictor_key"]
+__all__ = ["cached_predictor", "forget_archives", "predictor_key", "task_resources"]
 
 _OF_JAVA = ".jar"
+
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 def forget_archives(finders: MutableMapping[str, Any] | None = None) -> None:
@@ -108,3 +113,48 @@ def _takes_resources(load: Callable[..., Predictor]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def task_resources(task: Any, env: MutableMapping[str, str] = os.environ) -> Resources:
+    """Return the resources of a Spark task. Runs in the task's Python worker.
+
+    Parameters
+    ----------
+    task : TaskContext or None
+        The task; None outside of a task.
+    env : mapping
+        The worker's environment. Spark sets ``OMP_NUM_THREADS`` there to ``spark.task.cpus``,
+        unless ``spark.executorEnv.OMP_NUM_THREADS`` is set. If ``CUDA_VISIBLE_DEVICES`` is not set
+        and the GPU has no number, this function sets the variable to the GPU's address.
+
+    Raises
+    ------
+    GpuError
+        If the worker does not see the task's GPU.
+    """
+    given = env.get(_THREADS_VARIABLE, "")
+    num_threads = int(given) if given.isdigit() and int(given) else None
+    if task is None:
+        return Resources(num_threads)
+    assigned = task.resources().get("gpu")
+    gpu = _number(assigned.addresses[0], env) if assigned else None
+    return Resources(num_threads or task.cpus(), gpu)
+
+
+def _number(address: str, env: MutableMapping[str, str]) -> int | None:
+    """Return the number of a GPU, given its address in Spark; None if all GPUs are hidden.
+
+    Unlike a rank, a worker cannot be limited to the task's GPU. The worker later serves other
+    tasks with other GPUs, and CUDA reads ``CUDA_VISIBLE_DEVICES`` only once.
+    """
+    visible = visible_gpus(env) if VISIBLE_VARIABLE in env else None
+    if visible == []:
+        return None
+    if address.isdigit():
+        assigned_gpus([address], env)
+        return int(address)
+    # A UUID or a MIG instance. CUDA takes one MIG instance per process.
+    if visible is None:
+        env[VISIBLE_VARIABLE] = address
+        return 0
+    return visible.index(address) if address in visible else 0

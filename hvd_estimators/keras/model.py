@@ -12,8 +12,8 @@ import keras
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.inference.payload import Payload
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.inputs import call_on_zeros, input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels

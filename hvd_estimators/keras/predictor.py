@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load_model

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.batch import Resources
 from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.inputs import input_structure, text_columns

@@ -18,10 +18,9 @@ from hvd_estimators._util.call_arguments import call_with_leading
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.batch import BatchPredictor
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, BatchPredictor, Resources
+from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
-from hvd_estimators.inference.payload import Payload
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.predictor import (
     LightningPredictor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.batch import Resources
 from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
 from hvd_estimators.lightning.predictor import LightningPredictor
 from hvd_estimators.saving.saved import read_saved

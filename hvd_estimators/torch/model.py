@@ -11,8 +11,8 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.payload import Payload
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import one_of, param, shapes
 from hvd_estimators.torch.dry_run import output_shapes

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import Selected, TensorSpec, require_tensors, selection
 from hvd_estimators.torch.transfer import Copy, cuda_copies

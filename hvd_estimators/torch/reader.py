@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.batch import Resources
 from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
 from hvd_estimators.saving.saved import read_saved
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec

@@ -196,7 +196,7 @@ def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
 
-    from hvd_estimators.inference.resources import task_resources
+    from hvd_estimators.inference.worker import task_resources
     from hvd_estimators.torch import TorchModel
 
     class Threads(torch.nn.Module):

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.inference import arrow_columns
+from hvd_estimators.inference.udf import has_arrow_udfs, vector_parts
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -150,15 +150,6 @@ def test_predictions_are_the_models_own(
     np.testing.assert_array_equal(columns[2], outputs[2])
 
 
-def test_columns_of_pandas_give_the_same(
-    spark: Any, rows: DataFrame, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if arrow_columns.takes_arrow():
-        pytest.skip("this PySpark has Arrow UDFs")
-    monkeypatch.setattr(arrow_columns, "can_leave_unconverted", lambda: False)
-    test_predictions_are_the_models_own(spark, rows, "positional", "tuple", 7)
-
-
 @pytest.mark.parametrize(
     ("name", "output"), [("dense", (3,)), ("mixed", (3,)), ("cube", (2, 1, 3)), ("a_long", ())]
 )
@@ -179,11 +170,9 @@ def test_a_single_column_and_a_single_output(
 
 def test_vectors_travel_as_they_are_stored(rows: DataFrame) -> None:
     """Without null lists where those take the JVM time that grows with their place in the batch."""
-    none = [] if arrow_columns.takes_arrow() else None
+    none = [] if has_arrow_udfs() else None
     nullable = rows.select(F.when(F.col("id") % 5 > 0, F.col("mixed")).alias("mixed"), "id")
-    sent = nullable.select(
-        arrow_columns.vector_parts(F.col("mixed")).alias("parts"), "mixed"
-    ).collect()
+    sent = nullable.select(vector_parts(F.col("mixed")).alias("parts"), "mixed").collect()
 
     assert {row.mixed is None for row in sent} == {True, False}
     for parts, vector in sent:

@@ -12,7 +12,6 @@ import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import types as T
 
-from hvd_estimators.inference import arrow_columns
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -60,20 +59,6 @@ def expected(row: Any) -> tuple[Any, Any, Any]:
     _, x, n, v, a, m = row
     array = np.array(a)
     return x + n, v.toArray() + array, (np.array(m)[:, 0] + array)[None]
-
-
-@pytest.fixture
-def as_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let columns come to UDFs as pandas', as with a PySpark that has no other way."""
-    if arrow_columns.takes_arrow():
-        pytest.skip("this PySpark has Arrow UDFs")
-    monkeypatch.setattr(arrow_columns, "can_leave_unconverted", lambda: False)
-
-
-def test_columns_of_pandas_tell_the_same_rows_with_nulls(
-    spark: Any, tmp_path: Path, as_pandas: None
-) -> None:
-    test_rows_with_nulls_get_nulls_or_are_left_out_or_end_the_job(spark, tmp_path, True)
 
 
 @pytest.mark.parametrize("known_sizes", [True, False])

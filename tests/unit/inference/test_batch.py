@@ -8,58 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference import worker
-from hvd_estimators.inference.batch import BatchPredictor, check_outputs, one_ahead
-from hvd_estimators.inference.pandas_batches import to_arrays
-from hvd_estimators.inference.resources import Resources
-
-
-def nested(array: Any) -> Any:
-    """Return an array as PySpark gives a row: arrays within arrays of objects."""
-    if array.ndim == 1:
-        return array
-    row = np.empty(len(array), object)
-    row[:] = [nested(entry) for entry in array]
-    return row
-
-
-@pytest.mark.parametrize("shape", [(3,), (1,), (2, 3), (2, 1, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "int64"])
-def test_arrays_of_rows_become_one(shape: tuple[int, ...], dtype: str) -> None:
-    rows = np.arange(5 * np.prod(shape)).reshape(5, *shape).astype(dtype)
-    series = pd.Series([nested(row) for row in rows], dtype=object)
-    found = to_arrays(BatchPredictor(("x",), ("x",)), [series])[0]["x"]
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found, rows)
-
-
-def lists(value: Any) -> Any:
-    """Return lists as PySpark gives a row."""
-    if not isinstance(value[0], list):
-        return np.array(value, object if None in value else np.float32)
-    row = np.empty(len(value), object)
-    row[:] = [None if entry is None else lists(entry) for entry in value]
-    return row
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[1.0, 2.0], [3.0]], "'x' is ragged"),
-        ([[[1.0, 2.0]], [[3.0]]], "'x' is ragged"),
-        ([[[1.0], [2.0]], [[3.0]]], "'x' is ragged"),
-        ([[[1.0], None], [[3.0], [4.0]]], "'x' holds nulls"),
-        ([[True, None], [True, False]], "'x' holds nulls"),
-    ],
-)
-def test_ragged_arrays_and_nulls_within_are_refused(rows: Any, message: str) -> None:
-    series = pd.Series([lists(row) for row in rows], dtype=object)
-    with pytest.raises(DataError, match=message):
-        to_arrays(BatchPredictor(("x",), ("x",)), [series])
+from hvd_estimators.inference.batch import BatchPredictor, Resources, check_outputs, one_ahead
 
 
 class Predicting:
@@ -180,3 +133,9 @@ def test_tasks_with_other_resources_have_another_predictor(no_predictors: None) 
 
     found = [worker.cached_predictor("a", b"", load, Resources(1, gpu))([]) for gpu in (0, 1, 1, 0)]
     assert found == [0, 1, 1, 0]
+
+
+def test_a_batch_without_rows_has_outputs_of_the_right_shapes() -> None:
+    steps = BatchPredictor(("x",), ("x",), shapes=((), (3,), (2, -1)))
+    found = steps(lambda arrays: pytest.fail("it has nothing to predict"), {"x": np.zeros(0)})
+    assert [output.shape for output in found] == [(0,), (0, 3), (0, 2, 1)]

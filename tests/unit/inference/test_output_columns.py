@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import ParamError, PredictionError
-from hvd_estimators.inference.output_columns import OutputType, java_text, output_types, to_column
+from hvd_estimators.inference.output_columns import (
+    OutputType,
+    java_text,
+    output_types,
+    to_column,
+    to_vectors,
+)
 
 pytestmark = pytest.mark.versions
 
@@ -143,3 +149,61 @@ def test_columns_of_every_type_and_depth(element: str, shape: Any, valid: Any) -
     rows = expected(array.tolist())
     found = column.to_pylist()
     assert repr(found) == repr(rows if valid is None else [rows[0], None, rows[1], None])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "float16"])
+def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -> None:
+    array = np.arange(4 * np.prod(shape, dtype=int)).reshape(4, *shape).astype(dtype)
+    if dtype != "int64":
+        array.reshape(-1)[1] = np.nan
+    values = array.reshape(-1).astype(float) if shape in ((), (1,)) else array.astype(float)
+
+    column = to_column(array, shape)
+    assert column.null_count == 0
+    np.testing.assert_array_equal(np.array(column.to_pylist()), values)
+
+    valid = np.array([False, True, True, False, True, True, False])
+    column = to_column(array, shape, valid)
+    column.validate(full=True)
+    found = column.to_pylist()
+    assert [value is not None for value in found] == valid.tolist()
+    np.testing.assert_array_equal(np.array([v for v in found if v is not None]), values)
+
+    none = to_column(array[:0], shape, np.zeros(2, bool))
+    assert none.to_pylist() == [None, None]
+    assert none.type == column.type
+
+
+def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
+    array = np.array([[1.0, np.nan], [2**24 + 1, -3.0]])
+    valid = np.array([True, False, True])
+    column = to_column(array, (2,), valid, OutputType("bigint", 1))
+    assert column.to_pylist() == [[1, None], None, [2**24 + 1, -3]]
+    assert to_column(array[:, 1], (), valid, OutputType("int")).to_pylist() == [None, None, -3]
+    assert to_column(array[:, 0] > 2, (), None, OutputType("boolean")).to_pylist() == [False, True]
+    half = to_column(array, (2,), None, OutputType("float", 1))
+    assert half.type.value_type == pa.float32()
+    assert half.to_pylist()[1] == [2**24, -3]
+
+
+@pytest.mark.parametrize("size", [1, 3, 0])
+def test_vectors_are_the_struct_that_spark_stores_them_as(size: int) -> None:
+    values = np.arange(2.0 * size).reshape(2, size).astype(np.float32)
+    for valid in (None, np.array([False, True, True, False])):
+        column = to_vectors(values, valid)
+        column.validate(full=True)
+        made = iter(values.tolist())
+        expected = [
+            {"type": 1, "size": None, "indices": None, "values": next(made)} if is_row else None
+            for is_row in ([True, True] if valid is None else valid)
+        ]
+        assert column.to_pylist() == expected
+        fields = {field.name: str(field.type) for field in column.type}
+        assert fields == {
+            "type": "int8",
+            "size": "int32",
+            "indices": "list<element: int32 not null>",
+            "values": "list<element: double not null>",
+        }
+    assert len(to_vectors(values[:0])) == 0

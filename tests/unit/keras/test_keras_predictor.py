@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_estimators.exceptions import GpuError, PredictionError, ShapeError
-from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.batch import Resources
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.keras import predictor as predictor_module
 from hvd_estimators.keras.predictor import place, reduce_precision

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import PredictionError, ShapeError
-from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.batch import Resources
 from hvd_estimators.torch import TorchModel
 from hvd_estimators.torch import predictor as forwarding
 from hvd_estimators.torch.predictor import Forward, limit_threads

@@ -1,4 +1,4 @@
-"""Columns of Arrow as arrays and back, beside Arrow's own conversion of each value."""
+"""Arrow columns as arrays, beside Arrow's own conversion of each value."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.inference.arrow_batches import (
-    rows_of,
-    to_array,
-    to_vectors,
-    valid_rows,
-)
-from hvd_estimators.inference.output_columns import OutputType, to_column
+from hvd_estimators.inference.batch import BatchPredictor, rows_of, to_array, to_arrays, valid_rows
 
 pytestmark = pytest.mark.versions
 
@@ -129,64 +123,6 @@ def test_rows_with_nulls_are_told_from_those_with_nan(values: Any, data_type: pa
         assert len(rest) == sum(expected)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 1, 3)])
-@pytest.mark.parametrize("dtype", ["float32", "int64", "float16"])
-def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -> None:
-    array = np.arange(4 * np.prod(shape, dtype=int)).reshape(4, *shape).astype(dtype)
-    if dtype != "int64":
-        array.reshape(-1)[1] = np.nan
-    values = array.reshape(-1).astype(float) if shape in ((), (1,)) else array.astype(float)
-
-    column = to_column(array, shape)
-    assert column.null_count == 0
-    np.testing.assert_array_equal(np.array(column.to_pylist()), values)
-
-    valid = np.array([False, True, True, False, True, True, False])
-    column = to_column(array, shape, valid)
-    column.validate(full=True)
-    found = column.to_pylist()
-    assert [value is not None for value in found] == valid.tolist()
-    np.testing.assert_array_equal(np.array([v for v in found if v is not None]), values)
-
-    none = to_column(array[:0], shape, np.zeros(2, bool))
-    assert none.to_pylist() == [None, None]
-    assert none.type == column.type
-
-
-def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
-    array = np.array([[1.0, np.nan], [2**24 + 1, -3.0]])
-    valid = np.array([True, False, True])
-    column = to_column(array, (2,), valid, OutputType("bigint", 1))
-    assert column.to_pylist() == [[1, None], None, [2**24 + 1, -3]]
-    assert to_column(array[:, 1], (), valid, OutputType("int")).to_pylist() == [None, None, -3]
-    assert to_column(array[:, 0] > 2, (), None, OutputType("boolean")).to_pylist() == [False, True]
-    half = to_column(array, (2,), None, OutputType("float", 1))
-    assert half.type.value_type == pa.float32()
-    assert half.to_pylist()[1] == [2**24, -3]
-
-
-@pytest.mark.parametrize("size", [1, 3, 0])
-def test_vectors_are_the_struct_that_spark_stores_them_as(size: int) -> None:
-    values = np.arange(2.0 * size).reshape(2, size).astype(np.float32)
-    for valid in (None, np.array([False, True, True, False])):
-        column = to_vectors(values, valid)
-        column.validate(full=True)
-        made = iter(values.tolist())
-        expected = [
-            {"type": 1, "size": None, "indices": None, "values": next(made)} if is_row else None
-            for is_row in ([True, True] if valid is None else valid)
-        ]
-        assert column.to_pylist() == expected
-        fields = {field.name: str(field.type) for field in column.type}
-        assert fields == {
-            "type": "int8",
-            "size": "int32",
-            "indices": "list<element: int32 not null>",
-            "values": "list<element: double not null>",
-        }
-    assert len(to_vectors(values[:0])) == 0
-
-
 LISTS = pa.list_(pa.float32())
 STRUCTS = pa.struct([("kind", pa.int8()), ("values", pa.list_(pa.field("element", pa.float64())))])
 
@@ -229,3 +165,41 @@ def test_lists_between_empty_rows_are_not_copied() -> None:
     wanted = np.array([False, True, False, True])
     given, found = column.values.buffers()[1], rows_of(column, wanted).values.buffers()[1]
     assert found.address == given.address
+
+
+def arrays(column: pa.Array, **options: Any) -> tuple[Any, Any]:
+    found, valid = to_arrays(BatchPredictor(("x",), ("x",), **options), [column])
+    return found["x"], valid
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 3), (2, 1, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_arrays_of_rows_become_one(shape: tuple[int, ...], dtype: str) -> None:
+    rows = np.arange(5 * np.prod(shape)).reshape(5, *shape).astype(dtype)
+    data_type = pa.from_numpy_dtype(rows.dtype)
+    for _ in shape:
+        data_type = pa.list_(data_type)
+    found, valid = arrays(pa.array(rows.tolist(), data_type))
+    assert (found.dtype, valid) == (dtype, None)
+    np.testing.assert_array_equal(found, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1.0, 2.0], [3.0]], "'x' is ragged"),
+        ([[[1.0, 2.0]], [[3.0]]], "'x' is ragged"),
+        ([[[1.0], [2.0]], [[3.0]]], "'x' is ragged"),
+        ([[[1.0], None], [[3.0], [4.0]]], "'x' holds nulls"),
+        ([[True, None], [True, False]], "'x' holds nulls"),
+    ],
+)
+def test_ragged_arrays_and_nulls_within_are_rejected(rows: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        arrays(pa.array(rows))
+
+
+def test_rows_with_nulls_are_left_out_if_they_are_kept_as_null_predictions() -> None:
+    found, valid = arrays(pa.array([1.0, None, float("nan")]), keeps_nulls=True)
+    assert valid.tolist() == [True, False, True]
+    np.testing.assert_array_equal(found, [1.0, np.nan])

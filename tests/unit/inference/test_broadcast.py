@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hvd_estimators._util.temp_files import LazyFile
 from hvd_estimators.exceptions import PredictionError
 from hvd_estimators.inference import broadcast
-from hvd_estimators.inference.broadcast import Hashed
-from hvd_estimators.inference.payload import Digests, as_bytes, digests_of, part_of
+from hvd_estimators.inference.broadcast import Digests, Hashed, as_bytes, digests_of, part_of
 from hvd_estimators.torch import serialization
 from hvd_estimators.torch.serialization import module_payload
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import GpuError
-from hvd_estimators.inference.resources import Resources, task_resources
+from hvd_estimators.inference.batch import Resources
+from hvd_estimators.inference.worker import task_resources
 
 
 def task(cpus: int = 1, *addresses: str) -> Any:

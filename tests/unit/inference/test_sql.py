@@ -1,0 +1,68 @@
+"""Arguments of a UDF in SQL, as batches bring them."""
+
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.inference.batch import to_array
+from hvd_estimators.inference.sql import sql_arguments
+
+pytestmark = pytest.mark.versions
+
+
+def column(given: pa.Array) -> pa.Array:
+    return sql_arguments([given], ["a"], [])[0]
+
+
+def vectors(*rows: Any) -> pa.Array:
+    numbers = {"indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
+    return pa.array(list(rows), pa.struct({"type": pa.int8(), "size": pa.int32(), **numbers}))
+
+
+def test_vectors_are_arrays_of_floats_dense_or_sparse() -> None:
+    dense = {"type": 1, "values": [1.5, 0.1]}
+    sparse = {"type": 0, "size": 2, "indices": [1], "values": [3.0]}
+    found = to_array(column(vectors(dense, sparse)), "a")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([[1.5, 0.1], [0.0, 3.0]], np.float32))
+    with pytest.raises(DataError, match="'a' is ragged"):
+        to_array(column(vectors(sparse, {"type": 1, "values": [1.0] * 3})), "a")
+
+
+def test_decimals_are_floats_also_in_arrays_of_arrays() -> None:
+    assert column(pa.array([None, Decimal("0.25")])).to_pylist() == [None, 0.25]
+    found = column(pa.array([None, [[Decimal(1), Decimal("2.5")]]]))
+    assert found.type == pa.list_(pa.list_(pa.float64()))
+    assert found.to_pylist() == [None, [[1.0, 2.5]]]
+    numbers = pa.array([1, 2])
+    assert column(numbers) is numbers
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["text"], "'a' holds text"),
+        ([["text"]], "'a' holds values of type list"),
+        ([b"bytes"], "'a' holds bytes"),
+        ([datetime.date(2020, 1, 1)], "'a' holds dates or times"),
+        ([datetime.datetime(2020, 1, 1)], "'a' holds dates or times"),
+        ([{"x": 1, "y": 2}], "'a' is a struct of x, y"),
+    ],
+)
+def test_other_types_are_rejected(given: Any, message: str) -> None:
+    with pytest.raises(ColumnError, match=message):
+        column(pa.array(given))
+
+
+def test_text_passes_where_it_may_be_and_counts_are_checked() -> None:
+    text = pa.array(["text", None])
+    assert sql_arguments([text], ["a"], ["a"])[0] is text
+    with pytest.raises(ParamError, match="takes 2 columns, a, b, found 1"):
+        sql_arguments([text], ["a", "b"], [])
