@@ -154,9 +154,8 @@ TABLE = (
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.logger_connector._LoggerConnector",
-        "_callback_metrics _first_loop_iter",
-        "callbacks that monitor what training logs when a validation is over; values logged within "
-        "an epoch that is gone on with are not begun anew",
+        "_callback_metrics",
+        "callbacks that monitor what training logs when a validation is over",
     ),
     Private(
         "pytorch_lightning.Trainer",
