@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -234,24 +234,6 @@ class EpochRecorder(Checkpoint):
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
         self._progress.end_epoch({**train, **named})
 
-    def state(self) -> dict[str, Any]:
-        """Return this rank's measurements of the current epoch."""
-        return {
-            "sums": [loss.sums() for loss in self._losses],
-            "validated": self._validated,
-            "batches": self._batches,
-        }
-
-    def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume an epoch from the measurements of the ranks that this rank replaces."""
-        self._progress.start_epoch(trainer.current_epoch)
-        self._losses = _Mean(), _Mean()
-        for state in states:
-            for loss, sums in zip(self._losses, state["sums"], strict=True):
-                loss.add_sums(*sums)
-        self._validated = any(state["validated"] for state in states)
-        self._batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-
     def _count(self, stage: int, outputs: Any, batch: Any, passes: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -276,12 +258,6 @@ class _Mean:
     def add(self, value: Any, weight: Any) -> None:
         self._sum = self._sum + value * weight
         self._weight = self._weight + weight
-
-    def sums(self) -> tuple[float, float]:
-        return float(self._sum), float(self._weight)
-
-    def add_sums(self, total: float, weight: float) -> None:
-        self._sum, self._weight = self._sum + total, self._weight + weight
 
     def reduce(self) -> None:
         sums = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)

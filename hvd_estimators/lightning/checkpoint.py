@@ -1,8 +1,9 @@
 """Checkpoints of a Lightning run, at the end of an epoch and within it.
 
 Lightning's own checkpoint holds the module's parameters, optimizers, schedulers, and the states of
-callbacks and loops. It lacks the measurements and the settings of the current epoch, which this
-module adds.
+callbacks and loops. It lacks the states of torchmetrics objects and the settings of the current
+epoch, which this module adds. Logged values of the epoch are not saved: a resumed epoch reports
+those of its second part.
 
 `of_flavor` makes the callback for either Lightning package. Runs on every rank.
 """
@@ -23,7 +24,6 @@ from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.loaders import skip_batches
 from hvd_estimators.lightning.package import Callback, Flavor, is_lightning, patch_method
-from hvd_estimators.lightning.results import logged_so_far, restore_logged
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.torch.collectives import check_same_weights
@@ -44,7 +44,6 @@ from hvd_estimators.training.weight_digests import named_weights
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-    from hvd_estimators.lightning.callbacks import EpochRecorder
     from hvd_estimators.lightning.loaders import TrainLoader
 
 __all__ = ["BUFFERS", "PARTIAL", "PartialEpoch", "RunCheckpoint", "snapshot_of_run"]
@@ -56,7 +55,7 @@ class PartialEpoch:
     Parameters
     ----------
     recorder : EpochRecorder
-        Holds the means of the losses.
+        Starts the epoch again.
     loader : TrainLoader or None
         Provides the batches; None with the user's data module.
     rank, size : int
@@ -82,15 +81,13 @@ class PartialEpoch:
         self._loader = loader
         self.rank = rank
         self._size = size
-        self._flavor = flavor
         self.base_attributes = frozenset(vars(flavor.get("LightningModule")()))
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return this rank's state within the epoch, as picklable values."""
         module = trainer.lightning_module
         return {
-            "recorder": self._recorder.state(),
-            "logged": logged_so_far(trainer),
+            "callback_metrics": on_cpu(dict(trainer.callback_metrics)),
             "metrics": metric_states(module),
             "stand_in": None if self._loader is None else self._loader.stand_in(),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
@@ -114,12 +111,14 @@ class PartialEpoch:
         first = states[0]
         # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
         own = states[self.rank :: self._size]
-        self._recorder.restore(trainer, [state["recorder"] for state in own])
-        if own:
-            restore_logged(trainer, [state["logged"] for state in own], self._flavor)
-            restore_metrics(module, [state["metrics"] for state in own])
-        else:
-            restore_logged(trainer, [_without_values(first["logged"])], self._flavor)
+        self._recorder.on_train_epoch_start(trainer, module)
+        if "callback_metrics" in first:
+            seen = first["callback_metrics"]
+        else:  # Checkpoints of earlier versions also hold the sums of logged values.
+            seen = first["logged"]["seen"]["callback_metrics"]
+        # A validation may have been earlier in the epoch; callbacks and schedulers monitor it.
+        trainer.callback_metrics.update(seen)
+        restore_metrics(module, [state["metrics"] for state in own])
         if self._loader is not None:
             lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
             self._loader.lend(lent[0] if lent else None)
@@ -198,18 +197,6 @@ def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
 def _is_library(function: Any) -> bool:
     packages = ("pytorch_lightning.", "lightning.", "hvd_estimators.")
     return f"{getattr(function, '__module__', '')}.".startswith(packages)
-
-
-def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's logged results as if the rank had had no batch."""
-    train, validation = logged["results"]
-    # The results of a validation are the same on all ranks, because the validation has ended.
-    empty = {key: {**entry, "has_reset": True} for key, entry in train.items()}
-    without = {**logged, "results": [empty, validation]}
-    if "epochs" in logged:
-        train, validation = logged["epochs"]
-        without["epochs"] = [{**train, "rows": 0}, validation]
-    return without
 
 
 def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:

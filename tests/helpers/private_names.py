@@ -195,9 +195,8 @@ TABLE = (
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.logger_connector._LoggerConnector",
-        "_callback_metrics _first_loop_iter",
-        "Callbacks monitor values of training after a validation, and a resumed epoch continues "
-        "its values.",
+        "_callback_metrics",
+        "Callbacks monitor values of training after a validation.",
     ),
     Private(
         "pytorch_lightning.Trainer",

@@ -55,6 +55,8 @@ class Logging(LightningModule):
         self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True)
         self.log("total", loss.detach(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
         self.log("of_step", float(batch_idx))
+        # The batches before a restart do not count.
+        self.log("first", float(batch_idx), reduce_fx="min", on_step=False, on_epoch=True)
         self.losses.append(loss.detach())
         self.mean.lerp_(loss.detach(), 0.1)
         self.log("running", self.mean.clone())
@@ -75,14 +77,14 @@ class Logging(LightningModule):
 
 
 class Scheduled(Logging):
-    """Schedules its rate by what it measures, and scales its loss for half floats."""
+    """Schedules its rate by what it validates, and scales its loss for half floats."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "most"},
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
         }
 
 
@@ -119,17 +121,28 @@ def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
     return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
 
 
-def same_parts(found: list[Any], whole: list[Any], position: tuple[int, int]) -> list[list[Any]]:
-    """Return what is equal in a run that was resumed there.
+# Values of the batches of an epoch, from a restart within it. Metrics of torchmetrics go on.
+OF_SECOND_PART = {
+    *("first", "loss", "most", "plain_mean", "total", "train_loss", "train_loss_epoch"),
+}
 
-    A list that a module fills in an epoch, of which it logs the mean, has the second part only.
-    """
+
+def same_parts(found: list[Any], whole: list[Any], position: tuple[int, int]) -> list[list[Any]]:
+    """Return what is equal in a run that was resumed there."""
     ends = [copy.deepcopy(found), copy.deepcopy(whole)]
-    if position[1]:
-        for records in (end[index] for end in ends for index in (0, 3)):
-            # An earlier part of the run may have resumed within an epoch, too.
-            for record in records[: position[0] + 1]:
-                assert record["train"].pop("plain_mean") > 0
+    epoch, rows = position
+    if not rows:
+        return ends
+    for index in (0, 3):
+        assert ends[0][index][epoch]["train"]["first"] == rows // 16
+        # An earlier part of the run may have resumed within an epoch, too.
+        for record, expected in zip(*(end[index][: epoch + 1] for end in ends), strict=True):
+            for name in OF_SECOND_PART & expected["train"].keys():
+                assert record["train"].pop(name) is not None
+                del expected["train"][name]
+            if record.get("validation") is None:  # It was before the restart.
+                expected.pop("validation", None)
+                record.pop("validation", None)
     return ends
 
 

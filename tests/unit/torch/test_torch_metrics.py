@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,12 @@ import torchmetrics
 from sklearn.metrics import f1_score, precision_score, roc_auc_score
 from torchmetrics import wrappers
 
-from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
+from hvd_estimators.torch.metrics import (
+    EpochMetricStates,
+    Metrics,
+    metric_states,
+    restore_metrics,
+)
 from hvd_estimators.torch.objective import Evaluation
 from hvd_estimators.training.spec import EpochMetrics
 
@@ -261,3 +267,34 @@ def test_labels_of_a_metric_are_integers_only_where_they_are_classes() -> None:
 def test_without_rows_a_value_is_not_a_number() -> None:
     values = EpochMetricStates(Metrics([[collection()]], ["y"])).values([])
     assert all(map(math.isnan, values.values()))
+
+
+class Measured(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.squared = torchmetrics.MeanSquaredError()
+        self.both = torchmetrics.MetricCollection(
+            {"one": torchmetrics.MeanSquaredError(), "two": torchmetrics.MeanSquaredError()}
+        )
+
+    def measure(self, *batches: list[float]) -> Measured:
+        for rows in batches:
+            batch = torch.tensor(rows)
+            self.squared(batch, batch * 0)
+            self.both.update(batch, batch * 0)
+        return self
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_states_of_several_ranks_become_those_of_fewer(ranks: int) -> None:
+    parts = [[[1.0, 4.0], [2.0]], [[9.0], [5.0, 6.0, 7.0]], [[-3.0, 0.5]]]
+    states = [metric_states(Measured().measure(*batches)) for batches in parts]
+    states = pickle.loads(pickle.dumps(states))
+    for rank in range(ranks):
+        found = Measured()
+        restore_metrics(found, states[rank::ranks])
+        expected = Measured().measure(*(rows for part in parts[rank::ranks] for rows in part))
+        for module in (found, expected):
+            module.measure([8.0, 10.0])
+        torch.testing.assert_close(found.squared.compute(), expected.squared.compute())
+        torch.testing.assert_close(found.both.compute(), expected.both.compute())
