@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.exceptions import TrainingInterruptedError
-from hvd_estimators.launch.rendezvous.parent import tell_parent
 from hvd_estimators.launch.service.timeline import TIMELINE_VARIABLE, timeline_path
 from hvd_estimators.store.base import Store
 
@@ -85,34 +83,16 @@ def horovod_session(
         multiprocessing.set_start_method(mp_start_method, force=True)
     with _process_sets_of(hvd):
         hvd.init()
-        with _among_ranks(hvd, ranks):
+        try:
+            if ranks is not None and hvd.size() != ranks:
+                raise RuntimeError(
+                    f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
+                    f"{hvd.size()}. Start as many processes with Horovod's environment variables, "
+                    "as horovodrun does."
+                )
             yield
-
-
-@contextlib.contextmanager
-def _among_ranks(hvd: Any, ranks: int | None) -> Iterator[None]:
-    """Notify this rank's parent when the rank joins the others, and when it leaves them."""
-    is_asked_to_end = False
-    try:
-        # From here on, no other process can become a rank of this job.
-        if not _adds_process_sets():
-            tell_parent("joined")
-        if ranks is not None and hvd.size() != ranks:
-            raise RuntimeError(
-                f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
-                f"{hvd.size()}. Start as many processes with Horovod's environment variables, as "
-                "horovodrun does."
-            )
-        yield
-    except TrainingInterruptedError:
-        is_asked_to_end = True
-        raise
-    finally:
-        hvd.shutdown()
-        # If this rank was asked to stop, its parent may have ended. Notifying it would take a
-        # minute.
-        if not is_asked_to_end and not _adds_process_sets():
-            tell_parent("left")
+        finally:
+            hvd.shutdown()
 
 
 @contextlib.contextmanager
@@ -139,11 +119,6 @@ def _process_sets_of(hvd: Any) -> Iterator[None]:
     finally:
         is_within = False
         process_sets._setup = set_up
-
-
-def _adds_process_sets() -> bool:
-    """Return whether Horovod is configured for dynamic process sets, which ranks can join later."""
-    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:
