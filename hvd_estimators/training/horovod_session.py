@@ -15,12 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.launch.service.timeline import TIMELINE_VARIABLE, timeline_path
 from hvd_estimators.store.base import Store
 
 __all__ = ["gather_timeline", "horovod_session", "rank_seed", "seed_rank"]
 
 logger = logging.getLogger(__name__)
+
+
+_TIMELINE_VARIABLE = "HOROVOD_TIMELINE"
+# With this value, the user's own code selects the file and the time.
+_TIMELINE_ON_CALL = "DYNAMIC"
 
 
 def gather_timeline(store: Store, logs_path: str | None) -> None:
@@ -36,14 +40,14 @@ def gather_timeline(store: Store, logs_path: str | None) -> None:
     logs_path : str or None
         Directory of the logs; None if the store keeps no runs.
     """
-    path = timeline_path(os.environ)
+    path = os.environ.get(_TIMELINE_VARIABLE)
     # Horovod's rank 0 writes the events of all ranks. The other ranks write nothing.
-    if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
+    if not path or path == _TIMELINE_ON_CALL or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.warning("%s: %r cannot be written: %s", TIMELINE_VARIABLE, path, error)
+        logger.warning("%s: %r cannot be written: %s", _TIMELINE_VARIABLE, path, error)
     if logs_path is not None:
         atexit.register(_copy, os.path.abspath(path), store, logs_path)
 
@@ -56,7 +60,7 @@ def _copy(path: str, store: Store, logs_path: str) -> None:
         with open(path, "rb") as file, store.open_atomic(target) as stored:
             shutil.copyfileobj(file, stored, 2**20)
     except OSError as error:
-        logger.warning("%s: %r is not in the run's logs: %s", TIMELINE_VARIABLE, path, error)
+        logger.warning("%s: %r is not in the run's logs: %s", _TIMELINE_VARIABLE, path, error)
 
 
 @contextlib.contextmanager
