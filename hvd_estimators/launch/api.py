@@ -73,7 +73,7 @@ def run(
         Environment variables of the ranks, on top of the executor's; None deletes a variable.
         Default: none. As in ``horovod.spark.run``, and unlike in `SparkBackend`, the driver's
         environment is not passed on. The file that ``HOROVOD_TIMELINE`` names is written on rank
-        0's machine, and finally on the driver's.
+        0's machine.
     stdout, stderr
         Destinations of the ranks' output on the driver; see `SparkBackend`.
     verbose : int
@@ -134,7 +134,6 @@ def run(
         cpus_per_task=cpus_per_task,
         warm_start=warm_start,
     )
-    backend.gathers_timeline = True
     return backend.run(call_without_notifications, call)
 
 
@@ -242,9 +241,7 @@ class HorovodRunner:
             return LocalBackend(-self._np, **options)
         from hvd_estimators.launch.spark_backend import SparkBackend
 
-        backend = SparkBackend(self._np or None, **options)
-        backend.gathers_timeline = True
-        return backend
+        return SparkBackend(self._np or None, **options)
 
 
 def run_elastic(

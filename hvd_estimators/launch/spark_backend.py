@@ -31,7 +31,6 @@ from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask
-from hvd_estimators.launch.service.timeline import keep_timeline
 from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.exchange import ExchangeServer
 from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
@@ -128,9 +127,6 @@ class SparkBackend(Backend):
     ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` limits how long it may delay the others; see
     `hvd_estimators.launch.rank.hang_detection`.
     """
-
-    gathers_timeline: bool = False
-    """If true, the file that ``HOROVOD_TIMELINE`` names is copied to the driver's machine."""
 
     def __init__(
         self,
@@ -290,13 +286,10 @@ class SparkBackend(Backend):
                 events=events,
                 versions=cluster.installed_versions(),
                 exchange=server.place,
-                timeline=self.gathers_timeline and not cluster.is_local,
             )
             task = functools.partial(run_task, job=job)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch)
-            found = outcomes(rows, num_proc)
-            keep_timeline(found)
-            return results_in_order(found)
+            return results_in_order(outcomes(rows, num_proc))
 
     def warming_up(
         self,

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.exceptions import TrainingInterruptedError
-from hvd_estimators.launch.rendezvous.parent import tell_parent
-from hvd_estimators.launch.service.timeline import TIMELINE_VARIABLE, timeline_path
 from hvd_estimators.store.base import Store
 
 __all__ = ["gather_timeline", "horovod_session", "rank_seed", "seed_rank"]
 
 logger = logging.getLogger(__name__)
+
+
+_TIMELINE_VARIABLE = "HOROVOD_TIMELINE"
+# With this value, the user's own code selects the file and the time.
+_TIMELINE_ON_CALL = "DYNAMIC"
 
 
 def gather_timeline(store: Store, logs_path: str | None) -> None:
@@ -38,14 +40,14 @@ def gather_timeline(store: Store, logs_path: str | None) -> None:
     logs_path : str or None
         Directory of the logs; None if the store keeps no runs.
     """
-    path = timeline_path(os.environ)
+    path = os.environ.get(_TIMELINE_VARIABLE)
     # Horovod's rank 0 writes the events of all ranks. The other ranks write nothing.
-    if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
+    if not path or path == _TIMELINE_ON_CALL or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.warning("%s: %r cannot be written: %s", TIMELINE_VARIABLE, path, error)
+        logger.warning("%s: %r cannot be written: %s", _TIMELINE_VARIABLE, path, error)
     if logs_path is not None:
         atexit.register(_copy, os.path.abspath(path), store, logs_path)
 
@@ -58,7 +60,7 @@ def _copy(path: str, store: Store, logs_path: str) -> None:
         with open(path, "rb") as file, store.open_atomic(target) as stored:
             shutil.copyfileobj(file, stored, 2**20)
     except OSError as error:
-        logger.warning("%s: %r is not in the run's logs: %s", TIMELINE_VARIABLE, path, error)
+        logger.warning("%s: %r is not in the run's logs: %s", _TIMELINE_VARIABLE, path, error)
 
 
 @contextlib.contextmanager
@@ -85,34 +87,16 @@ def horovod_session(
         multiprocessing.set_start_method(mp_start_method, force=True)
     with _process_sets_of(hvd):
         hvd.init()
-        with _among_ranks(hvd, ranks):
+        try:
+            if ranks is not None and hvd.size() != ranks:
+                raise RuntimeError(
+                    f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
+                    f"{hvd.size()}. Start as many processes with Horovod's environment variables, "
+                    "as horovodrun does."
+                )
             yield
-
-
-@contextlib.contextmanager
-def _among_ranks(hvd: Any, ranks: int | None) -> Iterator[None]:
-    """Notify this rank's parent when the rank joins the others, and when it leaves them."""
-    is_asked_to_end = False
-    try:
-        # From here on, no other process can become a rank of this job.
-        if not _adds_process_sets():
-            tell_parent("joined")
-        if ranks is not None and hvd.size() != ranks:
-            raise RuntimeError(
-                f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
-                f"{hvd.size()}. Start as many processes with Horovod's environment variables, as "
-                "horovodrun does."
-            )
-        yield
-    except TrainingInterruptedError:
-        is_asked_to_end = True
-        raise
-    finally:
-        hvd.shutdown()
-        # If this rank was asked to stop, its parent may have ended. Notifying it would take a
-        # minute.
-        if not is_asked_to_end and not _adds_process_sets():
-            tell_parent("left")
+        finally:
+            hvd.shutdown()
 
 
 @contextlib.contextmanager
@@ -139,11 +123,6 @@ def _process_sets_of(hvd: Any) -> Iterator[None]:
     finally:
         is_within = False
         process_sets._setup = set_up
-
-
-def _adds_process_sets() -> bool:
-    """Return whether Horovod is configured for dynamic process sets, which ranks can join later."""
-    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:

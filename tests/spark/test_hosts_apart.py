@@ -171,7 +171,7 @@ for place in sys.argv[1:]:
 _LOCAL_USER = """
 if cat /proc/$1/environ > /dev/null 2>&1; then echo "environment read"; fi
 for port in $2; do
-  for request in "GET /global/0" "PUT /global/0" "DELETE /global/0" "PUT /hvd_estimators/joined"; do
+  for request in "GET /global/0" "PUT /global/0" "DELETE /global/0" "POST /global/0"; do
     exec 3<> /dev/tcp/127.0.0.1/$port
     printf '%s HTTP/1.1\\r\\nContent-Length: 0\\r\\n\\r\\n' "$request" >&3
     timeout 5 head -c 12 <&3

@@ -165,8 +165,6 @@ class RankOutcome:
         Time of the end, in seconds since the epoch.
     lost : (int, str), optional
         Rank and host of the unreachable rank, if the error type is ``"lost"``.
-    timeline : (str, bytes or int), optional
-        The file of Horovod's timeline and its content, or its size if the content is too large.
     report : ErrorReport, optional
         The exception that the function raised, if any.
     """
@@ -179,7 +177,6 @@ class RankOutcome:
     output_tail: str = ""
     ended_at: float = 0.0
     lost: tuple[int, str] | None = None
-    timeline: tuple[str, bytes | int] | None = None
     report: ErrorReport | None = None
 
     @property

@@ -20,7 +20,6 @@ from typing_extensions import Self
 from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.rendezvous.hosts import LOOPBACK
-from hvd_estimators.launch.rendezvous.parent import JOB_SCOPE
 from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
 __all__ = ["GlooProxy"]
@@ -29,13 +28,12 @@ _REQUEST_SECONDS = 5.0
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
 _KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
-_WORDS = ("joined", "left")
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
 # hvd.init() connects the ranks of several scopes, and deletes its keys of each of them. The last
 # one connects ranks of the default process set across hosts.
 _LAST_SCOPE = re.compile("cross_.*_process_set_")
 
-_OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404, 503
+_BAD_REQUEST, _UNAUTHORIZED, _UNAVAILABLE = 400, 401, 503
 
 
 class GlooProxy:
@@ -110,16 +108,11 @@ class GlooProxy:
             return _BAD_REQUEST, b""
         scope, key = named.groups()
         try:
-            if scope != JOB_SCOPE:
-                self._on_init()
-                values, body = self._link.request(kind, content, scope=scope, key=key)
-                if kind == "delete" and _LAST_SCOPE.match(scope):
-                    self._on_joined()
-                return int(values["status"]), body
-            if kind != "put" or key not in _WORDS:
-                return _NOT_FOUND, b""
-            self._link.request(key)
-            return _OK, b""
+            self._on_init()
+            values, body = self._link.request(kind, content, scope=scope, key=key)
+            if kind == "delete" and _LAST_SCOPE.match(scope):
+                self._on_joined()
+            return int(values["status"]), body
         except PeerLostError:
             return _UNAVAILABLE, b""
 

@@ -24,7 +24,7 @@ Answer = tuple[dict[str, Any], bytes]
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
 
-_OK, _FORBIDDEN, _NOT_FOUND, _CONFLICT = 200, 403, 404, 409
+_OK, _NOT_FOUND, _CONFLICT = 200, 404, 409
 
 
 _LOOK_SECONDS = 0.5
@@ -66,8 +66,7 @@ class Failure:
 class JobStore:
     """Thread-safe store of Gloo's keys and the state of the ranks.
 
-    A key can be written only once. When all ranks have reported ``joined``, a rank can write keys
-    only after it has reported ``left``.
+    A key can be written only once until it is deleted.
 
     Each message that changes the store carries a number that identifies repetitions, because
     answers can be lost and messages can be late.
@@ -90,8 +89,6 @@ class JobStore:
         self._keys: dict[tuple[str, str], bytes] = {}
         self._hosts: list[str] = []
         self._silent: dict[int, float] = {}
-        self._joined: set[int] = set()
-        self._closed = False
         self._done: set[int] = set()
         self._failure: Failure | None = None
         self._answered: dict[tuple[int, int], Answer] = {}
@@ -99,8 +96,6 @@ class JobStore:
             "put": self._put,
             "get": self._get,
             "delete": self._delete,
-            "joined": self._join,
-            "left": self._leave,
             "alive": self._alive,
             "failed": self._fail,
             "done": self._end,
@@ -162,12 +157,7 @@ class JobStore:
     def _is_lost(self, rank: int) -> bool:
         return self._silent[rank] >= self._silence
 
-    def _may_write(self, rank: int) -> bool:
-        return not (self._closed and rank in self._joined)
-
     def _put(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        if not self._may_write(rank):
-            return {"status": _FORBIDDEN}, b""
         if self._keys.setdefault((scope, key), body) != body:
             return {"status": _CONFLICT}, b""
         self._changed.notify_all()
@@ -181,21 +171,7 @@ class JobStore:
         return ({"status": _NOT_FOUND}, b"") if value is None else ({"status": _OK}, value)
 
     def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        if not self._may_write(rank):
-            return {"status": _FORBIDDEN}, b""
         self._keys.pop((scope, key), None)
-        return {"status": _OK}, b""
-
-    def _join(self, rank: int, body: bytes) -> Answer:
-        self._joined.add(rank)
-        if self._hosts and len(self._joined) == len(self._hosts):
-            self._closed = True
-            self._keys.clear()
-        return {"status": _OK}, b""
-
-    def _leave(self, rank: int, body: bytes) -> Answer:
-        self._joined.discard(rank)
-        self._closed = self._closed and bool(self._joined)
         return {"status": _OK}, b""
 
     def _alive(self, rank: int, body: bytes) -> Answer:

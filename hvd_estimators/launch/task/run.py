@@ -47,7 +47,6 @@ from hvd_estimators.launch.rendezvous.hosts import (
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.service.stages import Stage, StageReporter
-from hvd_estimators.launch.service.timeline import make_room_for_timeline, with_timeline
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
 from hvd_estimators.launch.task.environment import task_environment, warm_start
 from hvd_estimators.launch.task.exchange import Exchange
@@ -323,11 +322,7 @@ def _linked_outcome(
             ranks_key(job.secret),
             gpu_variables(context, job, slot),
         )
-        if slot.rank or not job.timeline:
-            return _supervise(slot.rank, slot.hostname, job, env, link, stages)
-        make_room_for_timeline(env)
-        outcome = _supervise(slot.rank, slot.hostname, job, env, link, stages)
-        return with_timeline(outcome, env, job.max_bytes)
+        return _supervise(slot.rank, slot.hostname, job, env, link, stages)
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:

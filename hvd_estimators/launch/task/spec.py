@@ -42,8 +42,6 @@ class Job:
         Address of the driver's `ExchangeServer`; empty if there is none.
     nics : tuple of str
         Names of the network interfaces to use; empty means any.
-    timeline : bool
-        Whether the driver wants Horovod's timeline.
     """
 
     call: bytes | Broadcast[bytes] | AddedFile = field(repr=False)
@@ -61,7 +59,6 @@ class Job:
     modules: tuple[str, ...] | None = None
     exchange: str = ""
     nics: tuple[str, ...] = ()
-    timeline: bool = False
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -10,10 +10,9 @@ import time
 
 import pytest
 
-from hvd_estimators.launch.rendezvous import gloo_http, parent
+from hvd_estimators.launch.rendezvous import gloo_http
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, PeerLostError
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.parent import tell_parent
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
 from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
@@ -67,19 +66,17 @@ def test_keys_are_written_read_and_deleted_as_horovod_does(proxy):
     ],
     ids=str,
 )
-def test_without_the_token_nothing_is_read_written_or_joined(proxy, store, headers):
+def test_without_the_token_nothing_is_read_or_written(proxy, store, headers):
     ask(proxy, "PUT", "/global/0", b"address")
     before = dict(store._keys)
     for method, path in (
         ("GET", "/global/0"),
         ("PUT", "/global/1"),
         ("DELETE", "/global/0"),
-        ("PUT", "/hvd_estimators/joined"),
         ("GET", "/"),
     ):
         assert ask(proxy, method, path, headers=headers) == (401, b"")
     assert store._keys == before
-    assert not store._joined
 
 
 def test_each_rank_has_a_token_of_its_own(store):
@@ -98,8 +95,7 @@ def test_each_rank_has_a_token_of_its_own(store):
         ("POST", "/global/0", 400),
         ("GET", "/global", 400),
         ("PUT", "/a/b/c", 400),
-        ("PUT", "/hvd_estimators/failed", 404),
-        ("GET", "/hvd_estimators/joined", 404),
+        ("GET", "/", 400),
     ],
 )
 def test_what_is_none_of_its_requests_is_refused(proxy, method, path, expected):
@@ -153,25 +149,16 @@ def test_a_rank_whose_link_is_lost_is_told_so():
         assert ask(proxy, "GET", "/global/0") == (503, b"")
 
 
-def test_a_rank_tells_its_parent_that_it_has_joined_and_left(proxy, store, monkeypatch):
-    tell_parent("joined")  # of another backend's, which nobody listens to
-    assert not store._joined
-    for name, value in proxy.environment().items():
-        monkeypatch.setenv(name, value)
-    tell_parent("joined")
-    assert store._joined == {0}
-    tell_parent("left")
-    assert not store._joined
-
-
-def test_telling_a_parent_that_has_gone_ends(store, monkeypatch):
-    monkeypatch.setattr(parent, "_PATIENCE_SECONDS", 0.3)
-    with GlooProxy(LocalRendezvousClient(store, 0)) as proxy:
-        for name, value in proxy.environment().items():
-            monkeypatch.setenv(name, value)
-    started = time.monotonic()
-    tell_parent("joined")
-    assert time.monotonic() - started < 5
+def test_the_requests_of_hvd_init_report_that_it_has_begun_and_that_it_ends(store):
+    stages = []
+    link = LocalRendezvousClient(store, 0)
+    with GlooProxy(link, lambda: stages.append("init"), lambda: stages.append("joined")) as proxy:
+        ask(proxy, "PUT", "/global/0")
+        ask(proxy, "DELETE", "/cross_0/0")
+        assert "joined" not in stages
+        ask(proxy, "DELETE", "/cross_0_process_set_hash_1/0")
+    assert stages[0] == "init"
+    assert stages.count("joined") == 1
 
 
 _STRANGER = """

@@ -60,29 +60,6 @@ def test_a_key_cannot_be_written_over():
     assert tell(store, "get", **place)[1] == b"first"
 
 
-def test_nothing_is_written_once_all_have_joined_until_they_have_left():
-    store = make_store()
-    place = {"scope": "global", "key": "0"}
-    tell(store, "put", body=b"address", **place)
-    tell(store, "joined", rank=0)
-    assert status(store, "put", rank=0, scope="global", key="rank_0") == 200
-
-    tell(store, "joined", rank=1)
-    for rank in range(2):
-        assert status(store, "put", rank=rank, body=b"stranger", **place) == 403
-        assert status(store, "delete", rank=rank, **place) == 403
-        assert status(store, "get", rank=rank, **place) == 404
-    assert status(store, "alive") == 200
-
-    # Horovod is ended, and begun again: the first to do so does not wait for the others.
-    tell(store, "left", rank=0)
-    assert status(store, "put", rank=0, body=b"again", **place) == 200
-    assert status(store, "put", rank=1, scope="global", key="1") == 403
-    tell(store, "left", rank=1)
-    assert status(store, "put", rank=1, scope="global", key="1") == 200
-    assert tell(store, "get", rank=1, **place)[1] == b"again"
-
-
 def test_a_message_that_comes_again_late_changes_nothing():
     store = make_store()
     place = {"scope": "global", "key": "0"}
