@@ -57,9 +57,9 @@ from typing_extensions import Self
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.exit_hooks import at_exit
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
+from hvd_estimators.store.retries import at_exit
 
 __all__ = [
     "HEARTBEAT_SECONDS",
@@ -75,7 +75,6 @@ __all__ = [
     "holder",
     "is_abandoned",
     "lease_path",
-    "read_if_there",
     "read_lease_record",
     "require_free",
 ]
@@ -438,7 +437,7 @@ def lease_path(run_path: str) -> str:
 def holder(store: Files, run_path: str) -> LeaseRecord | None:
     """Return the lease record of a run's live owner, or None if the lease is free."""
     path = lease_path(run_path)
-    content = read_if_there(store, path)
+    content = store.read_if_exists(path)
     if content is None:
         return None
     try:
@@ -446,16 +445,6 @@ def holder(store: Files, run_path: str) -> LeaseRecord | None:
     except ValueError:
         claim = LeaseRecord(ProcessIdentity("", 0, ""))  # only its age counts
     return None if is_abandoned(store, path, claim) else claim
-
-
-def read_if_there(store: Files, path: str) -> bytes | None:
-    """Return the content of a file, or None if it does not exist."""
-    try:
-        return store.read(path)
-    except StoreError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
 
 
 def require_free(store: Files, run: RunPaths) -> None:
@@ -642,7 +631,7 @@ class FencingToken:
         StoreError
             If the launch was replaced, or if the store cannot be read.
         """
-        content = read_if_there(store, self.path)
+        content = store.read_if_exists(self.path)
         if content is None:
             return
         try:
