@@ -23,7 +23,7 @@ from pyspark.ml import PipelineModel, Transformer
 from pyspark.ml.feature import SQLTransformer
 
 from hvd_estimators.fitting.progress import EpochFeed
-from hvd_estimators.store.storage_errors import redacted
+from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow
 
 __all__ = ["Tracking", "TrackingRun", "active_run"]

@@ -25,7 +25,7 @@ from hvd_estimators.launch.service.events import (
 )
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
 from hvd_estimators.store.paths import Position
-from hvd_estimators.store.storage_errors import redacted
+from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow, TrainSpec
 
 __all__ = ["EpochFeed", "show_progress"]

@@ -34,8 +34,8 @@ from hvd_estimators.fitting.run import ReadOrder, as_json, named
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.runs import history_text, read_history, run_file
-from hvd_estimators.store.storage_errors import redacted
 from hvd_estimators.training.spec import EpochMetrics, HistoryRow
 
 __all__ = ["RunRecord", "end_note", "is_interrupt", "noted_params", "now", "start_note", "versions"]

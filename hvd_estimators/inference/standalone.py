@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -42,12 +42,15 @@ from hvd_estimators.inference.output_columns import (
     to_column,
 )
 from hvd_estimators.loading.transform import make_transformation
-from hvd_estimators.saving.saved import Saved
+from hvd_estimators.saving.saved import Saved, read_saved
 
-__all__ = ["InputTable", "SavedPredictor", "on_device", "read_table", "resources_of"]
+__all__ = ["InputTable", "SavedPredictor", "predictor_loader", "read_table", "resources_of"]
 
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
 """Column to its values, the shape of a row, and its type."""
+
+Load = Callable[[Saved, Resources], tuple[Predictor, Sequence[str]]]
+"""Function that loads a forward pass, and names the features that may be text."""
 
 
 @dataclass(frozen=True)
@@ -606,17 +609,98 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
     return Resources(num_threads, gpu, device)
 
 
-def on_device(
-    load: Callable[[Resources], Predictor], device: str, resources: Resources
-) -> Predictor:
-    """Load a predictor, and check that it is on the requested device.
+class LoadPredictor(Protocol):
+    """Signature of ``load_predictor``."""
 
-    Raises
-    ------
-    GpuError
-        If the framework does not see the requested GPU.
+    def __call__(
+        self,
+        path: str,
+        *,
+        batch_size: int | None = None,
+        device: str = "cpu",
+        num_threads: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> SavedPredictor: ...
+
+
+def predictor_loader(class_name: str, load: Load, note: str = "") -> LoadPredictor:
+    """Return the ``load_predictor`` of a framework's package.
+
+    Parameters
+    ----------
+    class_name : str
+        Class of the saved models.
+    load : callable
+        Loads the forward pass of a saved model with some resources. Returns it with the features
+        that may be text.
+    note : str
+        What the framework adds to the docstring.
     """
-    predictor = load(resources)
-    if resources.gpu is not None and not getattr(predictor, "overlaps", False):
-        raise GpuError(f"device: found {device!r}, and the framework sees no GPU. Set 'cpu'.")
-    return predictor
+
+    def load_predictor(
+        path: str,
+        *,
+        batch_size: int | None = None,
+        device: str = "cpu",
+        num_threads: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> SavedPredictor:
+        """Load a saved `{class_name}` for predictions without Spark, in this process.
+
+        >>> predictor = load_predictor("s3://bucket/model")
+        >>> predictor.predict({"features": array})["label__output"]
+
+        The predictor works like the model's ``transform()``, with the same columns,
+        transformation, types, class columns and precision. {note}PySpark need not be installed.
+        Loading runs code from the files, so load only files that you trust.
+
+        Parameters
+        ----------
+        path : str
+            The path that was passed to ``save()``: a local path, or a URL of a registered store,
+            see `hvd_estimators.store.Store.create`.
+        batch_size : int, optional
+            Rows per forward pass. Default: the model's ``inference_batch_size``, or else 10,000
+            rows, or 32 MiB if these are fewer rows.
+        device : str
+            ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
+        num_threads : int, optional
+            Threads for computation, in the whole process. It has no effect after TensorFlow was
+            initialized. Default: the framework's own number.
+        storage_options : mapping, optional
+            Passed to fsspec's filesystem: keys, tokens, endpoints.
+
+        Returns
+        -------
+        SavedPredictor
+            Its ``predict`` takes NumPy arrays, dicts of arrays, pandas and Arrow.
+
+        Raises
+        ------
+        ParamError
+            If a parameter is invalid, or the path holds another kind of model.
+        StoreError
+            If the path holds no model, or the model cannot be read.
+        GpuError
+            If the framework does not see the GPU.
+        """
+        resources = resources_of(device, num_threads, batch_size)
+        saved = read_saved(path, class_name, storage_options)
+        predictor, text = load(saved, resources)
+        if resources.gpu is not None and not getattr(predictor, "overlaps", False):
+            raise GpuError(f"device: found {device!r}, and the framework sees no GPU. Set 'cpu'.")
+        # fit() stores the output shapes of forward(), which may differ from those of predict_step.
+        shapes = None if saved.get("use_predict_step") else saved.get("output_shapes")
+        return SavedPredictor(
+            saved,
+            predictor,
+            None if shapes is None else [tuple(shape) for shape in shapes],
+            text,
+            batch_size,
+        )
+
+    document = str(load_predictor.__doc__).replace("{class_name}", class_name)
+    load_predictor.__doc__ = document.replace("{note}", f"{note} " if note else "")
+    load_predictor.__module__ = load.__module__
+    load_predictor.__qualname__ = load_predictor.__name__
+    return load_predictor

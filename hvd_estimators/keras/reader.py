@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import h5py
@@ -16,14 +16,14 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.inference.batch import Resources
-from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
+from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.model_file import WEIGHTS, read_rewritten
 from hvd_estimators.keras.predictor import KerasPredictor, place
 from hvd_estimators.keras.serialization import load_uncompiled
-from hvd_estimators.saving.saved import read_saved
+from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store.hashing import CHUNK_BYTES
 
 __all__ = ["load_predictor", "read_content"]
@@ -87,84 +87,33 @@ def _weights(file: IO[bytes]) -> dict[str, Array]:
     return found
 
 
-def load_predictor(
-    path: str,
-    *,
-    batch_size: int | None = None,
-    device: str = "cpu",
-    num_threads: int | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> SavedPredictor:
-    """Load a saved `KerasModel` for predictions in this process, without Spark.
-
-    The predictions equal those of the model's ``transform()``. The model is not compiled, and
-    PySpark need not be installed. Loading runs code from the files, so load only trusted models.
-    Loading sets Keras's float type to that of the training.
-
-    Parameters
-    ----------
-    path : str
-        The path that was passed to ``save()``: a local path, or a URL with a registered store, see
-        `hvd_estimators.store.Store.create`.
-    batch_size : int, optional
-        Rows of one forward pass. Default: the model's ``inference_batch_size``, or else 10,000
-        rows, or 32 MiB if these are fewer.
-    device : str
-        ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
-    num_threads : int, optional
-        Number of compute threads of the whole process; without effect if TensorFlow is initialized.
-        Default: TensorFlow's default.
-    storage_options : mapping, optional
-        Passed to fsspec's filesystem: keys, tokens, endpoints.
-
-    Returns
-    -------
-    SavedPredictor
-        Its ``predict`` accepts NumPy arrays, dicts of them, pandas and Arrow.
-
-    Raises
-    ------
-    ParamError
-        If a parameter is not usable, or the path holds another kind of model.
-    StoreError
-        If the path holds no model, or the model cannot be read.
-    GpuError
-        If TensorFlow does not see the GPU.
-    """
-    resources = resources_of(device, num_threads, batch_size)
+def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
     require_tensorflow()
-    saved = read_saved(path, "KerasModel", storage_options)
     get = saved.get
     columns = list(get("feature_columns") or [])
     floatx = get("_floatx") or "float32"
-    text: list[str] = []
-
-    def load(resources: Resources) -> KerasPredictor:
-        where = place(resources)
-        keras.config.set_floatx(floatx)
-        with tf.device(where):
-            model, compiled = load_uncompiled(saved.read("model"))
-        by_name = get("_input_pairing") == "name"
-        structure = input_structure(model, columns, get("_input_keys"), by_name)
-        text.extend(text_columns(structure))
-        return KerasPredictor(
-            model,
-            structure,
-            columns,
-            list(get("label_columns") or []),
-            floatx,
-            pairs_labels(model, compiled),
-            get("outputs"),
-            get("inference_precision") or "float32",
-            resources,
-        )
-
-    shapes = get("output_shapes")
-    predictor = on_device(load, device, resources)
-    return SavedPredictor(
-        saved,
-        predictor,
-        None if shapes is None else [tuple(shape) for shape in shapes],
-        text,
-        batch_size,
+    where = place(resources)
+    keras.config.set_floatx(floatx)
+    with tf.device(where):
+        model, compiled = load_uncompiled(saved.read("model"))
+    by_name = get("_input_pairing") == "name"
+    structure = input_structure(model, columns, get("_input_keys"), by_name)
+    predictor = KerasPredictor(
+        model,
+        structure,
+        columns,
+        list(get("label_columns") or []),
+        floatx,
+        pairs_labels(model, compiled),
+        get("outputs"),
+        get("inference_precision") or "float32",
+        resources,
     )
+    return predictor, text_columns(structure)
+
+
+load_predictor = predictor_loader(
+    "KerasModel",
+    _load,
+    "The model is not compiled. Loading sets Keras's float type to that of the training.",
+)

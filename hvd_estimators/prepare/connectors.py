@@ -14,8 +14,8 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from hvd_estimators._util.install_hints import CONNECTORS
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.store import Store
+from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.registry import scheme_of
-from hvd_estimators.store.storage_errors import redacted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -37,7 +37,6 @@ from hvd_estimators.prepare.catalog import (
 )
 from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.store import Store
-from hvd_estimators.store.exit_hooks import at_exit
 from hvd_estimators.store.leases import (
     Heartbeat,
     LeaseRecord,
@@ -45,6 +44,7 @@ from hvd_estimators.store.leases import (
     is_abandoned,
     read_lease_record,
 )
+from hvd_estimators.store.retries import at_exit
 
 __all__ = [
     "KEPT_DATASETS",

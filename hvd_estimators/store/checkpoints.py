@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
-from hvd_estimators.store.files import Files
+from hvd_estimators.store.files import Files, is_missing
 from hvd_estimators.store.hashing import CHUNK_BYTES
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
 
@@ -119,7 +119,7 @@ def list_checkpoints(
     validated. ``among`` is a result of `positions`.
     """
     found = []
-    for path, info in _pointers(store, run, positions(store, run) if among is None else among):
+    for path, info in _manifests(store, run, positions(store, run) if among is None else among):
         if isinstance(info, CheckpointInfo):
             found.append(info)
         else:
@@ -129,7 +129,7 @@ def list_checkpoints(
 
 def newest_checkpoint(store: Files, run: RunPaths) -> CheckpointInfo | None:
     """Return a run's newest checkpoint with a readable manifest, or None."""
-    for path, info in _pointers(store, run, reversed(positions(store, run))):
+    for path, info in _manifests(store, run, reversed(positions(store, run))):
         if isinstance(info, CheckpointInfo):
             return info
         logger.warning("The checkpoint %s is left out: %s.", path, info)
@@ -150,8 +150,8 @@ def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         return None
     sign = 1.0 if judge.mode == "min" else -1.0
     values = [sign * info.metrics.get(judge.monitor, math.nan) for info in infos]
-    told = [index for index, value in enumerate(values) if not math.isnan(value)]
-    return infos[min(told, key=values.__getitem__)] if told else None
+    known = [index for index, value in enumerate(values) if not math.isnan(value)]
+    return infos[min(known, key=values.__getitem__)] if known else None
 
 
 def find_newest_valid(
@@ -186,7 +186,7 @@ def find_newest_valid(
     unreadable: UnreadableCheckpoint | None = None
     damaged: list[str] = []
     among = positions(store, run) if among is None else among
-    for path, info in _pointers(store, run, sorted(among, reverse=True)):
+    for path, info in _manifests(store, run, sorted(among, reverse=True)):
         reason: object = info
         if isinstance(info, CheckpointInfo):
             try:
@@ -260,7 +260,7 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         except DamagedCheckpoint:
             raise
         except OSError as error:
-            if not _is_missing(error):
+            if not is_missing(error):
                 raise UnreadableCheckpoint(f"{error}") from error
             raise DamagedCheckpoint("there is no such file") from error
         _check_size(info, size)
@@ -297,23 +297,21 @@ def info_at(store: Files, path: str) -> CheckpointInfo | None:
     DamagedCheckpoint
         If the manifest cannot be parsed.
     """
-    pointer = manifest_of(path)
+    manifest = manifest_of(path)
+    content = store.read_if_exists(manifest)
+    if content is None:
+        return None
     try:
-        with store.open(pointer) as file:
-            document: dict[str, Any] = json.loads(file.read())
+        document: dict[str, Any] = json.loads(content)
         if document.pop("format") != _FORMAT:
             raise ValueError(f"expected format {_FORMAT}")
         document["metrics"] = {name: float(value) for name, value in document["metrics"].items()}
         return CheckpointInfo(path, **document)
-    except OSError as error:
-        if not _is_missing(error):
-            raise
-        return None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(f"its pointer {pointer!r} cannot be read: {error}") from error
+        raise DamagedCheckpoint(f"its manifest {manifest!r} cannot be read: {error}") from error
 
 
-def _pointers(
+def _manifests(
     store: Files, run: RunPaths, among: Iterable[Position]
 ) -> Iterator[tuple[str, CheckpointInfo | DamagedCheckpoint]]:
     """Yield each checkpoint's path with its manifest, or with the error that makes it unusable."""
@@ -325,15 +323,9 @@ def _pointers(
             yield path, error
             continue
         if info is not None and info.position != position:
-            yield path, DamagedCheckpoint(f"its pointer is one of {info.position}")
+            yield path, DamagedCheckpoint(f"its manifest is one of {info.position}")
         elif info is not None:
             yield path, info
-
-
-def _is_missing(error: BaseException | None) -> bool:
-    if isinstance(error, StoreError):
-        error = error.__cause__
-    return isinstance(error, (FileNotFoundError, IsADirectoryError))
 
 
 def _check_size(info: CheckpointInfo, size: int) -> None:

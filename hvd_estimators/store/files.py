@@ -13,15 +13,22 @@ from typing import IO, Any, ClassVar, TypeVar
 import fsspec
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import with_retries
-from hvd_estimators.store.storage_errors import secret_values
 
-__all__ = ["Files"]
+__all__ = ["Files", "is_missing"]
 
 _REQUESTS = 8
 """Maximum parallel requests for ranges of one file."""
 
 T = TypeVar("T")
+
+
+def is_missing(error: BaseException | None) -> bool:
+    """Return whether an error of reading a file means that there is no such file."""
+    if isinstance(error, StoreError):
+        error = error.__cause__
+    return isinstance(error, (FileNotFoundError, IsADirectoryError))
 
 
 class Files(ABC):
@@ -126,6 +133,21 @@ class Files(ABC):
             raise
         except OSError as error:
             raise StoreError(f"The store holds no file {path!r} ({error}).") from error
+
+    def read_if_exists(self, path: str) -> bytes | None:
+        """Return the content of a file, or None if it does not exist.
+
+        Raises
+        ------
+        StoreError
+            If the file cannot be read.
+        """
+        try:
+            return self.read(path)
+        except StoreError as error:
+            if is_missing(error):
+                return None
+            raise
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
         """Read byte ranges of a file, with one request each, several in parallel.

@@ -57,9 +57,9 @@ from typing_extensions import Self
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.exit_hooks import at_exit
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
+from hvd_estimators.store.retries import at_exit
 
 __all__ = [
     "HEARTBEAT_SECONDS",
@@ -75,7 +75,6 @@ __all__ = [
     "holder",
     "is_abandoned",
     "lease_path",
-    "read_if_there",
     "read_lease_record",
     "require_free",
 ]
@@ -155,7 +154,7 @@ class LeaseRecord:
             details = dict(document.get("details", {}))
             return LeaseRecord(owner, created, beaten, str(document.get("token", "")), details)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a claim: {error!r}") from error
+            raise ValueError(f"not a lease record: {error!r}") from error
 
 
 def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
@@ -167,7 +166,7 @@ def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
 
 
 def is_abandoned(
-    store: Files, path: str, claim: LeaseRecord | None, clock: StoreClock | None = None
+    store: Files, path: str, record: LeaseRecord | None, clock: StoreClock | None = None
 ) -> bool:
     """Return whether the owner of a lease is known to be dead.
 
@@ -177,7 +176,7 @@ def is_abandoned(
         The store of the lease record.
     path : str
         The file of the lease record.
-    claim : LeaseRecord or None
+    record : LeaseRecord or None
         The record that was read from the file. None counts as not abandoned.
     clock : StoreClock, optional
         Determines the age of the heartbeat. Pass one when checking many leases, because each clock
@@ -190,13 +189,13 @@ def is_abandoned(
         no longer holds the lease. True after `STALE_SECONDS` without a heartbeat if the owner runs
         on another machine. False if the age is unknown.
     """
-    if claim is None:
+    if record is None:
         return False
-    if claim.token and claim.token in {heartbeat.token for heartbeat in list(_alive)}:
+    if record.token and record.token in {heartbeat.token for heartbeat in list(_alive)}:
         return False
-    if is_here(claim.owner):
-        return (bool(claim.token) and claim.owner == this_process()) or is_dead(claim.owner)
-    age = (clock or StoreClock(store)).age(path, claim)
+    if is_here(record.owner):
+        return (bool(record.token) and record.owner == this_process()) or is_dead(record.owner)
+    age = (clock or StoreClock(store)).age(path, record)
     return age is not None and age > STALE_SECONDS
 
 
@@ -209,33 +208,33 @@ class StoreClock:
 
     def __init__(self, store: Files) -> None:
         self._store = store
-        self._asked: tuple[datetime | None, float] | None = None
+        self._probed: tuple[datetime | None, float] | None = None
 
-    def age(self, path: str, claim: LeaseRecord) -> float | None:
+    def age(self, path: str, record: LeaseRecord) -> float | None:
         """Return the seconds since a lease record was last written, or None if unknown."""
         written = self._store.modified(path)
         now = self._now(posixpath.dirname(path)) if written else None
         if written is not None and now is not None:
             return (now - written).total_seconds()
-        if claim.beaten is None:
+        if record.beaten is None:
             return None
-        return (_utc() - claim.beaten).total_seconds()
+        return (_utc() - record.beaten).total_seconds()
 
     def _now(self, folder: str) -> datetime | None:
-        if self._asked is None:
+        if self._probed is None:
             probe = f"{folder}/.clock-{uuid.uuid4().hex}"
             try:
                 self._store.write_text(probe, "")
-                told = self._store.modified(probe)
+                modified = self._store.modified(probe)
             except OSError:
-                told = None
+                modified = None
             finally:
                 with contextlib.suppress(OSError):
                     self._store.delete(probe)
-            self._asked = told, time.monotonic()
-        told, asked = self._asked
-        return told and datetime.fromtimestamp(
-            told.timestamp() + time.monotonic() - asked, timezone.utc
+            self._probed = modified, time.monotonic()
+        modified, probed_at = self._probed
+        return modified and datetime.fromtimestamp(
+            modified.timestamp() + time.monotonic() - probed_at, timezone.utc
         )
 
 
@@ -262,7 +261,7 @@ class Heartbeat:
         """True after another process has taken over or deleted the file."""
         self._store = store
         self._path = path
-        self._claim = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
+        self._record = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
         self._lock = threading.Lock()
         self._ending = threading.Event()
         # The thread stops with this object and must not keep it alive.
@@ -311,7 +310,7 @@ class Heartbeat:
         delete : bool
             Whether to delete the file. If False, the caller must delete it.
         """
-        if os.getpid() != self._claim.owner.pid:
+        if os.getpid() != self._record.owner.pid:
             return
         self._ending.set()
         _alive.discard(self)
@@ -327,7 +326,7 @@ class Heartbeat:
     def stop_at_exit(self) -> None:
         """Stop and delete the file, but wait for at most ten seconds."""
         self._ending.set()
-        if os.getpid() == self._claim.owner.pid and self._lock.acquire(timeout=_EXIT_SECONDS):
+        if os.getpid() == self._record.owner.pid and self._lock.acquire(timeout=_EXIT_SECONDS):
             self._delete()
 
     def beat(self) -> None:
@@ -362,7 +361,7 @@ class Heartbeat:
         with self._lock:
             if self.lost or not self._is_ours():
                 return
-            self._claim = replace(self._claim, details={**self._claim.details, **details})
+            self._record = replace(self._record, details={**self._record.details, **details})
             self._write()
 
     def _delete(self) -> None:
@@ -384,10 +383,8 @@ class Heartbeat:
             raise
 
     def _write(self) -> None:
-        claim = LeaseRecord(
-            self._claim.owner, self._claim.created, _utc(), self.token, self._claim.details
-        )
-        self._store.write_text(self._path, claim.to_json())
+        record = replace(self._record, beaten=_utc())
+        self._store.write_text(self._path, record.to_json())
 
 
 _alive: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
@@ -438,24 +435,14 @@ def lease_path(run_path: str) -> str:
 def holder(store: Files, run_path: str) -> LeaseRecord | None:
     """Return the lease record of a run's live owner, or None if the lease is free."""
     path = lease_path(run_path)
-    content = read_if_there(store, path)
+    content = store.read_if_exists(path)
     if content is None:
         return None
     try:
-        claim = LeaseRecord.from_json(content)
+        record = LeaseRecord.from_json(content)
     except ValueError:
-        claim = LeaseRecord(ProcessIdentity("", 0, ""))  # only its age counts
-    return None if is_abandoned(store, path, claim) else claim
-
-
-def read_if_there(store: Files, path: str) -> bytes | None:
-    """Return the content of a file, or None if it does not exist."""
-    try:
-        return store.read(path)
-    except StoreError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
+        record = LeaseRecord(ProcessIdentity("", 0, ""))  # only its age counts
+    return None if is_abandoned(store, path, record) else record
 
 
 def require_free(store: Files, run: RunPaths) -> None:
@@ -468,7 +455,7 @@ def require_free(store: Files, run: RunPaths) -> None:
     """
     held = holder(store, run.run_path)
     if held is not None:
-        raise _refused(run, held)
+        raise _held_error(run, held)
 
 
 def await_free(store: Files, run: RunPaths) -> None:
@@ -487,7 +474,7 @@ def await_free(store: Files, run: RunPaths) -> None:
     while held is not None and first is not None:
         has_beaten = (held.token, held.beaten) != (first.token, first.beaten)
         if has_beaten or is_here(held.owner) or time.monotonic() > deadline:
-            raise _refused(run, held)
+            raise _held_error(run, held)
         if held is first:
             logger.warning(
                 "run_id: %r was being trained by %s. Whether that process still lives is seen by "
@@ -541,9 +528,9 @@ class Lease:
         """Return whether the lease was free and certainly belongs to this object now."""
         if not self._store.creates_exclusively:
             return False
-        now = datetime.now(timezone.utc)
-        claim = LeaseRecord(this_process(), now, now, self._heartbeat.token)
-        return self._store.write_new(self._path, claim.to_json())
+        now = _utc()
+        record = LeaseRecord(this_process(), now, now, self._heartbeat.token)
+        return self._store.write_new(self._path, record.to_json())
 
     def __exit__(
         self,
@@ -592,13 +579,13 @@ class Lease:
             return
         time.sleep(max(self._certain_at - time.monotonic(), 0))
         self._certain_at = None
-        claim = read_lease_record(self._store, self._path)
-        if claim is not None and claim.token != self._heartbeat.token:
+        record = read_lease_record(self._store, self._path)
+        if record is not None and record.token != self._heartbeat.token:
             self._heartbeat.stop()
-            raise _refused(self._run, claim)
+            raise _held_error(self._run, record)
 
 
-def _refused(run: RunPaths, held: LeaseRecord) -> ParamError:
+def _held_error(run: RunPaths, held: LeaseRecord) -> ParamError:
     since = "" if held.created is None else f" since {held.created:%Y-%m-%d %H:%M:%S} UTC"
     if held.owner == this_process():
         return ParamError(
@@ -642,19 +629,19 @@ class FencingToken:
         StoreError
             If the launch was replaced, or if the store cannot be read.
         """
-        content = read_if_there(store, self.path)
+        content = store.read_if_exists(self.path)
         if content is None:
             return
         try:
-            claim = LeaseRecord.from_json(content)
+            record = LeaseRecord.from_json(content)
         except ValueError:
             return  # a process that damages the file is not training
-        if claim.token != self.token:
+        if record.token != self.token:
             raise StoreError(
-                f"{claim.owner} has taken the run over from this fit (see {self.path!r}), which "
+                f"{record.owner} has taken the run over from this fit (see {self.path!r}), which "
                 "writes to it no more"
             )
-        if claim.details.get(LAUNCH, 0) != self.launch:
+        if record.details.get(LAUNCH, 0) != self.launch:
             raise StoreError(
                 "the ranks have been launched again in place of this one, which was slow to end"
             )

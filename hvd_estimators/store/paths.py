@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.files import Files
+from hvd_estimators.store.redaction import holds_credentials, redacted
 from hvd_estimators.store.registry import require_path
-from hvd_estimators.store.storage_errors import holds_credentials, redacted
 
 __all__ = [
     "SUFFIX",

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.storage_errors import redacted
+from hvd_estimators.store.redaction import redacted
 
 __all__ = [
     "ENTRY_POINTS",

@@ -6,18 +6,22 @@ restart or throttling. Runs on the driver and on ranks.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401
 import contextlib
 import logging
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, TypeVar
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnavailableError
-from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, redacted
+from hvd_estimators.store.redaction import redacted
+from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of
 
-__all__ = ["RETRY_SECONDS", "is_transient", "typed_errors", "with_retries"]
+__all__ = ["RETRY_SECONDS", "at_exit", "is_transient", "typed_errors", "with_retries"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,9 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
 """Duration of retries, from the first failure on."""
+
+_EXIT_SECONDS = 3.0
+"""Duration of retries at interpreter exit."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 _WARN_AFTER = 1.0
@@ -111,6 +118,27 @@ def typed_errors(what: str, secrets: Collection[str] = ()) -> Iterator[None]:
         if kind not in (Kind.PERMISSION, Kind.SPACE):
             raise
         _raise_typed(error, kind, what, secrets)
+
+
+def at_exit(function: Callable[[], None]) -> None:
+    """Call a function at interpreter exit. The function may be called twice.
+
+    The standard library's `atexit` functions run after the interpreter has stopped allowing new
+    threads. From then on, fsspec's filesystems cannot resolve host names. They would fail if their
+    connections had been idle for some seconds, and retry for a minute.
+    """
+
+    def call() -> None:
+        # The shorter limit also applies to retries that are running in other threads.
+        global RETRY_SECONDS
+        RETRY_SECONDS = min(RETRY_SECONDS, _EXIT_SECONDS)
+        function()
+
+    # The most recently registered function runs first. This one must run before the function that
+    # joins the threads, which `concurrent.futures.thread` registers when it is imported.
+    threading._register_atexit(call)  # type: ignore[attr-defined]
+    # For interpreters that exit without joining threads.
+    atexit.register(call)
 
 
 def _raise_typed(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.leases import Lease, holder, read_if_there
+from hvd_estimators.store.leases import Lease, holder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -225,7 +225,7 @@ def _readable_history(store: StorePaths, path: str) -> Sequence[Row]:
 
 
 def _document(store: StorePaths, path: str) -> dict[str, Any] | None:
-    content = read_if_there(store, path)
+    content = store.read_if_exists(path)
     if content is None:
         return None
     try:

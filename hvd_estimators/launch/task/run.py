@@ -189,7 +189,7 @@ def hosts_without(
         problem = None if store.exists(path) else "does not see it"
     except Exception as error:  # e.g. a missing package, credentials or network route
         # Tasks that run ranks do not need the store, so import it here.
-        from hvd_estimators.store.storage_errors import redacted
+        from hvd_estimators.store.redaction import redacted
 
         problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
     if problem is not None:

@@ -264,7 +264,7 @@ def test_what_is_done_at_exit_may_start_threads():
     """Clients of storage do, to look up a host. What `atexit` calls cannot."""
     program = """
         from concurrent.futures import ThreadPoolExecutor
-        from hvd_estimators.store.exit_hooks import at_exit
+        from hvd_estimators.store.retries import at_exit
 
         def end():
             if not done:

@@ -15,8 +15,9 @@ from s3fs.errors import translate_boto_error
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import retries
 from hvd_estimators.store.filesystem import RemoteFile
+from hvd_estimators.store.redaction import redacted, secret_values
 from hvd_estimators.store.retries import is_transient, with_retries
-from hvd_estimators.store.storage_errors import Kind, kind_of, redacted, secret_values
+from hvd_estimators.store.storage_errors import Kind, kind_of
 
 
 @pytest.fixture(autouse=True)
