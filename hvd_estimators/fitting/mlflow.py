@@ -35,7 +35,6 @@ MODEL_NAME = "model"
 
 _RUN_TAG = "hvd_estimators.run_id"
 _SECONDS_AT_END = 60.0
-_BATCH = 100
 _LONGEST_PARAM = 500
 _PACKAGES = {
     "keras": ("keras", "tensorflow"),
@@ -78,15 +77,16 @@ def active_run() -> TrackingRun | None:
             return None
         return TrackingRun(mlflow.get_tracking_uri(), active.info.run_id, active.info.experiment_id)
     except Exception as error:
-        logger.warning("MLflow: its active run cannot be told (%s).", redacted(str(error)))
+        logger.warning("MLflow: its active run is unknown (%s).", redacted(str(error)))
         return None
 
 
 class Tracking:
     """Logger of one fit to MLflow.
 
-    Exceptions from MLflow do not end the fit, and metrics are logged in another thread. At the end,
-    the fit waits at most one minute for metrics that the server has not taken.
+    Exceptions from MLflow do not end the fit. Another thread logs the metrics. Only MLflow's own
+    client retries requests; metrics of failed requests are logged again at the end. The fit then
+    waits for that thread for at most one minute.
 
     Parameters
     ----------
@@ -112,23 +112,22 @@ class Tracking:
                 key = within.uri, within.run_id
                 written = _written.setdefault(key, (name, set()))
             self._own_run = written[0] != name
-        self._told: set[int] = set() if self._own_run else written[1]
+        self._logged: set[int] = set() if self._own_run else written[1]
         self._run_id: str | None = None
-        self._logged_params = False
-        self._feed = EpochFeed(self._take, f"MLflow ({redacted(within.uri)})")
+        self._has_params = False
+        self._feed = EpochFeed(self._log, f"MLflow ({redacted(within.uri)})")
 
     def start(self) -> None:
         """Log the params in another thread."""
-        self._feed.start()
+        self._feed.put(())
 
     def put(self, rows: Sequence[HistoryRow]) -> None:
         """Log the rows of an epoch in another thread."""
-        self._told.update(row[0] for row in rows)
         self._feed.put(rows)
 
     def fail(self) -> None:
         """Log the remaining metrics and close, after a failed fit."""
-        if self._has_all() and self._own_run:
+        if self._has_all(()) and self._own_run:
             self._end_own_run("FAILED")
 
     def complete(
@@ -143,7 +142,7 @@ class Tracking:
         Parameters
         ----------
         rows : sequence of HistoryRow
-            The whole history. Epochs that no rank reported during training are logged from it.
+            The whole history. Epochs that are not logged yet are logged from it.
         model : Transformer
             The fitted model.
         framework : str
@@ -151,8 +150,8 @@ class Tracking:
         versions : mapping
             Package versions, by package name.
         """
-        self.put([row for row in rows if row[0] not in self._told])
-        if not self._has_all():
+        self._feed.put(rows)
+        if not self._has_all(rows):
             return
         if not self._is_grid:
             try:
@@ -186,33 +185,44 @@ class Tracking:
         with mlflow.start_run(run_id=self._run_id, nested=True):
             spark.log_model(**arguments)
 
-    def _has_all(self) -> bool:
-        """Wait for the feed, for a limited time, and return whether MLflow has all metrics."""
-        if self._feed.close(_SECONDS_AT_END):
+    def _has_all(self, rows: Sequence[HistoryRow]) -> bool:
+        """Wait for the thread, for a limited time, and return whether MLflow has these metrics."""
+        has_ended = self._feed.close(_SECONDS_AT_END)
+        if has_ended and self._has_params and self._logged.issuperset(row[0] for row in rows):
             return True
         logger.warning(
-            "MLflow: %s has not taken all that was measured in run %r, which is complete in its "
-            "store; the model is not logged there either.",
+            "MLflow: %s lacks metrics of run %r, which is complete in its store; the model is not "
+            "logged there either.",
             redacted(self._within.uri),
             self._name,
         )
         return False
 
-    def _take(self, rows: Sequence[HistoryRow]) -> None:
-        mlflow = sys.modules["mlflow"]
-        client = mlflow.MlflowClient(tracking_uri=self._within.uri)
+    def _log(self, rows: Sequence[HistoryRow]) -> None:
+        """Log the params, unless MLflow has them, and the epochs that it does not have."""
+        client = sys.modules["mlflow"].MlflowClient(tracking_uri=self._within.uri)
+        entities = importlib.import_module("mlflow.entities")
         if self._run_id is None:
-            self._run_id = self._begin(client)
-        if not self._logged_params:
-            self._log_params(client, self._run_id)
-            self._logged_params = True
-        moment = int(time.time() * 1000)
-        metric = importlib.import_module("mlflow.entities").Metric
-        metrics = [metric(_key(f"{s}/{name}"), value, moment, e) for e, s, name, value in rows]
-        for start in range(0, len(metrics), _BATCH):
-            client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH])
+            self._run_id = self._start_run(client)
+        if not self._has_params:
+            # MLflow rejects a new value for an existing param, such as one that the user logged.
+            known = client.get_run(self._run_id).data.params
+            params = {_key(n): _text(v) for n, v in {**self._params, "run_id": self._name}.items()}
+            client.log_batch(
+                self._run_id,
+                params=[entities.Param(n, v) for n, v in params.items() if n not in known],
+            )
+            self._has_params = True
+        now = int(time.time() * 1000)
+        new = {(epoch, f"{s}/{name}"): v for epoch, s, name, v in rows if epoch not in self._logged}
+        client.log_batch(
+            self._run_id,
+            metrics=[entities.Metric(_key(n), v, now, epoch) for (epoch, n), v in new.items()],
+        )
+        self._logged.update(epoch for epoch, _ in new)
 
-    def _begin(self, client: Any) -> str:
+    def _start_run(self, client: Any) -> str:
+        """Return the ID of the MLflow run to log to: the active run, or a child run of it."""
         if not self._own_run:
             client.set_tag(self._within.run_id, _RUN_TAG, self._name)
             return self._within.run_id
@@ -222,18 +232,6 @@ class Tracking:
             _RUN_TAG: self._name,
         }
         return str(client.create_run(self._within.experiment_id, tags=tags).info.run_id)
-
-    def _log_params(self, client: Any, run_id: str) -> None:
-        # MLflow rejects a new value for an existing param, such as one that the user logged.
-        known = client.get_run(run_id).data.params
-        param = importlib.import_module("mlflow.entities").Param
-        params = [
-            param(_key(name), _text(value))
-            for name, value in {**self._params, "run_id": self._name}.items()
-            if _key(name) not in known
-        ]
-        for start in range(0, len(params), _BATCH):
-            client.log_batch(run_id, params=params[start : start + _BATCH])
 
     def _end_own_run(self, status: str) -> None:
         try:

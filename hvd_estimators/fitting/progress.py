@@ -36,45 +36,35 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN = 1.0
 
 
-_SECONDS_AFTER_FAILURE = 10.0
-
-
 class EpochFeed:
-    """Background queue that passes history rows to a slow consumer.
+    """Background thread that passes history rows to a slow consumer.
 
     Rows of several epochs are passed together if they have accumulated. If the consumer raises, the
-    rows are passed again later, together with new rows. The first failure is logged as a warning.
+    rows are dropped. The first failure is logged as a warning.
 
     Parameters
     ----------
-    take : callable
-        The consumer. It gets rows, with all rows of an epoch together, or no rows after `start`.
-        It is called from another thread.
-    what : str
+    consume : callable
+        The consumer. It gets rows, with all rows of an epoch together, from another thread.
+    name : str
         Name of the consumer, for the warning.
     """
 
-    def __init__(self, take: Callable[[Sequence[HistoryRow]], None], what: str) -> None:
-        self._take = take
-        self._what = what
+    def __init__(self, consume: Callable[[Sequence[HistoryRow]], None], name: str) -> None:
+        self._consume = consume
+        self._name = name
         self._changed = threading.Condition()
-        self._waiting: list[HistoryRow] = []
-        self._is_due = False
-        self._has_ended = False
+        self._waiting: list[Sequence[HistoryRow]] = []
+        self._is_closed = False
         self._has_warned = False
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Schedule a call of the consumer before there are any rows, without blocking."""
-        self._is_due = True
-        self.put(())
-
     def put(self, rows: Sequence[HistoryRow]) -> None:
-        """Queue the rows of an epoch, without blocking."""
+        """Queue the rows of an epoch, or no rows to call the consumer, without blocking."""
         with self._changed:
-            self._waiting.extend(rows)
+            self._waiting.append(rows)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._what, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -89,50 +79,42 @@ class EpochFeed:
         Returns
         -------
         bool
-            Whether the consumer took all rows.
+            Whether the thread has ended.
         """
         with self._changed:
-            self._has_ended = True
+            self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                return False
-        return not self._waiting and not self._is_due
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_due or self._has_ended)
-                rows, self._waiting = self._waiting, []
-                is_due, self._is_due = self._is_due, False
-                last = self._has_ended
-            pause = _SECONDS_BETWEEN
-            if (rows or is_due) and not self._took(rows):
-                pause = _SECONDS_AFTER_FAILURE
-                with self._changed:
-                    self._waiting[:0] = rows
-                    self._is_due = True
-            if last:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                epochs, self._waiting = self._waiting, []
+                is_last = self._is_closed
+            if epochs:
+                self._pass_on([row for rows in epochs for row in rows])
+            if is_last:
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._has_ended, pause)
+                self._changed.wait_for(lambda: self._is_closed, _SECONDS_BETWEEN)
 
-    def _took(self, rows: Sequence[HistoryRow]) -> bool:
+    def _pass_on(self, rows: Sequence[HistoryRow]) -> None:
         try:
-            self._take(rows)
+            self._consume(rows)
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "%s: could not be told what was measured (%s: %s). It is tried again while "
-                    "training goes on.",
-                    self._what,
+                    "%s: metrics could not be written (%s: %s). They are written later if "
+                    "possible; training continues.",
+                    self._name,
                     type(error).__name__,
                     redacted(str(error)),
                 )
-            return False
-        return True
 
 
 _package_logger = logging.getLogger("hvd_estimators")

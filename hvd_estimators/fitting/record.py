@@ -251,6 +251,10 @@ class RunRecord:
     ) -> None:
         if self._store.saving_runs():
             self._feed.close(_PATIENCE)
+            if exc is not None and self._rows:
+                with self._warned():
+                    # Does nothing unless the feed's last write failed.
+                    self._write_rows(self._rows)
             with self._warned():
                 self._write("metadata", _json(end_note(self._document, exc, self._store)))
         if self._tracking is not None and exc is not None:

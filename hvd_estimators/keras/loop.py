@@ -17,7 +17,7 @@ from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
-from hvd_estimators.training.step_control import LongValidation, StopRequest, interrupted
+from hvd_estimators.training.step_control import StopRequest, interrupted
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = [
@@ -87,8 +87,6 @@ class StepEnd:
         Reports stop requests to all ranks.
     finite : NanCheck
         Lets ranks agree on values that are not finite.
-    long_validation : LongValidation
-        Decides if the run is saved before validation.
     """
 
     def __init__(
@@ -97,9 +95,7 @@ class StepEnd:
         save: Callable[[int, int], None],
         stop_request: StopRequest,
         finite: NanCheck,
-        long_validation: LongValidation,
     ) -> None:
-        self.long_validation = long_validation
         self._spec = spec
         self._save = save
         self._stop_request = stop_request
@@ -167,9 +163,7 @@ class StepEnd:
         """Return whether a checkpoint was due after any step of one call."""
         spec, whole = self._spec, before - before % self._passes
         steps = range(spec.steps_done(epoch, whole), spec.steps_done(epoch, batches))
-        return self.long_validation.is_due(spec.steps_left(batches), len(steps)) or any(
-            spec.checkpoints.due_after(step + 1) for step in steps
-        )
+        return any(spec.checkpoints.due_after(step + 1) for step in steps)
 
 
 class EpochEnd(keras.callbacks.Callback):
@@ -233,14 +227,6 @@ class EpochEnd(keras.callbacks.Callback):
         """Resume within an epoch that the callbacks have just started."""
         self._states.restore()
         self.stop = stop
-
-    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Record the start of validation."""
-        self._step_end.long_validation.begin()
-
-    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Let all ranks agree on whether the validation was a long one."""
-        self._step_end.long_validation.agree()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Record the epoch's metrics, agree on whether to stop, and save."""

@@ -62,7 +62,6 @@ from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 from hvd_estimators.training.step_control import (
-    LongValidation,
     StopRequest,
     stopped_before,
     without_further_epochs,
@@ -193,10 +192,7 @@ class _Trainer:
             )
             summing = functools.partial(sum_number, name="not_finite")
             finite = NanCheck(self.rank, self.size, summing, exchange)
-            long_validation = LongValidation(
-                spec.checkpoints, self.size, functools.partial(sum_number, name="validation")
-            )
-            step_end = StepEnd(spec, self._save_within, stop_request, finite, long_validation)
+            step_end = StepEnd(spec, self._save_within, stop_request, finite)
             history = () if state is None else state.history
             end = self.end = EpochEnd(
                 stateful, history, states, writer, progress, self._save_epoch, step_end

@@ -38,7 +38,7 @@ from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import CheckpointOptions
-from hvd_estimators.training.step_control import LongValidation, StopRequest, interrupted
+from hvd_estimators.training.step_control import StopRequest, interrupted
 from hvd_estimators.training.weight_digests import named_weights
 
 if TYPE_CHECKING:
@@ -264,8 +264,6 @@ class RunCheckpoint(Callback):
         Determine when a checkpoint within an epoch is due.
     stop : StopRequest
         Reports requests to stop; its context must have been entered.
-    long_validation : LongValidation
-        Determines whether to save before validation.
     run : RunPaths
         The run.
     restored : RunState or None
@@ -283,7 +281,6 @@ class RunCheckpoint(Callback):
         partial: PartialEpoch,
         options: CheckpointOptions,
         stop: StopRequest,
-        long_validation: LongValidation,
         run: RunPaths,
         restored: RunState | None,
     ) -> None:
@@ -297,7 +294,6 @@ class RunCheckpoint(Callback):
         self._partial = partial
         self._options = options
         self._stop = stop
-        self._long_validation = long_validation
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._run = run
         self._keeps = run.checkpoints_path is not None
@@ -422,14 +418,6 @@ class RunCheckpoint(Callback):
             if names and trainer.is_global_zero:
                 logger.warning(UNUSED_GRADIENTS, named_weights(names))
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer for validation."""
-        self._long_validation.begin()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree with the other ranks on whether the validation was long."""
-        self._long_validation.agree()
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store gradients that no step has used; a longer run uses them."""
         assert self._attributes is not None
@@ -504,7 +492,6 @@ class RunCheckpoint(Callback):
         self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
         if trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
             return  # the end of the epoch is saved after its hooks
-        self._due = self._due or self._long_validation.is_due(_steps_left(trainer))
         self._stops = self._stop.after_step() or self._stops
         if not (self._due or self._stops):
             return
@@ -547,15 +534,6 @@ def snapshot_of_run(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         logger.debug("A checkpoint is written while training waits: %s", error)
         return checkpoint, False
     return {name: tensors.get(name, others.get(name)) for name in checkpoint}, True
-
-
-def _steps_left(trainer: Trainer) -> int:
-    """Return the number of optimizer steps left in the epoch; 0 if unknown."""
-    batches = trainer.num_training_batches
-    if batches == float("inf"):
-        return 0
-    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-    return -(-int(batches - done) // trainer.accumulate_grad_batches)
 
 
 def _known_objects(trainer: Trainer) -> list[Any]:

@@ -58,7 +58,6 @@ from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 from hvd_estimators.training.step_control import (
-    LongValidation,
     StopRequest,
     stopped_before,
     without_further_epochs,
@@ -217,9 +216,6 @@ class _Trainer:
             PartialEpoch(recorder, train_loader, self.rank, self.size, spec.flavor),
             spec.checkpoints,
             self.stop_request,
-            LongValidation(
-                spec.checkpoints, self.size, functools.partial(sum_over_ranks, name="validation")
-            ),
             spec.run,
             self.restored,
         )

@@ -26,7 +26,7 @@ from hvd_estimators.params import (
 )
 from hvd_estimators.training.buffer_reduction import parse_buffer_reduction
 from hvd_estimators.training.monitoring import check_monitor, mode_of
-from hvd_estimators.training.spec import LONG_VALIDATION, CheckpointOptions
+from hvd_estimators.training.spec import CheckpointOptions
 
 __all__ = [
     "CheckpointParams",
@@ -357,7 +357,6 @@ class CheckpointParams(DeclaredParams):
             self._monitor(),
             get("checkpoint_mode"),
             get("checkpoint_every_n_steps"),
-            long_validation=LONG_VALIDATION,
         )
 
     def _monitor(self) -> str | None:

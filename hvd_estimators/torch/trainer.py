@@ -48,7 +48,6 @@ from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.step_control import (
-    LongValidation,
     StopRequest,
     interrupted,
     stopped_before,
@@ -161,9 +160,6 @@ class _Trainer:
         self.stop_request = StopRequest(
             functools.partial(sum_over_ranks, name="stop_request"), self.size
         )
-        self.long_validation = LongValidation(
-            spec.checkpoints, self.size, functools.partial(sum_over_ranks, name="validation")
-        )
         self.finite = NanCheck(
             self.rank, self.size, functools.partial(sum_over_ranks, name="not_finite"), exchange
         )
@@ -245,9 +241,8 @@ class _Trainer:
         self.checkpoints.buffers.reduce()
         record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
         if self.spec.data.val_plan is not None:
-            with self.long_validation.measure():
-                validation = self._validate(data)
-                values = validation.reduced("validation")
+            validation = self._validate(data)
+            values = validation.reduced("validation")
             record = EpochMetrics(epoch, record.train, validation.as_record(values))
         self.progress.end_epoch(shown_values(record))
         return record
@@ -333,9 +328,8 @@ class _Trainer:
         """
         is_asked = self.stop_request.after_step()
         is_saved = False
-        left = self.spec.steps_left(batches)
         is_due = self.spec.checkpoints.due_after(self.spec.steps_done(epoch, batches))
-        if is_asked or is_due or self.long_validation.is_due(left):
+        if is_asked or is_due:
             is_saved = self._save_checkpoint(epoch, batches, measures)
         if is_asked:
             raise interrupted(epoch, batches, is_saved)

@@ -22,10 +22,6 @@ HistoryRow = tuple[int, str, str, float]
 """Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
 
 
-LONG_VALIDATION = 10.0
-"""Seconds of validation that are worth a checkpoint: many times the time of a checkpoint."""
-
-
 @dataclass(frozen=True)
 class CheckpointOptions:
     """Options that decide which checkpoints of a run are written and kept.
@@ -45,9 +41,6 @@ class CheckpointOptions:
         Optimizer steps of the run between two mid-epoch checkpoints; None disables these.
     fence : FencingToken or None
         Checks whether these ranks may still write to the run; None if they always may.
-    long_validation : float
-        If a validation takes more than this number of seconds, the next one is preceded by a
-        checkpoint.
     """
 
     framework: str
@@ -56,7 +49,6 @@ class CheckpointOptions:
     mode: str = "auto"
     every_n_steps: int | None = None
     fence: FencingToken | None = None
-    long_validation: float = LONG_VALIDATION
 
     def due_after(self, step: int) -> bool:
         """Return whether a checkpoint is due after an optimizer step of the run, from 1.
@@ -135,10 +127,6 @@ class TrainSpec:
             Batches of each shard. The epoch's last step may have fewer batches than other steps.
         """
         return epoch * self._steps(self.data.train_steps_per_epoch) + self._steps(batches)
-
-    def steps_left(self, batches: int) -> int:
-        """Return the remaining optimizer steps of an epoch after some batches of each shard."""
-        return self._steps(self.data.train_steps_per_epoch) - self._steps(batches)
 
     def _steps(self, batches: int) -> int:
         return -(-batches // self.backward_passes_per_step)

@@ -6,9 +6,8 @@ job receive the signal at different times, or only one of them does. They must n
 steps, because the others would then wait forever. Therefore the ranks sum up, about once a second,
 how many of them were asked to stop. Between two sums, a step only decrements a counter.
 
-During validation, ranks do not synchronize, because each rank has a different number of batches. A
-stop request or a killed rank would then lose all steps since the last checkpoint. `LongValidation`
-therefore requests a checkpoint before a long validation.
+During validation, ranks do not synchronize, because each rank has a different number of batches.
+They agree on a stop request after it.
 
 Runs on the ranks; imports no framework.
 """
@@ -34,71 +33,14 @@ from hvd_estimators.launch.rank.graceful_stop import asking_for_grace, mute_if_u
 from hvd_estimators.launch.rank.hang_detection import seconds_without_progress
 from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = [
-    "LongValidation",
     "StopRequest",
     "interrupted",
     "stopped_before",
     "without_further_epochs",
 ]
-
-
-class LongValidation:
-    """Decides whether to save the run before an epoch's last step, because validation follows.
-
-    The run is saved if the previous validation took longer than
-    `CheckpointOptions.long_validation`. It is not saved after the epoch's last step, because the
-    next checkpoint is that of the epoch's end.
-
-    Parameters
-    ----------
-    options : CheckpointOptions
-        Contains the limit.
-    ranks : int
-        Number of ranks.
-    sum_over_ranks : callable
-        Sums one number per rank. All ranks call it, in `measure` and `agree`.
-    """
-
-    def __init__(
-        self, options: CheckpointOptions, ranks: int, sum_over_ranks: Callable[[float], float]
-    ) -> None:
-        self._limit = options.long_validation
-        self._ranks = ranks
-        self._sum = sum_over_ranks
-        self._is_long = False
-        self._begun: float | None = None
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure the duration of a validation. All ranks must call it."""
-        self.begin()
-        yield
-        self.agree()
-
-    def begin(self) -> None:
-        """Record that validation begins."""
-        self._begun = time.monotonic()
-
-    def agree(self) -> None:
-        """Decide, after a validation, whether it was a long one. All ranks must call it."""
-        took = 0.0 if self._begun is None else time.monotonic() - self._begun
-        self._begun = None
-        self._is_long = self._sum(took) / self._ranks > self._limit
-
-    def is_due(self, steps_left: int, steps: int = 1) -> bool:
-        """Return whether to save now. The result is the same on all ranks.
-
-        Parameters
-        ----------
-        steps_left : int
-            Remaining optimizer steps of the epoch.
-        steps : int
-            Number of steps before the next call.
-        """
-        return self._is_long and 0 < steps_left <= steps
 
 
 S = TypeVar("S", bound=TrainSpec)

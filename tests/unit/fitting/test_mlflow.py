@@ -79,7 +79,7 @@ def test_params_metrics_and_model_go_to_the_active_run(client: Any, models: list
         tracked.start()
         tracked.put(rows(0, 0.5))
         tracked.put(rows(1, 0.25))
-        # Epoch 2 was not told while it was trained.
+        # Epoch 2 was not reported while it was trained.
         complete(tracked, [*rows(0, 0.5), *rows(1, 0.25), *rows(2, 0.125)])
     found = client.get_run(run.info.run_id)
     assert found.data.params["model"] == "my own"
@@ -152,8 +152,8 @@ def test_a_server_that_fails_costs_a_warning(
         tracked.put(rows(0, 0.5))
         complete(tracked)
     assert models == []
-    assert caplog.text.count("could not be told what was measured (ConnectionError") == 1
-    assert caplog.text.count("has not taken all that was measured in run 'mine'") == 1
+    assert caplog.text.count("metrics could not be written (ConnectionError") == 1
+    assert caplog.text.count("lacks metrics of run 'mine'") == 1
     assert "MARKED" not in caplog.text
     assert "https://***@host" in caplog.text
 
@@ -174,7 +174,30 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
         complete(tracked)
         answer.set()
     assert models == []
-    assert "has not taken all that was measured" in caplog.text
+    assert "lacks metrics of run 'mine'" in caplog.text
+
+
+def test_epochs_that_a_server_did_not_take_are_logged_at_the_end(
+    client: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_batch = mlflow.MlflowClient.log_batch
+    failed = threading.Event()
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("metrics") and not failed.is_set():
+            failed.set()
+            raise ConnectionError("no server")
+        log_batch(*args, **kwargs)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail_once)
+    with mlflow.start_run() as run:
+        tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)
+        tracked.put(rows(0, 0.5))
+        assert failed.wait(30)
+        tracked.put(rows(1, 0.25))
+        complete(tracked, [*rows(0, 0.5), *rows(1, 0.25)])
+    assert sorted(metrics(client, run.info.run_id)) == [(0, 0.5), (1, 0.25)]
+    assert [model for model, _ in models] == ["model"]
 
 
 def test_a_model_that_cannot_be_logged_costs_a_warning(

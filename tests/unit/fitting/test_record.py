@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +188,28 @@ def test_a_store_that_fails_costs_warnings(
         monkeypatch.setattr(LocalStore, "write_text", fail)
         noted.handler(print_event)(epoch(0, 0.5))
         noted.complete([EpochMetrics(0, {"loss": 0.5})], None)  # type: ignore[arg-type]
-    assert caplog.text.count("could not be told what was measured") == 1
+    assert caplog.text.count("metrics could not be written") == 1
     assert caplog.text.count("What is noted of run 'mine' is not complete") == 2
+
+
+def test_a_failed_fit_writes_the_epochs_that_could_not_be_written_before(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+    write_text = LocalStore.write_text
+
+    def fail_once(self: Any, path: str, text: str) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(28, "no space left")
+        write_text(self, path, text)
+
+    with contextlib.suppress(ZeroDivisionError), record(store) as noted:
+        monkeypatch.setattr(LocalStore, "write_text", fail_once)
+        noted.handler(print_event)(epoch(0, 0.5))
+        assert failed.wait(30)
+        raise ZeroDivisionError
+    assert [run.epochs for run in store.list_runs()] == [1]
 
 
 def test_a_store_that_keeps_no_runs_is_left_alone(tmp_path: Path) -> None:
