@@ -170,18 +170,8 @@ TABLE = (
     # Lightning
     Private(
         f"pytorch_lightning.{_LOGGING}.result",
-        "_ResultCollection _ResultMetric _Metadata _Sync",
+        "_ResultCollection _ResultMetric",
         "Logged values are exact and reduced when all ranks pass.",
-    ),
-    Private(
-        f"pytorch_lightning.{_LOGGING}.result._Metadata",
-        "_sync",
-        "It is omitted from the stored description of a logged value.",
-    ),
-    Private(
-        f"pytorch_lightning.{_LOGGING}.result._Sync",
-        "_should",
-        "It restores whether a logged value is reduced.",
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.result._ResultCollection",
