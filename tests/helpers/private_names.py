@@ -69,8 +69,8 @@ TABLE = (
     Private("keras.Model", "_compile_config", "what compile() was given"),
     Private(
         "keras.Function",
-        "_nodes _operations",
-        "the graph of a functional model, which Keras keys by addresses in memory",
+        "_nodes",
+        "the graph of a functional model in files of earlier versions",
     ),
     Private(
         "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
@@ -84,8 +84,8 @@ TABLE = (
     ),
     Private(
         "keras.Optimizer",
-        "_variables _tracker _trainable_variables _trainable_variables_indices _var_key",
-        "the state of an optimizer, moved to the variables of a copy of its model",
+        "_trainable_variables",
+        "the variables that a wrapped optimizer was built for",
     ),
     Private(
         "keras.callbacks.EarlyStopping",
