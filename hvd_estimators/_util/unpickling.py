@@ -51,6 +51,7 @@ def first_imports() -> tuple[Any, ...]:
 
 _MOVED = {
     "hvd_estimators.keras.learning_rate": "hvd_estimators.keras.callbacks",
+    "hvd_estimators.keras.states": "hvd_estimators.keras.serialization",
     "hvd_estimators.keras.traits": "hvd_estimators.keras.model_metadata",
     "hvd_estimators.launch.foreign": "hvd_estimators.launch.foreign_backends",
     "hvd_estimators.launch.local": "hvd_estimators.launch.local_backend",

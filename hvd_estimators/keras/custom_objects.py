@@ -1,41 +1,44 @@
-"""Configs of a model's custom classes and functions.
+"""Configs of custom classes and functions.
 
 Keras creates an object from its config by ``cls(**config)``. For a class without its own
 ``get_config()``, Keras knows only simple constructor arguments. Keras also passes ``name`` or
 ``dtype`` to many constructors that accept neither.
 
-In this module, the config of such a class consists of the constructor's arguments, read from the
-attributes of the same names. Attributes that the program set later are sent alongside the config.
+In this module, the config of such a layer, metric or optimizer consists of the constructor's
+arguments, read from the attributes of the same names. Attributes that the program set later are
+sent alongside the config. Other objects without a config, such as schedules and initializers, hold
+no variables and are pickled as Python objects.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import io
+import pickle
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers, inner_optimizers
-from hvd_estimators.keras.states import (
-    StatePickler,
-    base_names,
-    is_configurable,
-    is_keras,
-    same_value,
-)
 
 __all__ = [
+    "UnequalCopyError",
+    "complete_config",
     "complete_configs",
     "constructing",
     "data_attributes",
     "find_custom_objects",
+    "is_keras",
+    "make_object",
     "missing_attributes",
     "set_attributes",
 ]
@@ -59,6 +62,9 @@ _BUILDS = "hvd_estimators_builds"
 _HELD = "hvd_estimators_held"
 
 
+_OBJECT = "hvd_estimators_object"
+
+
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
 
 
@@ -67,6 +73,16 @@ _STRUCTURE = (keras.Layer, keras.Variable, tf.Variable, keras.random.SeedGenerat
 
 
 _MADE_BY_BUILDING = ("lora_enabled",)
+
+
+# Functions that TensorFlow has compiled, and shapes that Keras records.
+_COMPILED = (
+    "train_function",
+    "test_function",
+    "predict_function",
+    "_eval_epoch_iterator",
+    "_build_shapes_dict",
+)
 
 
 # A class's own compile() stores these as attributes.
@@ -78,28 +94,83 @@ _COMPILED_WITH = (
 )
 
 
+# Keras objects that hold variables, which Python's pickle would copy with Keras's records of them.
+_WITH_VARIABLES = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer)
+
+
 # Threads that fit the same model share its layers.
 _lock = threading.RLock()
 
 
+class UnequalCopyError(ValueError):
+    """A copy differs from the original; the message names the difference."""
+
+
+def is_keras(entry: Any) -> bool:
+    """Return whether a class or function is one of Keras's own."""
+    return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
+
+
+def _is_configurable(entry: Any) -> bool:
+    """Return whether an entry is a class that configs can name, such as a layer or loss."""
+    return isinstance(entry, type) and all(
+        callable(getattr(entry, name, None)) for name in ("get_config", "from_config")
+    )
+
+
+def complete_config(
+    value: Any, custom_objects: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of a metric or optimizer, and the objects that the config names.
+
+    Raises
+    ------
+    UnequalCopyError
+        If an object made from the config has other attributes.
+    Exception
+        If the config makes no object.
+    """
+    held: dict[str, Any] = {}
+    with complete_configs(value, held):
+        found = find_custom_objects([value], custom_objects)
+        config = keras.saving.serialize_keras_object(value)["config"]
+    found.update(held)
+    _check_attributes(value, make_object(type(value), config, found))
+    return config, found
+
+
+def make_object(cls: Any, config: Mapping[str, Any], custom_objects: Mapping[str, Any]) -> Any:
+    """Return the object of a config from `complete_config`."""
+    with constructing(custom_objects):
+        # from_config() may remove entries from the config.
+        return _Maker(cls, custom_objects).from_config(copy.deepcopy(dict(config)))
+
+
 @contextlib.contextmanager
-def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]:
-    """Make the custom parts of a model return complete configs from ``get_config()``.
+def complete_configs(value: Any, held: dict[str, Any]) -> Iterator[None]:
+    """Make custom objects return complete configs from ``get_config()``.
 
     Parameters
     ----------
-    model : keras.Model
-        The model.
+    value : keras.Model, keras.metrics.Metric or keras.optimizers.Optimizer
+        The object, whose parts are included.
     held : dict
-        Receives the data attributes, and the arguments that contain no Keras objects. The caller
-        sends the dict alongside the config.
+        Receives the data attributes, the arguments that contain no Keras objects, and the objects
+        that are pickled. The caller sends the dict alongside the config.
     """
     changed = []
     with _lock:
         try:
-            for part in _parts(model):
-                arguments, attributes = _arguments(part), data_attributes(part)
+            # A base class's get_config() serializes its parts, so pickled parts come first.
+            for part in sorted(_parts(value), key=_is_pickled, reverse=True):
                 extra: dict[str, Any] = {}
+                if _is_pickled(part):
+                    changed.append(part)
+                    extra[_OBJECT] = _hold(part, held)
+                    vars(part)["get_config"] = functools.partial(dict, extra)
+                    continue
+                arguments = _arguments(part)
+                attributes = data_attributes(part) if isinstance(part, keras.Layer) else {}
                 if arguments is not None:
                     extra[_ARGUMENTS] = _with_held(arguments, held)
                 if attributes:
@@ -116,7 +187,7 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
             yield
         finally:
             for part in changed:
-                del vars(part)["get_config"]
+                vars(part).pop("get_config", None)
                 vars(part).pop("get_build_config", None)
 
 
@@ -151,9 +222,82 @@ def set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
     """Set attributes that an object lacks, and data attributes with another value."""
     for name, value in attributes.items():
         if name not in vars(part) or (
-            not _holds_keras(value) and not same_value(value, vars(part)[name])
+            not _holds_keras(value) and not _is_same(value, vars(part)[name])
         ):
             setattr(part, name, value)
+
+
+def _check_attributes(original: Any, made: Any) -> None:
+    """Check that a metric or optimizer has the settings of the original."""
+    known: set[str] = set()
+    if isinstance(original, keras.metrics.Metric):
+        known = set(vars(keras.metrics.Metric()))
+    elif isinstance(original, keras.optimizers.Optimizer):
+        known = set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
+    if is_keras(type(original)):
+        known = vars(original).keys() - {"_learning_rate"}
+    for name, value in vars(original).items():
+        if name in known or _holds_variables(value):
+            continue
+        if not _is_same(value, vars(made).get(name)):
+            raise UnequalCopyError(
+                f"a copy of {type(original).__name__} has another value of the attribute {name!r}"
+            )
+
+
+def _holds_variables(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_variables, value))
+    return isinstance(value, keras.Variable)
+
+
+def _is_same(ours: Any, theirs: Any, depth: int = 0) -> bool:
+    """Return whether two attributes are equal; variables and Keras's objects are not compared."""
+    if ours is theirs or depth > 6:
+        return True
+    if isinstance(ours, (tf.Variable, keras.Variable, keras.Layer)):
+        return theirs is not None
+    if isinstance(ours, (list, tuple)):
+        return (
+            isinstance(theirs, (list, tuple))
+            and len(ours) == len(theirs)
+            and all(_is_same(a, b, depth + 1) for a, b in zip(ours, theirs, strict=True))
+        )
+    if isinstance(ours, Mapping):
+        return (
+            isinstance(theirs, Mapping)
+            and ours.keys() == theirs.keys()
+            and all(_is_same(value, theirs[key], depth + 1) for key, value in ours.items())
+        )
+    if isinstance(ours, (np.ndarray, np.generic, float)):
+        return bool(np.array_equal(ours, theirs, equal_nan=np.asarray(ours).dtype.kind == "f"))
+    if ours is None or isinstance(ours, (bool, int, str, bytes, set, frozenset)):
+        return bool(ours == theirs)
+    if isinstance(ours, (types.FunctionType, type)):
+        return getattr(ours, "__qualname__", "") == getattr(theirs, "__qualname__", None)
+    if type(ours).__qualname__ != type(theirs).__qualname__:
+        return False
+    if is_keras(type(ours)) or not hasattr(ours, "__dict__"):
+        return True
+    known = set(vars(keras.metrics.Metric())) if isinstance(ours, keras.metrics.Metric) else set()
+    return all(
+        name in known or (name in vars(theirs) and _is_same(value, vars(theirs)[name], depth + 1))
+        for name, value in vars(ours).items()
+    )
+
+
+@functools.cache
+def _base_names() -> frozenset[str]:
+    """Return the names of attributes that Keras itself sets on layers and models."""
+    inputs = keras.Input((1,))
+    functional = keras.Model(inputs, inputs)
+    plain = keras.Model()
+    for model in (functional, plain):
+        model.compile("sgd", "mse", metrics=["mae"])
+    names = {"history", *_COMPILED}
+    for entry in (functional, plain, keras.Sequential(), keras.Layer()):
+        names.update(vars(entry))
+    return frozenset(names)
 
 
 def missing_attributes(original: Any, copy: Any) -> list[str]:
@@ -171,7 +315,7 @@ def missing_attributes(original: Any, copy: Any) -> list[str]:
 def _own_attributes(part: Any) -> Iterator[tuple[str, Any]]:
     if is_keras(type(part)):
         return
-    known = base_names() if isinstance(part, keras.Layer) else ()
+    known = _base_names() if isinstance(part, keras.Layer) else ()
     for name, value in list(vars(part).items()):
         # Keras stores wrappers of a layer's methods among its attributes.
         if name not in known and not callable(getattr(type(part), name, None)):
@@ -190,10 +334,21 @@ def _is_data(value: Any, name: str) -> bool:
     if all(type(leaf) in _PLAIN_TYPES for leaf in leaves):
         return True
     try:
-        StatePickler(io.BytesIO()).dump(value)
+        _DataPickler(io.BytesIO()).dump(value)
     except Exception:
         return False
     return True
+
+
+class _DataPickler(cloudpickle.Pickler):
+    """Pickler that rejects parts of a model, and omits objects that are serialized by config."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (*_COMPILED_WITH, keras.Model)):
+            return str, ()
+        if isinstance(obj, _STRUCTURE):
+            raise pickle.PicklingError
+        return super().reducer_override(obj)
 
 
 def _is_data_leaf(leaf: Any) -> bool:
@@ -246,7 +401,7 @@ def constructing(custom_objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         Name to class or function, and the values that `complete_configs` held.
     """
     makers = {
-        name: _Maker(entry, custom_objects) if is_configurable(entry) else entry
+        name: _Maker(entry, custom_objects) if _is_configurable(entry) else entry
         for name, entry in custom_objects.items()
     }
     registered = keras.saving.get_custom_objects()
@@ -278,6 +433,8 @@ class _Maker:
 
     def from_config(self, config: dict[str, Any]) -> Any:
         """Create an object of the class."""
+        if _OBJECT in config:
+            return self._custom_objects[config[_OBJECT]]
         config = dict(config)
         attributes, arguments = config.pop(_ATTRIBUTES, None), config.pop(_ARGUMENTS, None)
         is_built, builds = config.pop(_BUILT, False), config.pop(_BUILDS, ())
@@ -309,15 +466,23 @@ class _Maker:
         return self._cls(**made)
 
 
-def _parts(model: keras.Model) -> Iterator[Any]:
-    """Yield a model's custom layers, and their custom initializers, constraints and the like."""
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield an object's custom layers, schedules, initializers, constraints and the like."""
     seen = set()
-    for layer in all_layers(model):
-        for part in (layer, *vars(layer).values()):
+    for owner in _parts_of_object(value):
+        for part in (owner, *getattr(owner, "__dict__", {}).values()):
             kind = type(part)
-            if id(part) not in seen and not is_keras(kind) and is_configurable(kind):
+            if isinstance(owner, keras.Layer) and isinstance(part, _COMPILED_WITH):
+                continue
+            if id(part) not in seen and not is_keras(kind) and _is_configurable(kind):
                 seen.add(id(part))
                 yield part
+
+
+def _is_pickled(part: Any) -> bool:
+    """Return whether an object without a config and without variables is pickled."""
+    kind = type(part)
+    return not isinstance(part, _WITH_VARIABLES) and is_keras(kind.get_config)
 
 
 def _arguments(part: Any) -> dict[str, Any] | None:
@@ -340,7 +505,7 @@ def _arguments(part: Any) -> dict[str, Any] | None:
         elif name == "name":
             arguments[name] = part.name
         elif name in automatic:
-            arguments[name] = keras.saving.deserialize_keras_object(automatic[name])
+            arguments[name] = _deserialized(automatic[name])
         elif name == "dtype" and isinstance(part, keras.Layer):
             arguments[name] = part.dtype_policy
         elif name in vars(part):
@@ -353,17 +518,27 @@ def _arguments(part: Any) -> dict[str, Any] | None:
         return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name, value in automatic.items():
-            arguments.setdefault(name, keras.saving.deserialize_keras_object(value))
+            arguments.setdefault(name, _deserialized(value))
     return arguments
 
 
-def _automatic(part: Any) -> Mapping[str, Any]:
-    """Return the constructor arguments that Keras records: simple values of layers.
+def _deserialized(value: Any) -> Any:
+    return value if _is_made_of_config(value) else keras.saving.deserialize_keras_object(value)
 
+
+def _automatic(part: Any) -> Mapping[str, Any]:
+    """Return the constructor arguments that Keras knows.
+
+    The result has simple values of layers, or the config of a metric's or optimizer's base class.
     The result is empty for models, because Keras records only the defaults.
     """
     if isinstance(part, keras.Model):
         return {}
+    if isinstance(part, (keras.metrics.Metric, keras.optimizers.Optimizer)):
+        config: dict[str, Any] = type(part).get_config(part)
+        rate = getattr(part, "_learning_rate", None)
+        is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+        return {**config, "learning_rate": rate} if is_schedule else config
     return getattr(getattr(part, "_auto_config", None), "config", None) or {}
 
 
@@ -380,7 +555,7 @@ def _with_held(arguments: Mapping[str, Any], held: dict[str, Any]) -> dict[str, 
 
 def _is_made_of_config(value: Any) -> bool:
     """Return whether a value is an object, not a class, for which Keras writes a config."""
-    return not isinstance(value, type) and is_configurable(type(value))
+    return not isinstance(value, type) and _is_configurable(type(value))
 
 
 def _accepted(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -465,7 +640,7 @@ def _held(part: Any) -> list[Any]:
 def _is_custom(candidate: Any) -> bool:
     if isinstance(candidate, types.FunctionType):
         return not _is_found(candidate) and candidate.__name__ != "<lambda>"
-    return not is_keras(candidate) and is_configurable(candidate)
+    return not is_keras(candidate) and _is_configurable(candidate)
 
 
 def _is_found(entry: Any) -> bool:

@@ -31,7 +31,6 @@ from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.keras.model_file import WEIGHTS, loads_plainly, variable_value
 from hvd_estimators.keras.model_metadata import ModelMetadata, same_bits
-from hvd_estimators.keras.states import StatePickler
 
 __all__ = ["MappedModel", "mapped_file", "read_head", "size_of", "stored_variables"]
 
@@ -136,6 +135,7 @@ def mapped_file(
     files: Mapping[str, Array],
     custom_objects: Mapping[str, Any],
     stored: int,
+    dump: Callable[[Any], bytes],
 ) -> LocalFile | None:
     """Write a file with a `MappedModel` as its head; return None for unsuitable models.
 
@@ -153,6 +153,8 @@ def mapped_file(
         Name to class or function.
     stored : int
         Number of weights in the files.
+    dump : callable
+        Serializes the head.
     """
     if set(files) != _PLAIN_FILES or stored != len(model.weights):
         return None
@@ -169,7 +171,7 @@ def mapped_file(
         return None
     local = LocalFile()
     with open(local.path, "wb") as file:
-        StatePickler(file).dump(head)
+        file.write(dump(head))
         _pad(file)
         for variable in model.weights:
             variable_value(variable).tofile(file)

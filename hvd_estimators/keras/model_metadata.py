@@ -12,14 +12,15 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.custom_objects import data_attributes, missing_attributes, set_attributes
+from hvd_estimators.keras.custom_objects import (
+    UnequalCopyError,
+    data_attributes,
+    missing_attributes,
+    set_attributes,
+)
 from hvd_estimators.keras.model_file import own_variables, variable_value
 
-__all__ = ["ModelMetadata", "UnequalCopyError", "same_bits"]
-
-
-class UnequalCopyError(ValueError):
-    """A copy of a model differs from the model; the message names the difference."""
+__all__ = ["ModelMetadata", "same_bits"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,7 @@ import numpy as np
 
 from hvd_estimators._util.unpickling import loads
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.custom_objects import find_custom_objects
-from hvd_estimators.keras.states import dump_state, same_optimizer, without_variables
+from hvd_estimators.keras.custom_objects import complete_config, make_object
 
 __all__ = ["OptimizerPayload"]
 
@@ -64,13 +62,13 @@ class OptimizerPayload:
     cls : type
         Class of the optimizer.
     config : mapping
-        Result of ``get_config()``.
+        Result of `complete_config`.
     state : mapping
         Values of its variables, by their position.
     custom_objects : mapping
-        Classes that the config names.
+        Classes and other objects that the config names.
     document : bytes or None
-        The pickled optimizer, if its config is incomplete.
+        The pickled optimizer, in files of earlier versions, if its config was incomplete.
     """
 
     cls: type[keras.optimizers.Optimizer]
@@ -83,25 +81,26 @@ class OptimizerPayload:
     def of(
         optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
     ) -> OptimizerPayload:
-        """Serialize an optimizer."""
+        """Serialize an optimizer.
+
+        Raises
+        ------
+        UnequalCopyError
+            If a copy from the optimizer's config differs from it.
+        """
         state = _State()
         optimizer.save_own_variables(state)
-        try:
-            found = find_custom_objects([optimizer], custom_objects)
-            document = OptimizerPayload(type(optimizer), optimizer.get_config(), state, found)
-            if same_optimizer(optimizer, document.make()):
-                return document
-        except (NotImplementedError, TypeError, ValueError):
-            pass
-        return OptimizerPayload(type(optimizer), {}, state, {}, dump_state(optimizer))
+        config, found = complete_config(optimizer, custom_objects)
+        return OptimizerPayload(type(optimizer), config, state, found)
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return a new optimizer without state."""
         if self.document is not None:
-            return without_variables(loads(self.document))
-        with keras.saving.custom_object_scope(dict(self.custom_objects)):
-            # from_config() may remove entries from the config.
-            return self.cls.from_config(copy.deepcopy(dict(self.config)))
+            return OptimizerPayload.of(loads(self.document)).make()
+        optimizer: keras.optimizers.Optimizer = make_object(
+            self.cls, self.config, self.custom_objects
+        )
+        return optimizer
 
     def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Build an optimizer for a model's variables, and restore its state if there is one."""

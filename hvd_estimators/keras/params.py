@@ -17,6 +17,7 @@ from hvd_estimators.keras.backend import has_own_compile, model_optimizers, requ
 from hvd_estimators.keras.callback_rules import check_callbacks
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.custom_objects import UnequalCopyError
 from hvd_estimators.keras.dry_run import LAMBDA_REMEDY, check_lambdas
 from hvd_estimators.keras.inputs import input_structure, kept_random_state, text_columns
 from hvd_estimators.keras.losses import (
@@ -28,9 +29,8 @@ from hvd_estimators.keras.losses import (
     weights_by_samples,
     without_reduction,
 )
-from hvd_estimators.keras.model_metadata import UnequalCopyError
 from hvd_estimators.keras.optimizer_state import OptimizerPayload
-from hvd_estimators.keras.serialization import copy_model, dump
+from hvd_estimators.keras.serialization import copy_model, dump, load
 from hvd_estimators.params import integer, number, numbers, objects, param
 
 __all__ = ["KerasParams", "class_weights", "environment", "label_weights"]
@@ -309,15 +309,18 @@ class KerasParams(HorovodEstimator):
             settings = CompileSettings(None, compiled, {}, get("label_cols"))
             self._weights_by_samples(settings)
             return settings
-        optimizer = OptimizerPayload.of(self._optimizer(), get("custom_objects"))
         try:
+            optimizer = OptimizerPayload.of(self._optimizer(), get("custom_objects"))
             made = optimizer.make()
-        except (TypeError, ValueError) as error:
+        except (NotImplementedError, TypeError, ValueError) as error:
             raise ParamError(
                 f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
-                f"{error}). Give a MultiOptimizer an OptimizerMap, not a function; set "
-                "custom_objects to classes and functions that the config names."
+                f"{error}). Give its class a get_config() with all arguments of the constructor, "
+                "or keep each argument in an attribute of its name. Give a MultiOptimizer an "
+                "OptimizerMap, not a function; set custom_objects to classes and functions that "
+                "the config names."
             ) from error
+        self._check_metrics_copies({**compiled, **params})
         rate = get("learning_rate")
         if rate is not None:
             try:
@@ -330,6 +333,19 @@ class KerasParams(HorovodEstimator):
         settings = CompileSettings(optimizer, compiled, params, get("label_cols"), rate)
         self._weights_by_samples(settings)
         return settings
+
+    def _check_metrics_copies(self, arguments: Mapping[str, Any]) -> None:
+        objects = self.getOrDefault("custom_objects")
+        for name in ("metrics", "weighted_metrics"):
+            try:
+                load(dump(arguments.get(name), objects))
+            except Exception as error:
+                raise ParamError(
+                    f"{name}: Keras cannot make equal copies for the ranks "
+                    f"({type(error).__name__}: {error}). Give the metric's class a get_config() "
+                    "with all arguments of the constructor, or keep each argument in an attribute "
+                    "of its name."
+                ) from error
 
     def _weights_by_samples(self, settings: CompileSettings) -> bool:
         """Return whether batches are weighted by their sample weights; also check the losses.

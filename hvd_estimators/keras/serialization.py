@@ -8,6 +8,7 @@ the driver and on workers.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import gc
 import io
 import json
@@ -19,14 +20,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickling import Unpickler, loads
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import has_own_compile
-from hvd_estimators.keras.custom_objects import complete_configs, find_custom_objects
+from hvd_estimators.keras.custom_objects import (
+    complete_config,
+    complete_configs,
+    find_custom_objects,
+    make_object,
+)
 from hvd_estimators.keras.mapped import (
     MappedModel,
     mapped_file,
@@ -44,7 +52,6 @@ from hvd_estimators.keras.model_file import (
 )
 from hvd_estimators.keras.model_metadata import ModelMetadata
 from hvd_estimators.keras.optimizer_state import OptimizerPayload
-from hvd_estimators.keras.states import StatePickler
 
 __all__ = [
     "ModelPayload",
@@ -110,7 +117,7 @@ def model_payload(
     # Loading draws random numbers, see `_saved_and_loaded`.
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        file = mapped_file(model, copy, saved.files, saved.custom_objects, saved.stored)
+        file = mapped_file(model, copy, saved.files, saved.custom_objects, saved.stored, dump)
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
@@ -213,8 +220,8 @@ def _load_parts(files: Any, rest: bytes | None = None, state: Any = None) -> ker
     return _load_model(files, custom_objects, compiled, traits)
 
 
-class _Pickler(StatePickler):
-    """Pickler that stores models and optimizers by config and weights if these are complete."""
+class _Pickler(cloudpickle.Pickler):
+    """Pickler that stores models, optimizers and metrics by config, and losses by attributes."""
 
     def __init__(self, buffer: io.BytesIO, custom_objects: dict[str, Any]) -> None:
         super().__init__(buffer)
@@ -225,6 +232,11 @@ class _Pickler(StatePickler):
             return self._reduce_model(obj)
         if isinstance(obj, keras.optimizers.Optimizer):
             return _make_optimizer, (OptimizerPayload.of(obj, self._custom_objects),)
+        if isinstance(obj, keras.metrics.Metric):
+            return make_object, (type(obj), *complete_config(obj, self._custom_objects))
+        if isinstance(obj, keras.losses.Loss):
+            # Keras would pickle a config, from which a custom class may lack arguments.
+            return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
         return super().reducer_override(obj)
 
     def _reduce_model(self, model: keras.Model) -> Any:
@@ -406,3 +418,48 @@ class _Uncompiled(Unpickler):
 
 def _make_optimizer(document: OptimizerPayload) -> keras.optimizers.Optimizer:
     return document.make()
+
+
+# The functions below read files of earlier versions, which pickled Keras objects by attributes.
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    nodes = state.get("_nodes")
+    if isinstance(obj, keras.Model) and isinstance(nodes, list):
+        # Keras names the nodes of a graph by the memory addresses of its operations.
+        state["_nodes"] = {f"{id(operation)}_{rest}" for operation, rest in nodes}
+    vars(obj).update(state)
+
+
+def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
+    vars(tracker).update(state)
+    # Keras identifies tracked objects by their memory addresses.
+    tracker.stored_ids = {
+        name: {id(entry) for entry in entries} for name, (_, entries) in tracker.config.items()
+    }
+
+
+def _fill(tracked: Any, state: tuple[Any, Any]) -> None:
+    # The tracker already knows the contents.
+    tracked.tracker = None
+    (tracked.extend if isinstance(tracked, list) else tracked.update)(state[1])
+    tracked.tracker = state[0]
+
+
+def _make_variable(value: Any, trainable: bool, name: str) -> tf.Variable:
+    return tf.Variable(value, trainable=trainable, name=name)
+
+
+def _load_layer(cls: Any, config: dict[str, Any], assets: Mapping[str, bytes]) -> Any:
+    layer = cls.from_config(config)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in assets.items():
+            with open(os.path.join(directory, name), "wb") as file:
+                file.write(content)
+        if assets:
+            layer.load_assets(directory)
+    return layer

@@ -86,8 +86,8 @@ TABLE = (
     Private("keras.Model", "_compile_config", "It contains the arguments of compile()."),
     Private(
         "keras.Function",
-        "_nodes _operations",
-        "They are the graph of a functional model, which Keras keys by memory addresses.",
+        "_nodes",
+        "It is the graph of a functional model in files of earlier versions.",
     ),
     Private(
         "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
@@ -101,8 +101,8 @@ TABLE = (
     ),
     Private(
         "keras.Optimizer",
-        "_variables _tracker _trainable_variables _trainable_variables_indices _var_key",
-        "An optimizer's state moves to the variables of a copy of its model.",
+        "_trainable_variables",
+        "These are the variables that a wrapped optimizer was built for.",
     ),
     Private(
         "keras.callbacks.EarlyStopping",

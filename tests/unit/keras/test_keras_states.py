@@ -1,4 +1,4 @@
-"""Keras objects travel as they are, whatever their configs leave out."""
+"""Keras objects travel completely if a config or constructor arguments recreate them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.serialization import (
     dump,
@@ -272,6 +274,67 @@ def test_what_makes_no_equal_copy_is_named() -> None:
 def built(model: keras.Model) -> keras.Model:
     model(ROWS)
     return model
+
+
+class Renamed(keras.metrics.Metric):
+    """Keeps an argument in an attribute of another name."""
+
+    def __init__(self, limit: float = 0.0, name: str = "renamed") -> None:
+        super().__init__(name=name)
+        self.bound = limit
+
+    def result(self) -> Any:
+        return 0.0
+
+
+class Uphill(keras.optimizers.SGD):
+    """Keeps an argument in an attribute of another name."""
+
+    def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(learning_rate, **kwargs)
+        self.direction = sign
+
+
+def test_lost_settings_of_metrics_and_optimizers_are_named() -> None:
+    assert load(dump(Renamed())).bound == 0.0
+    with pytest.raises(ValueError, match=r"copy of Renamed has another value .* 'bound'"):
+        dump(Renamed(0.5))
+    copy = load(dump(Uphill(Steps(0.5), momentum=0.25)))
+    assert (copy.momentum, copy.direction) == (0.25, 1.0)
+    assert float(copy.learning_rate) == 0.5
+    with pytest.raises(ValueError, match=r"copy of Uphill has another value .* 'direction'"):
+        dump(Uphill(sign=-1.0))
+
+
+def test_the_estimator_names_the_param_that_lost_a_setting() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    common: dict[str, Any] = {
+        "model": model,
+        "loss": "mse",
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+    }
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"optimizer": "sgd", "metrics": [Renamed(0.5)]}, r"metrics: .*'bound'.*get_config\(\)"),
+        ({"optimizer": Uphill(sign=-1.0)}, r"optimizer: .*'direction'.*get_config\(\)"),
+    ]
+    for params, message in cases:
+        with pytest.raises(ParamError, match=message):
+            KerasEstimator(**common, **params)._compile_settings()
+
+
+def test_files_that_hold_pickled_attributes_load() -> None:
+    """Earlier versions pickled losses, metrics and incomplete optimizers by their attributes."""
+    document = Path(__file__).with_name("saved").joinpath("attributes.pkl").read_bytes()
+    assert b"hvd_estimators.keras.states" in document
+    model = load(document)
+    metric = model._compile_config.config["metrics"][0]
+    assert (model.loss.power, metric.limit, model.optimizer.sign) == (3.0, 0.5, -1.0)
+    assert len(metric.variables) == 2
+    assert int(model.optimizer.iterations) == 1
+    assert model.optimizer.momentum == 0.5
+    model.fit(ROWS, ROWS[:, :1], verbose=0)
+    assert load(dump(model)).optimizer.sign == -1.0
 
 
 def test_deep_models_with_a_part_without_config_come_back() -> None:
