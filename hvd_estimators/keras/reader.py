@@ -109,7 +109,7 @@ def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[
         get("inference_precision") or "float32",
         resources,
     )
-    return predictor, text_columns(structure)
+    return predictor, list(text_columns(structure))
 
 
 load_predictor = predictor_loader(
