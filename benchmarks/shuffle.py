@@ -30,7 +30,7 @@ from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import order_warning, plan_shards
 from hvd_estimators.loading.reader import PlannedDataModule
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
-from hvd_estimators.prepare.dataframe import load_manifest
+from hvd_estimators.prepare.datasets import load_manifest
 
 RANKS = 2
 WIDTH, LABELS, BATCH = 64, 10, 256

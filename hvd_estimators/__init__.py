@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.gpus import get_available_devices
     from hvd_estimators.launch.service.events import log_to_driver
     from hvd_estimators.plots import plot_histories
-    from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
     from hvd_estimators.prepare.datasets import (
+        PreparedDataset,
         clear_prepared_data,
         clear_training_cache,
         get_dataset_properties,
+        list_prepared_data,
     )
     from hvd_estimators.prepare.schema import cardinalities
     from hvd_estimators.store import Store
@@ -52,14 +53,14 @@ __getattr__, __dir__ = lazy_names(
     {
         "Checkpoint": "hvd_estimators.checkpoints",
         "HorovodRunner": "hvd_estimators.launch.api",
-        "PreparedDataset": "hvd_estimators.prepare.catalog",
+        "PreparedDataset": "hvd_estimators.prepare.datasets",
         "Store": "hvd_estimators.store",
         "cardinalities": "hvd_estimators.prepare.schema",
         "clear_prepared_data": "hvd_estimators.prepare.datasets",
         "clear_training_cache": "hvd_estimators.prepare.datasets",
         "get_available_devices": "hvd_estimators.launch.gpus",
         "get_dataset_properties": "hvd_estimators.prepare.datasets",
-        "list_prepared_data": "hvd_estimators.prepare.catalog",
+        "list_prepared_data": "hvd_estimators.prepare.datasets",
         "load_checkpoint": "hvd_estimators.checkpoints",
         "log_to_driver": "hvd_estimators.launch.service.events",
         "plot_histories": "hvd_estimators.plots",

@@ -46,8 +46,8 @@ from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.foreign_backends import as_backend
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
-from hvd_estimators.prepare.datasets import column_metadata, pin
+from hvd_estimators.prepare.dataframe import prepare_data
+from hvd_estimators.prepare.datasets import column_metadata, load_manifest, pin
 from hvd_estimators.prepare.schema import known_columns, require_columns, require_frame
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
@@ -319,23 +319,26 @@ class HorovodEstimator(EstimatorHooks):
     ) -> contextlib.AbstractContextManager[str]:
         """Write a DataFrame, and yield a dataset index that is valid until the block ends."""
         get = self.getOrDefault
-        return prepare_data(
-            num_shards,
-            get("store"),
-            dataset,
-            label_columns=get("label_cols"),
-            feature_columns=self._all_feature_cols(),
-            validation=get("validation"),
-            sample_weight_col=get("sample_weight_col"),
-            compress_sparse=get("compress_sparse_cols"),
-            partitions_per_process=get("partitions_per_process"),
-            verbose=get("verbose"),
-            random_seed=get("random_seed"),
-            check_finite=get("check_finite"),
-            allow_text=self._allowed_text(),
+        options: dict[str, Any] = {
+            "num_processes": num_shards,
+            "store": get("store"),
+            "df": dataset,
+            "label_columns": get("label_cols"),
+            "feature_columns": self._all_feature_cols(),
+            "validation": get("validation"),
+            "sample_weight_col": get("sample_weight_col"),
+            "compress_sparse": get("compress_sparse_cols"),
+            "partitions_per_process": get("partitions_per_process"),
+            "verbose": get("verbose"),
+            "random_seed": get("random_seed"),
+            "check_finite": get("check_finite"),
+            "allow_text": self._allowed_text(),
             # Users who turn off shuffling rely on the order of the rows.
-            shuffle_on_write=get("shuffle") and get("shuffle_on_write"),
-        )
+            "shuffle_on_write": get("shuffle") and get("shuffle_on_write"),
+        }
+        if self._shared_data is not None:
+            return self._shared_data.acquire(options, prepare_data)
+        return prepare_data(**options)
 
     def _allowed_text(self) -> bool | Mapping[str, bool]:
         return self._transformation() is not None or self._text_cols()

@@ -1,4 +1,4 @@
-"""Column types: conversion of Arrow types to column specs."""
+"""Column types of Spark and Arrow, and the NumPy types in which readers deliver them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError
 
 __all__ = [
+    "SPARK_DTYPES",
     "column_spec",
     "is_bytes",
     "is_level",
@@ -19,6 +20,19 @@ __all__ = [
     "text_options",
     "without_decimals",
 ]
+
+
+SPARK_DTYPES: Mapping[str, str] = {
+    "ByteType": "int8",
+    "ShortType": "int16",
+    "IntegerType": "int32",
+    "LongType": "int64",
+    "FloatType": "float32",
+    "DoubleType": "float64",
+    "BooleanType": "bool",
+    "DecimalType": "float64",
+}
+"""Spark's scalar types by class name, since ranks have no PySpark, and their NumPy names."""
 
 
 def without_decimals(column: pa.Array) -> pa.Array:

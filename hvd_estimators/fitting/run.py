@@ -35,6 +35,7 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, param, string
 from hvd_estimators.params.estimator import ColumnParams
+from hvd_estimators.prepare.datasets import SharedDatasets
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.base import require_store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
@@ -399,10 +400,11 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     Runs of versions without these settings can therefore be resumed.
     """
 
-    # Index of this copy in a grid, and the MLflow run of the thread that called `fitMultiple`.
-    # Other threads fit the copies.
+    # Index of this copy in a grid, the MLflow run of the thread that called `fitMultiple`, and the
+    # data that the grid's fits share. Other threads fit the copies.
     _grid_index: int | None = None
     _grid_tracking: TrackingRun | None = None
+    _shared_data: SharedDatasets | None = None
 
     store = param("Store that keeps datasets, checkpoints and logs. Required.")
     run_id = param(
@@ -462,6 +464,8 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     ) -> Iterator[tuple[int, HorovodModel]]:
         """Fit once per param map; Spark's validators call this method.
 
+        Fits that need the same columns with the same options share one written dataset.
+
         With ``run_id``, each fit has a separate run, unless its param map sets ``run_id``. The name
         of that run is ``run_id`` and a digest of data, model, settings and index, so that the fit
         can be resumed.
@@ -473,6 +477,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         """
         estimator = self.copy()
         tracking = active_run() if self.getOrDefault("log_to_mlflow") else None
+        shared = SharedDatasets(len(paramMaps))
 
         def fit_one(index: int) -> HorovodModel:
             copied = estimator.copy(paramMaps[index])
@@ -480,7 +485,9 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
                 copied._grid_index = index
             copied._grid_tracking = tracking
-            return copied.fit(dataset)
+            copied._shared_data = shared
+            with shared.fit():
+                return copied.fit(dataset)
 
         return Fits(fit_one, len(paramMaps))
 

@@ -1,4 +1,4 @@
-"""DataFrame to Parquet: selects columns and rows, and writes them unless they already exist.
+"""DataFrame to Parquet: checks the options, selects columns and rows, and writes them.
 
 Runs on the driver.
 """
@@ -6,22 +6,24 @@ Runs on the driver.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.prepare.catalog import load_manifest
 from hvd_estimators.prepare.connectors import check_connector
 from hvd_estimators.prepare.datasets import acquire
-from hvd_estimators.prepare.lineage import estimated_rows, keeps_order, source_plan
 from hvd_estimators.prepare.schema import (
     StoredColumn,
     quoted,
@@ -33,7 +35,7 @@ from hvd_estimators.prepare.write import ROW_GROUP_BYTES, Shuffle, Validation, w
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import require_store
 
-__all__ = ["load_manifest", "prepare_data"]
+__all__ = ["prepare_data"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +62,8 @@ def prepare_data(
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
 
-    Data that this application has already written is reused if the rows are known to be the same.
-    For that, the DataFrame must have the same plan (by Spark's own comparison) and the options
-    below must be equal. The plan must read plain files that have not changed, ``spark.range`` or
-    local data. Other data is written each time, such as RDDs, JDBC, Python functions, clocks and
-    random numbers over shuffled rows. If several threads request the same data, one of them writes
-    it.
-
-    The dataset exists until the block ends. A dataset that cannot be reused is then deleted. Of the
-    other datasets, a few that were used last are kept for the next call. They are deleted when the
-    interpreter exits (see `list_prepared_data` and `clear_prepared_data`).
+    Each call writes the rows, which several fits in the block can use. The dataset is deleted when
+    the block ends (see `list_prepared_data` and `clear_prepared_data`).
 
     Parameters
     ----------
@@ -174,7 +168,7 @@ def prepare_data(
             columns,
             split,
             shuffle,
-            in_order=by_position and keeps_order(df),
+            in_order=by_position and _keeps_order(df),
             check_finite=check_finite,
         )
         logger.log(
@@ -186,15 +180,7 @@ def prepare_data(
             index,
         )
 
-    options: Hashable = (
-        *(type(store), store.get_train_data_path(), store.get_val_data_path()),
-        repr(sorted(store.storage_options.items())),
-        *(tuple(names), compress_sparse, max_files, check_finite),
-        validation or None,
-        shuffle,
-        seed if isinstance(validation, float) else None,
-    )
-    with acquire(store, source_plan(df), options, write) as index:
+    with acquire(store, write) as index:
         yield index
 
 
@@ -248,7 +234,7 @@ def _num_files(
     The result must not depend on the number of partitions or cores, so that the same rows give the
     same files.
     """
-    rows = estimated_rows(df)
+    rows = _estimated_rows(df)
     if rows is None:
         return max_files
     row_bytes = sum(
@@ -256,3 +242,60 @@ def _num_files(
         for column in columns
     )
     return min(max(math.ceil(rows * row_bytes / ROW_GROUP_BYTES), num_processes), max_files)
+
+
+_ORDERED_NODES = {
+    *("Expand", "Filter", "Generate", "LocalRelation", "LogicalRDD", "LogicalRelation", "Project"),
+    *("Range", "ResolvedHint", "Sample", "SubqueryAlias", "Union", "View"),
+}
+"""Plan nodes whose rows Spark evaluates in the same order each time."""
+
+_UNKNOWN_BYTES = 2**63 - 1
+"""Size that Spark assumes for a source of unknown size."""
+
+
+def _keeps_order(df: DataFrame) -> bool:
+    """Return whether rows always come in the same order, which is not the case after a shuffle."""
+    plan = _analyzed(df)
+    if plan is None:
+        return False
+    try:
+        nodes = {node["class"].rpartition(".")[2] for node in json.loads(plan.toJSON())}
+        leaves = plan.collectLeaves()
+        rdds = [
+            leaf.rdd()
+            for leaf in map(leaves.apply, range(leaves.size()))
+            if leaf.getClass().getSimpleName() == "LogicalRDD"
+        ]
+        return (
+            nodes <= _ORDERED_NODES
+            and bool(plan.subqueriesAll().isEmpty())
+            and all(rdd.outputDeterministicLevel().toString() == "DETERMINATE" for rdd in rdds)
+        )
+    except Py4JError:
+        # This version of Spark has different internals.
+        return False
+
+
+def _estimated_rows(df: DataFrame) -> float | None:
+    """Return an estimate of the maximum number of rows, from the plan alone; None if unknown.
+
+    Cached data does not change the result.
+    """
+    plan = _analyzed(df)
+    if plan is None:
+        return None
+    try:
+        size = float(str(plan.stats().sizeInBytes()))
+        # Spark counts 8 bytes per row in addition to its columns.
+        return None if size >= _UNKNOWN_BYTES else size / (8 + plan.schema().defaultSize())
+    except (Py4JError, TypeError):
+        return None
+
+
+def _analyzed(df: DataFrame) -> Any:
+    """Return the analyzed plan in the JVM; None with Spark Connect."""
+    if is_connect(df.sparkSession):
+        return None
+    frame: Any = df
+    return frame._jdf.queryExecution().analyzed()

@@ -1,42 +1,32 @@
-"""Prepared datasets of this application: writing, sharing, pinning and deleting.
+"""Prepared datasets in a store: written, shared by the fits of a grid, pinned, listed and deleted.
 
-Runs on the driver.
+A dataset exists once its manifest exists, which is written last. Runs on the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import datetime
 import logging
 import os
+import posixpath
+import re
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pyspark.ml.linalg import DenseVector, SparseVector
 from pyspark.sql import types as T
 
 from hvd_estimators._util.process_identity import ProcessIdentity
-from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest
+from hvd_estimators.data.types import SPARK_DTYPES
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.prepare.catalog import (
-    PreparedDataset,
-    dataset_paths,
-    hold_paths,
-    is_complete,
-    load_manifest,
-    manifest_path,
-    new_hold_path,
-    owner_path,
-    split_path,
-    stored_datasets,
-    stored_indices,
-)
-from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.store import Store
+from hvd_estimators.store.base import require_store
 from hvd_estimators.store.leases import (
     Heartbeat,
     LeaseRecord,
@@ -47,48 +37,192 @@ from hvd_estimators.store.leases import (
 from hvd_estimators.store.retries import at_exit
 
 __all__ = [
-    "KEPT_DATASETS",
-    "DatasetUse",
-    "Registry",
+    "PreparedDataset",
+    "SharedDatasets",
     "acquire",
     "clear_prepared_data",
     "clear_training_cache",
     "column_metadata",
+    "dataset_paths",
     "delete_orphans",
     "get_dataset_properties",
+    "list_prepared_data",
+    "load_manifest",
+    "manifest_path",
+    "new_pin_path",
+    "owner_path",
     "pin",
-    "store_of",
+    "split_path",
+    "stored_indices",
 ]
 
 logger = logging.getLogger(__name__)
 
-
-KEPT_DATASETS = 3
-
-
-"""Number of unused datasets to keep: those that were used last."""
+_SPLIT = ".split"
+_OWNER = ".owner"
+_PIN = ".hold-"
 
 
-_LOOK_AGAIN_SECONDS = 1.0
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A dataset that `prepare_data` wrote.
 
+    Attributes
+    ----------
+    index : str
+        The index that `prepare_data` yielded.
+    rows, validation_rows : int
+        Training rows and validation rows. Both are 0 for data that a killed writer left behind.
+    columns : tuple of str
+        Names of the DataFrame's columns in the dataset.
+    num_bytes : int
+        Size of the dataset's files.
+    created : datetime.datetime or None
+        Time of completion, in UTC; None if the store does not record it.
+    train_path, validation_path : str or None
+        Folders of the Parquet files for training and for validation, for other programs to read.
+    """
 
-"""Interval at which waiting threads check that the writer is still alive."""
-
-
-@dataclass(eq=False)
-class Entry:
-    """A dataset that this application is writing or has written."""
-
-    store: Store
     index: str
-    source: SourcePlan | None
-    """None if it is unknown whether another DataFrame holds the same rows."""
-    options: Hashable
-    writer: weakref.ref[DatasetUse]
-    heartbeat: Heartbeat
-    """Shows other processes that this application is alive."""
-    written: bool = False
-    last_used: int = 0
+    rows: int
+    validation_rows: int
+    columns: tuple[str, ...]
+    num_bytes: int
+    created: datetime.datetime | None
+    train_path: str | None = None
+    validation_path: str | None = None
+
+
+def list_prepared_data(store: Store) -> list[PreparedDataset]:
+    """Return the finished datasets in a store, the oldest first. Runs on the driver.
+
+    The result includes the datasets of other applications, even if they ended without deleting
+    them. It does not include data that is still being written, or that a killed writer left behind.
+
+    Parameters
+    ----------
+    store : Store
+        The store to which `prepare_data` wrote.
+
+    Returns
+    -------
+    list of PreparedDataset
+        See `clear_prepared_data` for how to delete them.
+    """
+    return [dataset for dataset in _stored_datasets(store) if dataset.rows]
+
+
+def _stored_datasets(store: Store) -> list[PreparedDataset]:
+    """Return all datasets in a store, the oldest first, and data of killed writers (0 rows)."""
+    require_store(store)
+    datasets = [_describe(store, index) for index in stored_indices(store)]
+    earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
+    return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
+
+
+def stored_indices(store: Store) -> list[str]:
+    """Return the indices of all datasets in a store, including those of killed writers."""
+    store.fs.invalidate_cache()
+    parent, name = posixpath.split(store.get_train_data_path())
+    # An index is 12 hexadecimal digits, so that no other file is mistaken for a dataset.
+    endings = rf"{re.escape(_SPLIT)}|{re.escape(_OWNER)}|{re.escape(_PIN)}[0-9a-f]+"
+    pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
+    matches = map(pattern.fullmatch, store.names(parent))
+    return list(dict.fromkeys(match[1] for match in matches if match))
+
+
+def _describe(store: Store, index: str) -> PreparedDataset:
+    num_bytes = sum(
+        file["size"] or 0
+        for folder in dataset_paths(store, index)[:-1]
+        for file in store.fs.find(folder, detail=True).values()
+    )
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return PreparedDataset(index, 0, 0, (), num_bytes, None)
+    return PreparedDataset(
+        index,
+        manifest.train.rows,
+        manifest.validation.rows if manifest.validation else 0,
+        tuple(column.name for column in manifest.columns),
+        num_bytes,
+        store.modified(manifest_path(store, index)),
+        manifest.train.path,
+        manifest.validation.path if manifest.validation else None,
+    )
+
+
+def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
+    """Read the manifest of a dataset that `prepare_data` wrote.
+
+    Raises
+    ------
+    StoreError
+        If the dataset does not exist, or its manifest is damaged.
+    """
+    path = manifest_path(store, dataset_idx)
+    if not store.exists(path):
+        raise StoreError(
+            f"dataset_idx: the store holds no prepared dataset {dataset_idx!r} (looked for "
+            f"{path!r}). Call fit_on_parquet inside the 'with prepare_data(...)' block."
+        )
+    try:
+        return DatasetManifest.from_json(store.read(path).decode())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"dataset_idx: the manifest of the prepared dataset {dataset_idx!r} is damaged "
+            f"({path!r}: {error!r}). Prepare the data again; clear_prepared_data(store, "
+            f"{dataset_idx!r}) deletes what is left."
+        ) from error
+
+
+def manifest_path(store: Store, index: str) -> str:
+    """Return the path of a dataset's manifest."""
+    return f"{store.get_train_data_path(index)}/{MANIFEST_FILE}"
+
+
+def split_path(store: Store, index: str) -> str:
+    """Return the path at which Spark writes a dataset with validation, each side in a folder.
+
+    The folders are then moved to the paths that the store reports for the two sides.
+    """
+    return store.get_train_data_path(index) + _SPLIT
+
+
+def owner_path(store: Store, index: str) -> str:
+    """Return the path of a dataset's lease record, see `read_lease_record`."""
+    return store.get_train_data_path(index) + _OWNER
+
+
+def new_pin_path(store: Store, index: str) -> str:
+    """Return a path for the file by which an application pins a dataset that it reads."""
+    return store.get_train_data_path(index) + _PIN + uuid.uuid4().hex
+
+
+def _pin_paths(store: Store, index: str) -> list[str]:
+    """Return the paths of a dataset's existing pin files."""
+    store.fs.invalidate_cache()
+    parent, name = posixpath.split(store.get_train_data_path(index) + _PIN)
+    return [f"{parent}/{entry}" for entry in store.names(parent) if entry.startswith(name)]
+
+
+def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
+    """Return all paths of a dataset, with the manifest's folder first and the lease record last."""
+    train, val = store.get_train_data_path(index), store.get_val_data_path(index)
+    if val == store.get_val_data_path() and not _validates_in(store, index, val):
+        # The store reports one path for all datasets, and the files there belong to another
+        # dataset.
+        return train, split_path(store, index), owner_path(store, index)
+    return train, val, split_path(store, index), owner_path(store, index)
+
+
+def _validates_in(store: Store, index: str, path: str) -> bool:
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return False
+    return manifest.validation is not None and manifest.validation.path == path
 
 
 class DatasetUse:
@@ -98,74 +232,41 @@ class DatasetUse:
     dataset, even during cleanup. A counter or a lock would then never be released.
     """
 
+    over = False
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnDataset:
+    """A dataset that this process is writing or has written."""
+
+    store: Store
+    index: str
+    heartbeat: Heartbeat
+    """Shows other processes that this application is alive."""
+
+
+class _Registry:
+    """The datasets that this process has written or uses, guarded by one lock."""
+
     def __init__(self) -> None:
-        self.entry: Entry | None = None
-        self.thread = threading.current_thread()
-        self.over = False
-
-
-class Registry:
-    """The datasets of this application, guarded by one lock."""
-
-    def __init__(self) -> None:
-        # Not the condition itself: its __enter__ is Python code, which can be interrupted.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._entries: list[Entry] = []
-        self._own: set[str] = set()
-        self._loans: dict[str, weakref.WeakSet[DatasetUse]] = {}
-        self._clock = itertools.count(1)
+        self._datasets: list[_OwnDataset] = []
+        self._own_indices: set[str] = set()
+        self._uses: dict[str, weakref.WeakSet[DatasetUse]] = {}
 
-    def take(
-        self, loan: DatasetUse, store: Store, source: SourcePlan | None, options: Hashable
-    ) -> Entry:
-        """Return a dataset to use; if it is not written yet, the caller must write it."""
+    def create(self, use: DatasetUse, store: Store) -> _OwnDataset:
+        """Return a new dataset, which the caller must write."""
+        index = uuid.uuid4().hex[:12]
         with self._lock:
-            while True:
-                self._drop_abandoned(threading.current_thread())
-                entry = self._find(source, options)
-                if entry is None:
-                    index = uuid.uuid4().hex[:12]
-                    self._make_way(store, index)
-                    heartbeat = Heartbeat(store, owner_path(store, index))
-                    entry = Entry(store, index, source, options, weakref.ref(loan), heartbeat)
-                    loan.entry = entry
-                    self._own.add(index)
-                    self._use(index, loan)
-                    self._entries.append(entry)
-                elif not entry.written:
-                    self._changed.wait(_LOOK_AGAIN_SECONDS)
-                    continue
-                elif not is_complete(entry.store, entry.index):
-                    # It was cleared or damaged. Its current users will get an error when they read
-                    # it.
-                    entry.source = None
-                    self._trim()
-                    continue
-                else:
-                    loan.entry = entry
-                    self._use(entry.index, loan)
-                return entry
+            self._sweep()
+            _require_free_paths(store, index)
+            dataset = _OwnDataset(store, index, Heartbeat(store, owner_path(store, index)))
+            self._own_indices.add(index)
+            self._add_use(index, use)
+            self._datasets.append(dataset)
+            return dataset
 
-    def written(self, entry: Entry) -> None:
-        """Share a written dataset, unless its sources have changed in the meantime."""
-        shared = entry.source is not None and entry.source.is_current()
-        with self._lock:
-            if not shared:
-                entry.source = None
-            entry.written = True
-            self._changed.notify_all()
-
-    def give_back(self, loan: DatasetUse) -> None:
-        """Stop using a dataset; delete unfinished datasets and those that need not be kept."""
-        with self._lock:
-            if loan.entry is not None:
-                loan.entry.last_used = next(self._clock)
-            self._drop_abandoned()
-            self._trim()
-            self._changed.notify_all()
-
-    def hold(self, loan: DatasetUse, store: Store, index: str) -> Heartbeat | None:
+    def pin(self, use: DatasetUse, store: Store, index: str) -> Heartbeat | None:
         """Protect a dataset of any owner from deletion by this process.
 
         Returns
@@ -175,11 +276,16 @@ class Registry:
             either. None if this process is the owner, or if the dataset does not exist.
         """
         with self._lock:
-            self._use(index, loan)
-            is_own = index in self._own
+            self._add_use(index, use)
+            is_own = index in self._own_indices
         if is_own or not store.exists(manifest_path(store, index)):
             return None
-        return Heartbeat(store, new_hold_path(store, index))
+        return Heartbeat(store, new_pin_path(store, index))
+
+    def sweep(self) -> None:
+        """Delete the datasets of this process that are no longer used."""
+        with self._lock:
+            self._sweep()
 
     def clear(
         self, datasets: Sequence[tuple[Store, str]], *, all_owners: bool, force: bool
@@ -190,139 +296,98 @@ class Registry:
         ``all_owners``. Datasets that other processes have pinned are deleted only with ``force``.
         """
         with self._lock:
-            self._drop_abandoned()
+            self._sweep()
             deleted = []
             for store, index in datasets:
-                if self._in_use(index):
+                if self._is_used(index):
                     continue
                 clock = StoreClock(store)
-                if not (all_owners or index in self._own or _is_abandoned(store, index, clock)):
+                if not (
+                    all_owners or index in self._own_indices or _is_orphan(store, index, clock)
+                ):
                     continue
-                if not force and _is_held(store, index, clock):
+                if not force and _is_pinned(store, index, clock):
                     continue
-                for entry in self._entries:
-                    if entry.index == index:
-                        entry.source = None
-                        entry.heartbeat.stop(delete=False)
                 _delete_files(store, index)
-                self._entries = [entry for entry in self._entries if entry.index != index]
                 deleted.append(index)
         return deleted
 
     def store_of(self, index: str) -> Store | None:
         """Return the store of one of this application's datasets."""
         with self._lock:
-            return next((entry.store for entry in self._entries if entry.index == index), None)
-
-    def clear_own(self) -> None:
-        """Delete this application's datasets that are not in use."""
-        with self._lock:
-            own = [(entry.store, entry.index) for entry in self._entries]
-        self.clear(own, all_owners=False, force=False)
+            return next((each.store for each in self._datasets if each.index == index), None)
 
     def end(self) -> None:
         """Delete all datasets of this application, except those that others have pinned."""
-        entries, self._entries = self._entries, []
+        datasets, self._datasets = self._datasets, []
         failed: list[object] = []
-        for entry in entries:
-            entry.heartbeat.stop_soon()
-        for entry in entries:
+        for dataset in datasets:
+            dataset.heartbeat.stop_soon()
+        for dataset in datasets:
             # Unavailable storage is not tried again for each dataset: fsspec has one object for it.
-            fs = entry.store.fs
+            fs = dataset.store.fs
             if fs not in failed:
-                entry.heartbeat.stop(delete=False)
-                if not _delete(entry.store, entry.index):
+                dataset.heartbeat.stop(delete=False)
+                if _delete(dataset.store, dataset.index) == "failed":
                     failed.append(fs)
 
-    def _use(self, index: str, loan: DatasetUse) -> None:
-        self._loans.setdefault(index, weakref.WeakSet()).add(loan)
+    def _add_use(self, index: str, use: DatasetUse) -> None:
+        self._uses.setdefault(index, weakref.WeakSet()).add(use)
 
-    def _in_use(self, index: str) -> bool:
-        return any(not loan.over for loan in list(self._loans.get(index, ())))
+    def _is_used(self, index: str) -> bool:
+        return any(not use.over for use in list(self._uses.get(index, ())))
 
-    def _find(self, source: SourcePlan | None, options: Hashable) -> Entry | None:
-        if source is None:
-            return None
-        alike = (e for e in self._entries if e.options == options and e.source is not None)
-        return next((e for e in alike if e.source and e.source.same_as(source)), None)
-
-    def _make_way(self, store: Store, index: str) -> None:
-        """Ensure that no files exist at the paths to which a dataset will be written.
-
-        Stores report different paths for each index, unless the user's own store reports one path
-        for all.
-        """
-        path = store.get_train_data_path(index)
-        if path != store.get_train_data_path():
-            return
-        for entry in list(self._entries):
-            if entry.store.get_train_data_path(entry.index) == path and not (
-                self._in_use(entry.index) or _is_held(store, entry.index, StoreClock(store))
-            ):
-                self._remove(entry)
-        store.delete(split_path(store, index))
-        for taken in (path, store.get_val_data_path(index)):
-            if store.exists(taken):
-                raise StoreError(
-                    f"store: there are files in {taken!r}, where the rows are to be written. The "
-                    "store's get_train_data_path and get_val_data_path return one path for all "
-                    "datasets. Delete or move these files, train on them with fit_on_parquet(), or "
-                    "let the store return other paths for each index."
-                )
-
-    def _drop_abandoned(self, waiting: threading.Thread | None = None) -> None:
-        """Delete unfinished datasets without an active writer; a waiting thread does not write."""
-        for entry in [entry for entry in self._entries if not entry.written]:
-            loan = entry.writer()
-            if loan is None or loan.over or loan.thread is waiting or not loan.thread.is_alive():
-                self._remove(entry)
-
-    def _trim(self) -> None:
-        idle = [e for e in self._entries if e.written and not self._in_use(e.index)]
-        idle.sort(key=lambda entry: entry.last_used)
-        kept = [entry for entry in idle if entry.source is not None][-KEPT_DATASETS:]
-        for entry in idle:
-            if entry not in kept:
-                self._remove(entry)
-
-    def _remove(self, entry: Entry) -> None:
-        # In this order, an interruption leaves a dataset that others do not use, and that is
-        # deleted later.
-        entry.source = None
-        entry.heartbeat.stop(delete=False)
-        _delete(entry.store, entry.index)
-        self._entries.remove(entry)
-        self._loans.pop(entry.index, None)
+    def _sweep(self) -> None:
+        for dataset in [each for each in self._datasets if not self._is_used(each.index)]:
+            # In this order, an interruption leaves a dataset that is deleted later.
+            dataset.heartbeat.stop(delete=False)
+            if _delete(dataset.store, dataset.index) != "pinned":
+                self._datasets.remove(dataset)
+                self._uses.pop(dataset.index, None)
 
 
-def _is_abandoned(store: Store, index: str, clock: StoreClock) -> bool:
+def _require_free_paths(store: Store, index: str) -> None:
+    """Ensure that no files exist at the paths to which a dataset will be written.
+
+    Stores report different paths for each index, unless the user's own store reports one path for
+    all.
+    """
+    path = store.get_train_data_path(index)
+    if path != store.get_train_data_path():
+        return
+    store.delete(split_path(store, index))
+    for taken in (path, store.get_val_data_path(index)):
+        if store.exists(taken):
+            raise StoreError(
+                f"store: there are files in {taken!r}, where the rows are to be written. The "
+                "store's get_train_data_path and get_val_data_path return one path for all "
+                "datasets. Delete or move these files, train on them with fit_on_parquet(), or "
+                "let the store return other paths for each index."
+            )
+
+
+def _is_orphan(store: Store, index: str, clock: StoreClock) -> bool:
     path = owner_path(store, index)
     return is_abandoned(store, path, read_lease_record(store, path), clock)
 
 
-def _is_held(store: Store, index: str, clock: StoreClock) -> bool:
+def _is_pinned(store: Store, index: str, clock: StoreClock) -> bool:
     """Return whether an application has pinned a dataset, according to its files."""
-    for path in hold_paths(store, index):
+    for path in _pin_paths(store, index):
         # The owner of the pin may be unknown, but its age is known.
-        claim = read_lease_record(store, path) or LeaseRecord(ProcessIdentity("", 0, ""))
-        if store.exists(path) and not is_abandoned(store, path, claim, clock):
+        record = read_lease_record(store, path) or LeaseRecord(ProcessIdentity("", 0, ""))
+        if store.exists(path) and not is_abandoned(store, path, record, clock):
             return True
     return False
 
 
-def _delete(store: Store, index: str) -> bool:
-    """Delete a dataset, unless it is pinned. A later application then deletes it.
-
-    Returns
-    -------
-    bool
-        Whether the store could be reached.
-    """
+def _delete(store: Store, index: str) -> Literal["deleted", "pinned", "failed"]:
+    """Delete a dataset, unless another application has pinned it. Does not raise."""
     try:
-        if _is_held(store, index, StoreClock(store)):
+        if _is_pinned(store, index, StoreClock(store)):
             logger.info("The prepared dataset %s stays: another application reads it.", index)
-        else:
-            _delete_files(store, index)
+            return "pinned"
+        _delete_files(store, index)
     except Exception as error:
         logger.warning(
             "The prepared dataset %s could not be deleted (%s). "
@@ -330,15 +395,15 @@ def _delete(store: Store, index: str) -> bool:
             index,
             error,
         )
-        return False
-    return True
+        return "failed"
+    return "deleted"
 
 
 def _delete_files(store: Store, index: str) -> None:
     # The manifest is deleted first, so that an interruption leaves no dataset that looks valid. The
     # lease record is deleted last, so that the remaining files are recognized.
     of_dataset = dataset_paths(store, index)
-    for path in (manifest_path(store, index), *hold_paths(store, index), *of_dataset):
+    for path in (manifest_path(store, index), *_pin_paths(store, index), *of_dataset):
         store.delete(path)
 
 
@@ -347,16 +412,14 @@ def delete_orphans(store: Store) -> None:
     try:
         clock = StoreClock(store)
         for index in stored_indices(store):
-            if _is_abandoned(store, index, clock) and not _is_held(store, index, clock):
+            if _is_orphan(store, index, clock) and not _is_pinned(store, index, clock):
                 logger.info("Deleting the prepared dataset %s, whose process is gone.", index)
                 _delete(store, index)
     except Exception as error:
         logger.warning("Looking for data that dead processes left in %r failed: %s", store, error)
 
 
-_registry = Registry()
-
-
+_registry = _Registry()
 _process = os.getpid()
 
 
@@ -370,38 +433,26 @@ at_exit(_end)
 
 
 @contextlib.contextmanager
-def acquire(
-    store: Store, source: SourcePlan | None, options: Hashable, write: Callable[[str], None]
-) -> Iterator[str]:
-    """Yield the index of a dataset that exists until the block ends, and write it if necessary.
-
-    If several threads request the same dataset, one of them writes it while the others wait. If
-    that fails, the writing thread gets the error, and the next thread writes.
+def acquire(store: Store, write: Callable[[str], None]) -> Iterator[str]:
+    """Write a dataset, and yield its index. The dataset exists until the block ends.
 
     Parameters
     ----------
     store : Store
         Store of the dataset.
-    source : SourcePlan or None
-        Determines if two DataFrames hold the same rows. With None, only this block uses the
-        dataset, and the dataset is deleted when the block ends.
-    options : hashable
-        All other options that determine the content and location of the dataset.
     write : callable
         ``write(index)`` writes the dataset.
     """
-    loan = DatasetUse()
+    use = DatasetUse()
     try:
-        entry = _registry.take(loan, store, source, options)
-        if not entry.written:
-            delete_orphans(store)
-            entry.heartbeat.start()
-            write(entry.index)
-            _registry.written(entry)
-        yield entry.index
+        dataset = _registry.create(use, store)
+        delete_orphans(store)
+        dataset.heartbeat.start()
+        write(dataset.index)
+        yield dataset.index
     finally:
-        loan.over = True
-        _registry.give_back(loan)
+        use.over = True
+        _registry.sweep()
 
 
 @contextlib.contextmanager
@@ -410,23 +461,76 @@ def pin(store: Store, index: str) -> Iterator[None]:
 
     The protection applies to this process and to others, which see a file beside the dataset.
     """
-    loan = DatasetUse()
+    use = DatasetUse()
     heartbeat: Heartbeat | None = None
     try:
-        heartbeat = _registry.hold(loan, store, index)
+        heartbeat = _registry.pin(use, store, index)
         if heartbeat is not None:
             heartbeat.start()
         yield
     finally:
-        loan.over = True
-        _registry.give_back(loan)
+        use.over = True
+        _registry.sweep()
         if heartbeat is not None:
             heartbeat.stop()
 
 
-def store_of(index: str) -> Store | None:
-    """Return the store of one of this application's datasets; None if unknown."""
-    return _registry.store_of(index)
+@dataclass
+class _SharedDataset:
+    options: Mapping[str, Any]
+    lock: threading.Lock
+    index: str | None = None
+
+
+class SharedDatasets:
+    """Datasets of several fits of one DataFrame. Each is written once, by the first fit.
+
+    The datasets are deleted when the last fit ends. If fewer fits run, the datasets are deleted
+    when this object is garbage-collected.
+
+    Parameters
+    ----------
+    num_fits : int
+        Number of fits, which may run in several threads.
+    """
+
+    def __init__(self, num_fits: int) -> None:
+        self._fits_left = num_fits
+        self._lock = threading.Lock()
+        self._datasets: list[_SharedDataset] = []
+        self._open = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def acquire(
+        self,
+        options: Mapping[str, Any],
+        prepare: Callable[..., contextlib.AbstractContextManager[str]],
+    ) -> Iterator[str]:
+        """Yield the index of the dataset with equal options; call ``prepare(**options)`` once.
+
+        Other threads with equal options wait. If writing fails, the next thread writes.
+        """
+        with self._lock:
+            dataset = next((each for each in self._datasets if each.options == options), None)
+            if dataset is None:
+                dataset = _SharedDataset(options, threading.Lock())
+                self._datasets.append(dataset)
+        with dataset.lock:
+            if dataset.index is None:
+                dataset.index = self._open.enter_context(prepare(**options))
+        yield dataset.index
+
+    @contextlib.contextmanager
+    def fit(self) -> Iterator[None]:
+        """Mark one of the fits; the end of the last one deletes the datasets."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._fits_left -= 1
+                is_last = not self._fits_left
+            if is_last:
+                self._open.close()
 
 
 def clear_prepared_data(
@@ -455,7 +559,7 @@ def clear_prepared_data(
     list of PreparedDataset
         The deleted datasets; data that a killed writer left behind has 0 rows.
     """
-    datasets = [d for d in stored_datasets(store) if dataset_idx in (None, d.index)]
+    datasets = [d for d in _stored_datasets(store) if dataset_idx in (None, d.index)]
     chosen = [(store, dataset.index) for dataset in datasets]
     all_owners = force or dataset_idx is not None
     deleted = set(_registry.clear(chosen, all_owners=all_owners, force=force))
@@ -465,24 +569,10 @@ def clear_prepared_data(
 def clear_training_cache() -> None:
     """Delete this application's prepared datasets that are not in use, in all stores.
 
+    `prepare_data` and ``fit`` delete their datasets themselves, so that this is rarely necessary.
     The name is that of ``horovod.spark.common.util``. Runs on the driver.
     """
-    _registry.clear_own()
-
-
-_TYPES: dict[str, type] = {
-    "bool": T.BooleanType,
-    "float32": T.FloatType,
-    "float64": T.DoubleType,
-    "int8": T.ByteType,
-    "int16": T.ShortType,
-    "int32": T.IntegerType,
-    "int64": T.LongType,
-    "object": T.StringType,
-}
-
-
-_FORMATS = {"vector": "array", "sparse": "custom_sparse_format"}
+    _registry.sweep()
 
 
 def get_dataset_properties(
@@ -511,7 +601,7 @@ def get_dataset_properties(
     StoreError
         If the dataset does not exist.
     """
-    store = store or store_of(dataset_idx)
+    store = store or _registry.store_of(dataset_idx)
     if store is None:
         raise StoreError(
             f"dataset_idx: this application has not prepared a dataset {dataset_idx!r}, or has "
@@ -527,6 +617,9 @@ def get_dataset_properties(
         column_metadata(manifest.columns),
         num_bytes / max(manifest.train.rows, 1),
     )
+
+
+_FORMATS = {"vector": "array", "sparse": "custom_sparse_format"}
 
 
 def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
@@ -562,4 +655,9 @@ def _spark_type(column: ColumnSpec) -> type:
         return SparseVector
     if column.shape:
         return DenseVector
-    return _TYPES.get(column.dtype, T.DoubleType)
+    if column.kind == "text":
+        return T.StringType
+    # Decimals, the last type in the table, are written as doubles.
+    names = (name for name, dtype in SPARK_DTYPES.items() if dtype == column.dtype)
+    spark_type: type = getattr(T, next(names, "DoubleType"))
+    return spark_type

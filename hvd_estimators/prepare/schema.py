@@ -18,7 +18,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.types import text_options
+from hvd_estimators.data.types import SPARK_DTYPES, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 
 __all__ = [
@@ -197,18 +197,6 @@ def _cardinality(df: DataFrame, name: str) -> int:
 def _noted(df: DataFrame, name: str) -> Mapping[str, Any]:
     noted: Mapping[str, Any] = df.schema[name].metadata.get("ml_attr", {})
     return noted
-
-
-_SCALARS: dict[type[T.DataType], str] = {
-    T.ByteType: "int8",
-    T.ShortType: "int16",
-    T.IntegerType: "int32",
-    T.LongType: "int64",
-    T.FloatType: "float32",
-    T.DoubleType: "float64",
-    T.BooleanType: "bool",
-    T.DecimalType: "float64",
-}
 
 
 _TEXT = (T.StringType, T.CharType, T.VarcharType)
@@ -444,8 +432,9 @@ def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:
 
 
 def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
-    if type(leaf) in _SCALARS:
-        return _SCALARS[type(leaf)]
+    dtype = SPARK_DTYPES.get(type(leaf).__name__)
+    if dtype is not None:
+        return dtype
     raise ColumnError(
         f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
         f"vector or an array of numbers: {_remedy(name, leaf)}."

@@ -22,8 +22,8 @@ from pyspark.sql import functions as F
 from hvd_estimators.data.discovery import complete_shapes, read_split
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError
-from hvd_estimators.prepare.catalog import manifest_path, split_path
 from hvd_estimators.prepare.connectors import spark_url
+from hvd_estimators.prepare.datasets import manifest_path, split_path
 from hvd_estimators.prepare.schema import StoredColumn, quoted, unused_name
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import scheme_of
@@ -211,13 +211,13 @@ def write_dataset(
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
         writer.parquet(spark_url(df.sparkSession, store, train_path))
-        observed = _told(observation)
+        observed = _measurements(observation)
     else:
         path, split = split_path(store, index), _own_name(_SPLIT, columns)
         sides = f"{path}/{split}=false", f"{path}/{split}=true"
         with several_open_files(df.sparkSession, _SIDES):
             writer.partitionBy(split).parquet(spark_url(df.sparkSession, store, path))
-        observed = _told(observation)
+        observed = _measurements(observation)
         if observed["split_nulls"]:
             raise DataError(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
@@ -335,7 +335,7 @@ def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
     return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
 
 
-def _told(observation: Observation) -> dict[str, Any]:
+def _measurements(observation: Observation) -> dict[str, Any]:
     """Return the measurements of the write."""
     try:
         observed = observation.get

@@ -1,31 +1,13 @@
-"""Prepared datasets of a few bytes, which are told apart by a name. No Spark."""
+"""Prepared datasets of a few bytes. No Spark."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
-from hvd_estimators.prepare.catalog import (
-    manifest_path,
-)
-from hvd_estimators.prepare.datasets import acquire
-
-
-@dataclass
-class Source:
-    """Rows that are told apart by a name."""
-
-    name: str
-    current: bool = True
-
-    def same_as(self, other: Source) -> bool:
-        return self.name == other.name
-
-    def is_current(self) -> bool:
-        return self.current
+from hvd_estimators.prepare.datasets import acquire, manifest_path
 
 
 class Writer:
@@ -48,8 +30,8 @@ class Writer:
         self.store.write_text(manifest_path(self.store, index), manifest.to_json())
 
 
-def use(store, write, name="rows", options=()):
-    with acquire(store, Source(name) if name else None, options, write) as index:
+def use(store, write):
+    with acquire(store, write) as index:
         return index
 
 
@@ -63,6 +45,7 @@ def names(index):
 
 
 def in_threads(count, action):
+    """Return what the calls of an action in several threads return or raise."""
     results = [None] * count
 
     def run(i):

@@ -16,7 +16,7 @@ import torch
 import writing_job
 
 from hvd_estimators import Store
-from hvd_estimators.prepare.catalog import stored_indices
+from hvd_estimators.prepare.datasets import stored_indices
 from hvd_estimators.store.runs import read_metadata
 
 pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.soak]

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import prepare_data
 from hvd_estimators.data.arrays import table_to_columns
-from hvd_estimators.prepare import dataframe as prepare
+from hvd_estimators.prepare.datasets import load_manifest
 from hvd_estimators.torch import TorchEstimator
 
 
@@ -32,7 +32,7 @@ def index_of(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> s
 def read(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> Any:
     """Prepare, and read back by hand: columns to train on, and to validate on."""
     with prepare_data(1, store, frame, labels, **options) as index:
-        manifest = prepare.load_manifest(store, index)
+        manifest = load_manifest(store, index)
         splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
         columns = []
         for split in splits:

@@ -15,65 +15,33 @@ TABLE = [
     # class, methods, used in, for
     (
         f"{EXECUTION}.QueryExecution",
-        "analyzed withCachedData",
-        "prepare/lineage.py, prepare/lineage.py",
-        "whether a DataFrame gives the same rows twice, and which cached data it reads",
+        "analyzed",
+        "prepare/dataframe.py",
+        "whether rows have an order, and how many there are at most",
     ),
     (
         f"{CATALYST}.plans.logical.LogicalPlan",
-        "children collectLeaves deterministic expressions isStreaming schema stats subqueriesAll "
-        "toJSON",
-        "prepare/lineage.py",
-        "whether a DataFrame gives the same rows twice, in the same order, and how many at most",
+        "collectLeaves schema stats subqueriesAll toJSON",
+        "prepare/dataframe.py",
+        "whether rows have an order, and how many there are at most",
     ),
     (
         f"{CATALYST}.plans.logical.Statistics",
         "sizeInBytes",
-        "prepare/lineage.py",
+        "prepare/dataframe.py",
         "how many files a few rows are written to",
     ),
-    (
-        f"{CATALYST}.expressions.Expression",
-        "children deterministic",
-        "prepare/lineage.py",
-        "whether an expression gives the same values twice",
-    ),
-    (f"{CATALYST}.expressions.ScalaUDF", "function", "prepare/lineage.py", "Spark ML's functions"),
-    (f"{EXECUTION}.LogicalRDD", "rdd", "prepare/lineage.py", "whether its rows have an order"),
+    (f"{EXECUTION}.LogicalRDD", "rdd", "prepare/dataframe.py", "whether its rows have an order"),
     (
         "org.apache.spark.rdd.RDD",
         "outputDeterministicLevel",
-        "prepare/lineage.py",
+        "prepare/dataframe.py",
         "whether its rows have an order",
-    ),
-    (
-        f"{EXECUTION}.datasources.LogicalRelation",
-        "relation",
-        "prepare/sources.py",
-        "the files that a DataFrame reads",
-    ),
-    (
-        f"{EXECUTION}.datasources.HadoopFsRelation",
-        "location",
-        "prepare/sources.py",
-        "the files that a DataFrame reads",
-    ),
-    (
-        f"{EXECUTION}.datasources.InMemoryFileIndex",
-        "allFiles",
-        "prepare/sources.py",
-        "the sizes of files when Spark listed them",
-    ),
-    (
-        f"{EXECUTION}.columnar.InMemoryRelation",
-        "cacheBuilder",
-        "prepare/sources.py",
-        "the cached data that a DataFrame reads",
     ),
     (
         "org.apache.spark.sql.internal.SessionState",
         "newHadoopConf",
-        "prepare/sources.py",
+        "prepare/connectors.py",
         "filesystems with the session's settings",
     ),
     (
@@ -121,18 +89,3 @@ def test_a_name_in_the_jvm_is_where_it_was(
     except Exception as error:
         pytest.fail(f"{message} ({error})")
     assert method in {entry.getName() for entry in found}, message
-
-
-def test_an_expression_declares_whether_it_is_random_itself(spark: Any) -> None:
-    """Used in prepare/lineage.py: an expression that does not is as random as what it is of."""
-    loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
-    nothing = spark.sparkContext._gateway.new_array(spark._jvm.java.lang.Class, 0)
-    declared = {}
-    for name in ("Add", "Alias", "Not", "Rand", "ScalaUDF", "Uuid"):
-        cls = loader.loadClass(f"{CATALYST}.expressions.{name}")
-        declared[name] = cls.getMethod("deterministic", nothing).getDeclaringClass().getSimpleName()
-    assert {name for name, owner in declared.items() if owner == "Expression"} == {
-        "Add",
-        "Alias",
-        "Not",
-    }

@@ -9,7 +9,7 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.prepare.catalog import manifest_path
+from hvd_estimators.prepare.datasets import manifest_path
 from hvd_estimators.store import Store
 from hvd_estimators.torch import TorchEstimator, TorchModel
 

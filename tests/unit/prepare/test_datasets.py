@@ -2,61 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
 from pathlib import Path
 
 import pytest
-from prepared_sets import Source, Writer, folders, use
+from prepared_sets import Writer, folders, use
 
 from hvd_estimators import clear_prepared_data, list_prepared_data
 from hvd_estimators._util.process_identity import ProcessIdentity, this_process
-from hvd_estimators.prepare.catalog import (
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.prepare.datasets import (
+    acquire,
+    load_manifest,
     manifest_path,
-    new_hold_path,
+    new_pin_path,
     owner_path,
+    pin,
 )
-from hvd_estimators.prepare.datasets import KEPT_DATASETS, acquire, pin
 from hvd_estimators.store.leases import STALE_SECONDS, LeaseRecord
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
 
 def test_a_dataset_tells_what_it_is(store):
+    with acquire(store, Writer(store)) as index:
+        (dataset,) = list_prepared_data(store)
+        assert (dataset.index, dataset.rows, dataset.validation_rows) == (index, 5, 0)
+        assert dataset.columns == ("x",)
+        assert dataset.num_bytes == 8 + len(store.read(manifest_path(store, index)))
+        assert abs(dataset.created.timestamp() - time.time()) < 60
+
+
+def test_a_dataset_is_written_each_time_and_deleted_at_the_end_of_its_block(store):
     write = Writer(store)
-    index = use(store, write)
-    (dataset,) = list_prepared_data(store)
-    assert (dataset.index, dataset.rows, dataset.validation_rows) == (index, 5, 0)
-    assert dataset.columns == ("x",)
-    assert dataset.num_bytes == 8 + len(store.read(manifest_path(store, index)))
-    assert abs(dataset.created.timestamp() - time.time()) < 60
+    with acquire(store, write) as first:
+        assert [dataset.index for dataset in list_prepared_data(store)] == [first]
+        second = use(store, write)
+        assert [dataset.index for dataset in list_prepared_data(store)] == [first]
+    assert write.written == [first, second]
+    assert folders(store) == []
+
+
+def test_a_dataset_whose_writer_fails_is_deleted(store):
+    with pytest.raises(OSError, match="the disk is full"):
+        use(store, Writer(store, failures=1))
+    assert folders(store) == []
 
 
 def test_clearing_leaves_what_is_in_use(store):
     write = Writer(store)
-    idle = use(store, write, "idle")
-    with acquire(store, Source("in use"), (), write) as in_use:
+    left = "0123456789ab"
+    with acquire(store, write) as in_use:
+        write(left)
         assert clear_prepared_data(store, in_use) == []
-        assert [dataset.index for dataset in clear_prepared_data(store)] == [idle]
+        assert clear_prepared_data(store, "ba9876543210") == []
+        assert [dataset.index for dataset in clear_prepared_data(store, left)] == [left]
         assert [dataset.index for dataset in list_prepared_data(store)] == [in_use]
-    assert use(store, write, "in use") == in_use
-    assert use(store, write, "idle") != idle
 
 
-def test_one_dataset_is_cleared_and_one_that_is_held_is_not(store):
-    write = Writer(store)
-    first, second = use(store, write, "1"), use(store, write, "2")
-    with pin(store, second):
-        assert clear_prepared_data(store, second) == []
-        for i in range(KEPT_DATASETS + 1):
-            use(store, write, f"more {i}")
-        assert store.exists(manifest_path(store, second))
-    assert not store.exists(manifest_path(store, first))
-    assert [dataset.index for dataset in clear_prepared_data(store, write.written[-1])] == [
-        write.written[-1]
-    ]
-    assert clear_prepared_data(store, "0123456789ab") == []
+def test_a_pinned_dataset_outlives_the_block_of_its_writer(store):
+    with contextlib.ExitStack() as stack:
+        with acquire(store, Writer(store)) as index:
+            stack.enter_context(pin(store, index))
+        use(store, Writer(store))
+        assert clear_prepared_data(store, index) == []
+        assert store.exists(manifest_path(store, index))
+    assert folders(store) == []
 
 
 def test_only_what_is_named_like_a_dataset_is_cleared(store):
@@ -101,7 +115,7 @@ def make_foreign(store, path, seconds):
 def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, by):
     left = "0123456789ab"
     Writer(store)(left)
-    owner, holder = owner_path(store, left), new_hold_path(store, left)
+    owner, holder = owner_path(store, left), new_pin_path(store, left)
     for path in (owner, holder):
         store.write_text(path, LeaseRecord(this_process(), token="t").to_json())
 
@@ -109,7 +123,7 @@ def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, 
         if by == "clearing":
             clear_prepared_data(store)
         else:
-            use(store, Writer(store), name=None)
+            use(store, Writer(store))
         return left not in [d.index for d in list_prepared_data(store)]
 
     # A minute of silence is a pause.
@@ -129,7 +143,8 @@ def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, 
 def test_who_deletes_a_dataset_and_is_interrupted_leaves_nothing_that_looks_whole(
     store, monkeypatch
 ):
-    index = use(store, Writer(store))
+    index = "0123456789ab"
+    Writer(store)(index)
     delete = type(store).delete
 
     def fail_second(store, path):
@@ -142,8 +157,38 @@ def test_who_deletes_a_dataset_and_is_interrupted_leaves_nothing_that_looks_whol
     with monkeypatch.context() as patched:
         patched.setattr(type(store), "delete", fail_second)
         with pytest.raises(OSError, match="interrupted"):
-            clear_prepared_data(store)
+            clear_prepared_data(store, index)
     assert list_prepared_data(store) == []
     assert store.exists(store.get_train_data_path(index))
-    assert [d.index for d in clear_prepared_data(store)] == [index]
+    assert [d.index for d in clear_prepared_data(store, index)] == [index]
+    assert folders(store) == []
+
+
+DAMAGED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"columns": 3}',
+    b'{"columns": [{"name": "x"}], "train": null, "validation": null}',
+    b'{"columns": [], "train": {"path": "", "row_groups": [{"rows": "many"}]}}',
+]
+
+
+@pytest.mark.parametrize("document", DAMAGED)
+def test_a_damaged_manifest_breaks_neither_listing_nor_clearing_nor_the_next_fit(store, document):
+    write = Writer(store)
+    with acquire(store, write) as first, acquire(store, write) as other:
+        Path(manifest_path(store, first)).write_bytes(document)
+        message = rf"dataset '{first}' is damaged .*Prepare the data again"
+        with pytest.raises(StoreError, match=message):
+            load_manifest(store, first)
+        assert [d.index for d in list_prepared_data(store)] == [other]
+        use(store, write)
+    assert folders(store) == []
+    left = "0123456789ab"
+    write(left)
+    Path(manifest_path(store, left)).write_bytes(document)
+    assert [d.index for d in clear_prepared_data(store, left)] == [left]
     assert folders(store) == []

@@ -13,10 +13,7 @@ import pytest
 from prepared_sets import Writer, folders, names, use
 
 from hvd_estimators import clear_prepared_data, clear_training_cache, list_prepared_data
-from hvd_estimators.prepare.catalog import (
-    dataset_paths,
-)
-from hvd_estimators.prepare.datasets import KEPT_DATASETS
+from hvd_estimators.prepare.datasets import acquire, dataset_paths
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
@@ -24,9 +21,8 @@ pytestmark = pytest.mark.usefixtures("cleared_cache")
 PROGRAM = """
     import sys, time
     from hvd_estimators import Store
-    from hvd_estimators.prepare.catalog import dataset_paths
-    from tests.helpers.prepared_sets import Source, Writer
-    from hvd_estimators.prepare.datasets import acquire, pin
+    from hvd_estimators.prepare.datasets import acquire, dataset_paths, pin
+    from tests.helpers.prepared_sets import Writer
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
     if len(what) == len("0123456789ab"):
@@ -42,11 +38,11 @@ PROGRAM = """
         print("writing", flush=True)
         time.sleep(60)
 
-    with acquire(store, Source("rows"), (), killed if what == "half" else Writer(store)) as index:
-        pass
-    print(index, flush=True)
-    if what == "kept":
-        sys.stdin.readline()
+    with acquire(store, killed if what == "half" else Writer(store)) as index:
+        print(index, flush=True)
+        if what == "kept":
+            sys.stdin.readline()
+        sys.exit()
 """
 
 
@@ -74,14 +70,14 @@ def test_what_a_process_left_that_a_signal_ended_goes_when_the_next_one_writes(s
     left = process.stdout.readline().strip()
     # As long as it lives, its dataset stays.
     write = Writer(store)
-    first = use(store, write)
-    assert {d.index for d in clear_prepared_data(store)} == {first}
+    use(store, write)
+    assert clear_prepared_data(store) == []
     assert [d.index for d in list_prepared_data(store)] == [left]
     process.send_signal(number)
     process.wait(60)
     assert [d.index for d in list_prepared_data(store)] == [left]
-    second = use(store, write)
-    assert folders(store) == names(second)
+    with acquire(store, write) as index:
+        assert folders(store) == names(index)
 
 
 def test_what_lives_elsewhere_is_cleared_by_name_or_by_force(store):
@@ -116,12 +112,11 @@ def hold_elsewhere(store, index):
 
 def test_what_another_application_reads_stays_until_it_is_done(store):
     write = Writer(store)
-    index = use(store, write)
-    reader = hold_elsewhere(store, index)
+    with acquire(store, write) as index:
+        reader = hold_elsewhere(store, index)
     assert clear_prepared_data(store) == []
     assert clear_prepared_data(store, index) == []
-    for i in range(KEPT_DATASETS + 1):
-        use(store, write, f"more {i}")
+    use(store, write)
     clear_training_cache()
     assert [d.index for d in list_prepared_data(store)] == [index]
     # It is paused, which is no end.
@@ -131,23 +126,23 @@ def test_what_another_application_reads_stays_until_it_is_done(store):
     reader.send_signal(signal.SIGCONT)
     reader.communicate("\n")
     assert folders(store) == names(index)
-    assert [d.index for d in clear_prepared_data(store)] == [index]
+    clear_training_cache()
     assert folders(store) == []
 
 
 def test_a_killed_reader_holds_nothing(store):
-    index = use(store, Writer(store))
-    reader = hold_elsewhere(store, index)
-    reader.kill()
-    reader.communicate()
-    assert len(folders(store)) == len(names(index)) + 1
-    assert [d.index for d in clear_prepared_data(store)] == [index]
+    with acquire(store, Writer(store)) as index:
+        reader = hold_elsewhere(store, index)
+        reader.kill()
+        reader.communicate()
+        assert len(folders(store)) == len(names(index)) + 1
     assert folders(store) == []
 
 
 def test_force_takes_what_others_read(store):
-    index = use(store, Writer(store))
-    with hold_elsewhere(store, index) as reader:
+    with acquire(store, Writer(store)) as index:
+        reader = hold_elsewhere(store, index)
+    with reader:
         assert [d.index for d in clear_prepared_data(store, force=True)] == [index]
         reader.communicate("\n")
     assert folders(store) == []
@@ -163,7 +158,7 @@ def test_what_others_read_outlives_the_application_that_wrote_it(store):
     use(store, Writer(store))
     assert index in [d.index for d in list_prepared_data(store)]
     reader.communicate("\n")
-    use(store, Writer(store), "other")
+    use(store, Writer(store))
     assert index not in [d.index for d in list_prepared_data(store)]
     clear_prepared_data(store)
     assert folders(store) == []

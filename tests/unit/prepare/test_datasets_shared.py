@@ -1,0 +1,72 @@
+"""Prepared datasets that the fits of a grid share. No Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+from prepared_sets import Writer, folders, in_threads, names
+
+from hvd_estimators.prepare.datasets import SharedDatasets, acquire
+
+pytestmark = pytest.mark.usefixtures("cleared_cache")
+
+
+def one_fit(datasets, store, write, **options):
+    """Return the dataset of one fit, and the folders of the store during the fit."""
+
+    @contextlib.contextmanager
+    def prepare(**given):
+        assert given == options
+        with acquire(store, write) as index:
+            yield index
+
+    with datasets.fit(), datasets.acquire(options, prepare) as index:
+        return index, folders(store)
+
+
+def test_fits_with_equal_options_share_a_dataset_until_the_last_one_ends(store):
+    write, datasets = Writer(store), SharedDatasets(4)
+    first, found = one_fit(datasets, store, write, columns=["x"])
+    assert found == names(first)
+    assert one_fit(datasets, store, write, columns=["x"])[0] == first
+    other, found = one_fit(datasets, store, write, columns=["y"])
+    assert found == sorted(names(first) + names(other))
+    assert one_fit(datasets, store, write, columns=["x"])[0] == first
+    assert write.written == [first, other]
+    assert folders(store) == []
+
+
+def test_the_fits_of_another_grid_share_nothing(store):
+    write = Writer(store)
+    first, _ = one_fit(SharedDatasets(1), store, write, columns=["x"])
+    assert folders(store) == []
+    assert one_fit(SharedDatasets(1), store, write, columns=["x"])[0] != first
+
+
+def test_a_grid_that_is_not_fitted_to_its_end_leaves_no_dataset(store):
+    datasets = SharedDatasets(2)
+    index, _ = one_fit(datasets, store, Writer(store))
+    assert folders(store) == names(index)
+    del datasets
+    gc.collect()
+    assert folders(store) == []
+
+
+def test_threads_wait_for_the_one_that_writes(store):
+    write, datasets = Writer(store, seconds=0.2), SharedDatasets(6)
+    found = in_threads(6, lambda: one_fit(datasets, store, write)[0])
+    assert set(found) == set(write.written)
+    assert len(write.written) == 1
+    assert folders(store) == []
+
+
+def test_a_dataset_that_one_thread_fails_to_write_is_written_by_another(store):
+    write, datasets = Writer(store, seconds=0.2, failures=1), SharedDatasets(4)
+    results = in_threads(4, lambda: one_fit(datasets, store, write)[0])
+    failed = [result for result in results if isinstance(result, OSError)]
+    assert [str(error) for error in failed] == ["the disk is full"]
+    assert {result for result in results if result not in failed} == {write.written[1]}
+    assert len(write.written) == 2
+    assert folders(store) == []
