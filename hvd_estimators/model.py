@@ -62,7 +62,7 @@ class HorovodModel(
     """Base class of the fitted models."""
 
     model = param("The trained model.")
-    run_id = param("Name of the run that trained it.")
+    run_id = param("Name of the run that trained the model.")
     feature_columns = param(
         "Input columns, in the order of the model's inputs.", convert=column_names
     )
@@ -72,20 +72,23 @@ class HorovodModel(
         aliases=["LabelColoumns"],
     )
     outputCols = param(
-        "Names of the columns that transform() adds, in the order of the model's outputs. Default: "
-        "<label>__output; without labels output, or output_<position> for several.",
+        "Names of the columns that transform() adds, in the order of the model's outputs. "
+        "Default: <label>__output; without labels, output, or output_<position> for several "
+        "outputs.",
         convert=column_names,
         accessor="OutputCols",
     )
     output_shapes = param(
-        "Shape of one row of each output: () for a number, None for a size that only a batch has."
+        "Shape of one row of each output: () for a number, None for a size that varies by batch."
     )
     output_types = param(
-        "Spark type of each output column, as DDL strings, where it is not to be a double (a "
-        "number), an ML vector (one dimension) or nested arrays of doubles.",
+        "Spark type of each output column, as DDL strings. Default: a double (a number), an ML "
+        "vector (one dimension) or nested arrays of doubles.",
         convert=type_names,
     )
-    _metadata = param("The columns that were trained on, see `column_metadata`: name to a dict.")
+    _metadata = param(
+        "Metadata of the training columns, see `column_metadata`: dict of name to a dict."
+    )
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()

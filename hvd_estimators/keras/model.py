@@ -45,18 +45,20 @@ class KerasModel(HorovodModel):
     ``model.weights.h5``.
     """
 
-    history = param("What was measured: name to a list of values by epoch, as Keras's History.")
-    custom_objects = param("Name to custom class or function of the model.", default={})
+    history = param(
+        "Metrics of the training: dict of name to a list of values by epoch, like Keras's History."
+    )
+    custom_objects = param("Dict of name to custom class or function of the model.", default={})
     _input_keys = param(
-        "Keys of the feature columns in the dict that the model is called with. Default: what the "
-        "model tells."
+        "Keys of the feature columns in the dict that the model takes. Default: the keys that "
+        "the model defines."
     )
     _input_pairing = param(
-        "How inputs of a functional model that are not in a dict pair with feature columns: by "
-        "'name', if each input has the name of a column, or always by 'position'.",
+        "How inputs of a functional model pair with feature columns, unless they are in a dict: "
+        "by 'name', if each input has the name of a column, or always by 'position'.",
         default="name",
     )
-    _floatx = param("Keras's float type while it was trained.", default="float32")
+    _floatx = param("Keras's float type during training.", default="float32")
 
     def _get_floatx(self) -> str:
         """Return ``_floatx``, like the models of ``horovod.spark``."""

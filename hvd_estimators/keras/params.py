@@ -94,43 +94,48 @@ class KerasParams(HorovodEstimator):
     """Params for compiling and training a Keras model."""
 
     optimizer = param(
-        "The optimizer, or its name. Its learning rate is for one rank. Default: what the model is "
-        "compiled with."
+        "The optimizer, or its name. Its learning rate is for one rank. Default: the optimizer "
+        "of the compiled model."
     )
     loss = param(
         "A loss for all labels, a list with one per label, or a dict by the names of labels or "
-        "outputs. Default: what the model is compiled with; none where it calls add_loss()."
+        "outputs. Default: the loss of the compiled model; none if the model calls add_loss()."
     )
     loss_weights = param(
-        "Weights of the labels' losses, as a list or as a dict like that of loss. Default: 1.",
+        "Weights of the labels' losses, as a list, or as a dict with the keys of loss. Default: 1.",
         convert=label_weights,
     )
     metrics = param(
-        "A list of Keras metrics; of several labels a list with one, or a list, per label, or a "
-        "dict like that of loss. Default: what the model is compiled with, where loss is not set.",
+        "A list of Keras metrics. For several labels: a list with a metric or a list per label, "
+        "or a dict with the keys of loss. Default: the metrics of the compiled model, if loss "
+        "is not set.",
         default=[],
     )
     callbacks = param("Keras callbacks.", default=[], convert=_callbacks)
     custom_objects = param(
-        "Name to custom class or function of the model, beside those that can be found in it.",
+        "Dict of name to custom class or function of the model. Classes of its layers are found "
+        "without it.",
         default={},
         convert=_custom_objects,
     )
     checkpoint_callback = param(
-        "A keras.callbacks.ModelCheckpoint that decides which model is returned, such as "
-        "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the last one."
+        "A keras.callbacks.ModelCheckpoint that selects the returned model, such as "
+        "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the model "
+        "after the last epoch."
     )
     backend_env = param(
-        "Environment variables of the ranks; None deletes one.", default={}, convert=environment
+        "Environment variables of the ranks; None deletes a variable.",
+        default={},
+        convert=environment,
     )
     class_weight = param(
-        "Class number to weight, for a single label of class numbers or one-hot rows: rows count "
-        "in training for the weight of their class, times that of sample_weight_col. Classes that "
-        "are not named count for 1.",
+        "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
+        "In training, a row's weight is its class's weight times that of sample_weight_col. "
+        "Other classes have the weight 1.",
         convert=class_weights,
     )
     tensorflow_dataset_prefetch_buffer_size = param(
-        "Batches that are ready beforehand, besides some MiB that are to be cut into batches.",
+        "Number of prefetched batches, in addition to some MiB of rows that are not batched yet.",
         default=0,
         convert=integer(0),
     )

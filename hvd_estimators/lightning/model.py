@@ -61,8 +61,8 @@ class LightningModel(torch_model.TorchModel):
     """
 
     use_predict_step = param(
-        "Whether transform() calls the module's predict_step, with a dict of feature column to "
-        "tensor as batch, instead of forward.",
+        "Whether transform() calls the module's predict_step instead of forward. The batch is a "
+        "dict of feature column to tensor.",
         default=False,
         convert=boolean,
     )

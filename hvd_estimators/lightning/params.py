@@ -60,43 +60,44 @@ class LightningParams(TorchEstimator):
 
     callbacks = param("Lightning callbacks.", default=[], convert=objects)
     num_gpus = param(
-        "GPUs of a rank: 0 or 1. Default: 1 where there are any.",
+        "GPUs per rank: 0 or 1. Default: 1 if the rank has a GPU.",
         convert=integer(0),
         accessor="NumGPUs",
     )
     logger = param(
-        "Lightning logger, or a list of them; they write to the run's logs. Default: TensorBoard, "
-        "or CSV files where it is not installed. False: none. MLflow's does so if it writes to a "
-        "folder, and the store is local; other MLflow servers and databases stay as they are."
+        "Lightning logger, or a list of loggers; they write to the run's logs. Default: "
+        "TensorBoard, or CSV files if TensorBoard is not installed. False disables logging. An "
+        "MLflow logger writes to the run's logs only if it uses a folder and the store is "
+        "local; otherwise it keeps its server or database."
     )
     log_every_n_steps = param(
-        "Steps between two entries of the loggers.", default=50, convert=integer(1)
+        "Steps between two records of the loggers.", default=50, convert=integer(1)
     )
     profiler = param(
         "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs.",
         convert=_profiler,
     )
     trainer_args = param(
-        "Further arguments of Lightning's Trainer, which replace those that the estimator gives.",
+        "Further arguments of Lightning's Trainer. They replace the estimator's arguments.",
         convert=_arguments,
     )
     data_module = param(
-        "What reads the rows: 'petastorm', 'arrow', a class derived from "
+        "Reader of the rows: 'petastorm', 'arrow', a subclass of "
         "hvd_estimators.loading.readers.DataModule, or a LightningDataModule class. Default: "
-        "Petastorm where it can be imported, PyArrow otherwise."
+        "Petastorm if it can be imported, otherwise PyArrow."
     )
     loader_num_epochs = param(
-        "Passes of a LightningDataModule's reader; it gets this as num_reader_epochs. Default: "
-        "without end, as the built-in readers always read.",
+        "Epochs that a LightningDataModule's reader reads, passed to it as num_reader_epochs. "
+        "Default: no end, like the built-in readers.",
         convert=integer(1),
     )
     debug_data_loader = param("Passed to a LightningDataModule.", default=False, convert=boolean)
     train_async_data_loader_queue_size = param(
-        "Passed to a LightningDataModule. The built-in readers read ahead by a bounded number of "
-        "bytes."
+        "Passed to a LightningDataModule. The built-in readers read a bounded number of bytes "
+        "ahead."
     )
     val_async_data_loader_queue_size = param(
-        "Passed to a LightningDataModule, see train_async_data_loader_queue_size."
+        "Passed to a LightningDataModule; see train_async_data_loader_queue_size."
     )
 
     _sent = (*TorchEstimator._sent, "logger", "profiler", "trainer_args")

@@ -48,18 +48,18 @@ class ColumnParams(DeclaredParams):
 
     feature_cols = param("Input columns, in the order of the model's inputs.", convert=column_names)
     label_cols = param(
-        "Label columns, in the order of the model's outputs; [] to train without labels.",
+        "Label columns, in the order of the model's outputs. Use [] to train without labels.",
         convert=column_names,
     )
-    sample_weight_col = param("Column of the rows' weights.", convert=string)
+    sample_weight_col = param("Column with the weight of each row.", convert=string)
     featuresCol = param(
-        "Another name of feature_cols, for a single one.",
+        "Another name of feature_cols, for a single column.",
         convert=string,
         accessor="FeaturesCol",
         stands_for="feature_cols",
     )
     labelCol = param(
-        "Another name of label_cols, for a single one.",
+        "Another name of label_cols, for a single column.",
         convert=string,
         accessor="LabelCol",
         stands_for="label_cols",
@@ -71,7 +71,8 @@ class ColumnParams(DeclaredParams):
         stands_for="sample_weight_col",
     )
     label_shapes = param(
-        "Shape of each label: of one row, or with -1 for the rows of a batch first.", convert=shapes
+        "Shape of each label: the shape of one row, or of a batch with -1 as its first dimension.",
+        convert=shapes,
     )
     continuous_cols = param("Continuous columns, passed to a data module.", convert=column_names)
     categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
@@ -130,78 +131,81 @@ class TrainingParams(DeclaredParams):
     model = param("The model to train. Required.")
     optimizer = param("The optimizer. Its learning rate is for one rank.")
     learning_rate = param(
-        "Learning rate of one rank, instead of the optimizer's (in all its groups of "
-        "parameters). A LightningModule has to have it as learning_rate or lr, itself or in its "
-        "hparams, as Lightning's own tuner wants it.",
+        "Learning rate of one rank. It replaces the optimizer's rate in all parameter groups. A "
+        "LightningModule must have it as learning_rate or lr, as an attribute or in hparams, as "
+        "for Lightning's tuner.",
         convert=number(0),
     )
     scale_learning_rate = param(
-        "Multiply the learning rate by the number of ranks for training.",
+        "Whether training multiplies the learning rate by the number of ranks.",
         default=True,
         convert=boolean,
     )
     loss = param("A loss function, or a list with one per label.")
-    loss_weights = param("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
-    metrics = param("Metrics to measure in training and validation.", default=[])
+    loss_weights = param(
+        "Weight of each label's loss. Default: 1 / number of labels.", convert=numbers
+    )
+    metrics = param("Metrics of training and validation.", default=[])
     callbacks = param(
-        "Objects whose methods are called on every rank, with keyword arguments: "
-        "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
-        "on_train_end(), as far as they have them. What state_dict() returns, tensors and plain "
-        "values, is kept with the run; load_state_dict(state) gets it after on_train_begin() where "
-        "a run goes on (within an epoch after on_epoch_begin(), which is called again). Of a "
-        "callback without state_dict(), what it holds in its attributes and has these two methods "
-        "is kept: schedulers, for example.",
+        "Objects whose methods every rank calls with keyword arguments: on_train_begin(module, "
+        "optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), on_train_end(). All "
+        "methods are optional. Checkpoints contain the tensors and plain values that "
+        "state_dict() returns. A resumed run calls load_state_dict(state) after "
+        "on_train_begin(), and in the middle of an epoch after on_epoch_begin(), which is "
+        "called again. For a callback without state_dict(), checkpoints contain the state of "
+        "its attributes that have both methods, such as schedulers.",
         default=[],
         convert=objects,
     )
     buffer_reduction = param(
-        "Buffer to how it is reduced over the ranks at the end of each epoch and before a "
-        "validation: 'mean', 'max', 'min', 'sum' (of what each rank has added) or 'rank0'. For "
-        "buffers that the model computes from its batches; {'running_max': 'max'} is each buffer "
-        "of this name. In Keras the name is that of a variable that is not trained. Default: "
-        "statistics of batch normalization are averaged; other buffers are rank 0's in torch and "
-        "Lightning, and averaged in Keras.",
+        "Dict of a buffer's name to its reduction over the ranks: 'mean', 'max', 'min', 'sum' "
+        "(of the changes on each rank) or 'rank0'. Ranks reduce at the end of each epoch and "
+        "before a validation. Set it for buffers that the model computes from its batches: "
+        "{'running_max': 'max'} applies to each buffer of this name. In Keras, use the name of "
+        "a variable that is not trained. Default: batch normalization is averaged; other "
+        "buffers are rank 0's in torch and Lightning, and averaged in Keras.",
         default={},
         convert=parse_buffer_reduction,
     )
     gradient_compression = param("Horovod compressor of gradients.", convert=_compressor)
-    batch_size = param("Rows of a batch, on each rank.", default=32, convert=integer(1))
+    batch_size = param("Rows per batch and rank.", default=32, convert=integer(1))
     val_batch_size = param(
-        "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
+        "Rows per validation batch and rank. Default: batch_size.", convert=integer(1)
     )
     epochs = param("Epochs of the whole run.", default=1, convert=integer(1))
     resume_stopped = param(
-        "Whether to go on with a run that a callback has stopped early, as far as epochs says. "
-        "Otherwise its model is returned as it is. Leave out or change what has stopped it.",
+        "Whether to resume a run that a callback has stopped early, up to epochs. Otherwise "
+        "fit() returns the run's model. Remove or change the callback that stopped it.",
         default=False,
         convert=boolean,
     )
     train_steps_per_epoch = param(
-        "Batches of an epoch on each rank. Default: as many as hold every row once.",
+        "Batches per epoch and rank. Default: enough for each row once.",
         convert=integer(1),
     )
     validation_steps_per_epoch = param(
-        "Validation batches of an epoch on each rank. Default: as many as hold every row once.",
+        "Validation batches per epoch and rank. Default: enough for each row once.",
         convert=integer(1),
     )
     backward_passes_per_step = param(
-        "Batches whose gradients are averaged before one step of the optimizer.",
+        "Batches whose gradients are averaged before each optimizer step.",
         default=1,
         convert=integer(1),
     )
     terminate_on_nan = param(
-        "Whether to look after each optimizer step if a loss or a parameter is NaN or infinite, "
-        "and to fail then, on all ranks, with a NotFiniteError that names step and parameter. The "
-        "checkpoints are of steps before.",
+        "Whether to check after each optimizer step that the loss and all parameters are "
+        "finite. If they are not, all ranks fail with a NotFiniteError that names step and "
+        "parameter. Checkpoints are from earlier steps.",
         default=False,
         convert=boolean,
     )
     random_seed = param(
-        "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
+        "Seed of the validation split, the order of rows and the framework.", convert=integer(0)
     )
     dry_run = param(
-        "Whether the driver tries model and loss on a few rows before training, on copies, so that "
-        "shapes that do not fit end fit() early. What cannot run there is left to the ranks.",
+        "Whether the driver tries copies of the model and loss on a few rows before training, "
+        "so that wrong shapes end fit() early. Code that cannot run on the driver is tried only "
+        "on the ranks.",
         default=True,
         convert=boolean,
     )
@@ -230,49 +234,49 @@ class ReadingParams(DeclaredParams):
     )
     shuffle = param("Whether training rows come in random order.", default=True, convert=boolean)
     train_reader_num_workers = param(
-        "Readers that work in parallel.",
+        "Parallel readers of training rows, per rank.",
         default=2,
         convert=integer(1),
         accessor="TrainReaderNumWorker",
         aliases=["TrainReaderNumWorkers"],
     )
     val_reader_num_workers = param(
-        "Readers of validation rows that work in parallel.",
+        "Parallel readers of validation rows, per rank.",
         default=2,
         convert=integer(1),
         accessor="ValReaderNumWorker",
         aliases=["ValReaderNumWorkers"],
     )
     reader_pool_type = param(
-        "How readers work in parallel: 'thread', 'process' or 'dummy' (not at all).",
+        "Kind of parallel readers: 'thread', 'process' or 'dummy' (not parallel).",
         default="thread",
         convert=one_of("thread", "process", "dummy"),
     )
     inmemory_cache_all = param(
-        "Keep each rank's rows in memory after the first epoch.",
+        "Whether each rank keeps its rows in memory after the first epoch.",
         default=False,
         convert=boolean,
         accessor="InMemoryCacheAll",
     )
     cache_type = param(
-        "'local-disk' keeps what is read from a remote store on the rank's disk, for the epochs "
-        "that follow, and deletes it at the end. Petastorm only.",
+        "'local-disk' caches the files of a remote store on the rank's disk for later epochs, "
+        "and deletes them at the end. Only Petastorm supports it.",
         default="null",
         convert=one_of("null", "local-disk"),
     )
     cache_location = param(
-        "Directory, on every machine, of the disk cache. Default: that of temporary files.",
+        "Directory of the disk cache, on every machine. Default: the directory of temporary files.",
         convert=string,
     )
     cache_size_limit = param(
-        "Bytes, about, that each rank keeps in the disk cache.",
+        "Approximate size of each rank's disk cache, in bytes.",
         default=10 * 2**30,
         convert=integer(1),
     )
     data_module = param(
-        "What reads the rows: 'petastorm', 'arrow', or a class derived from "
-        "hvd_estimators.loading.readers.DataModule. Default: Petastorm where it can be imported, "
-        "PyArrow otherwise.",
+        "Reader of the rows: 'petastorm', 'arrow', or a subclass of "
+        "hvd_estimators.loading.readers.DataModule. Default: Petastorm if it can be imported, "
+        "otherwise PyArrow.",
     )
 
     def _shuffle_buffer_bytes(self) -> int:
@@ -301,23 +305,28 @@ class WritingParams(DeclaredParams):
     """Params for selecting validation rows and for writing the data."""
 
     validation = param(
-        "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
-        "that is true, or above zero, for them."
+        "Fraction of the rows for validation, drawn at random with random_seed; or the name of "
+        "a column that is true, or above zero, for validation rows."
     )
     shuffle_on_write = param(
-        "Write a DataFrame's rows in random order; without effect if shuffle is False. If this is "
-        "False they are written faster, and mixed as they are read, as far as memory allows.",
+        "Whether a DataFrame's rows are written in random order; no effect if shuffle is False. "
+        "With False, writing is faster, and rows are only shuffled in memory when they are "
+        "read.",
         default=True,
         convert=boolean,
     )
     partitions_per_process = param(
-        "At most as many Parquet files per rank are written.", default=10, convert=integer(1)
+        "Maximum number of written Parquet files per rank.", default=10, convert=integer(1)
     )
     compress_sparse_cols = param(
-        "Write vectors as indices and values of what is not zero.", default=False, convert=boolean
+        "Whether vectors are written as indices and values of their nonzero elements.",
+        default=False,
+        convert=boolean,
     )
     check_finite = param(
-        "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
+        "Whether NaN and infinity are rejected when rows are written.",
+        default=False,
+        convert=boolean,
     )
 
 
@@ -325,25 +334,25 @@ class CheckpointParams(DeclaredParams):
     """Params for writing, keeping and ranking checkpoints."""
 
     checkpoint_every_n_steps = param(
-        "Optimizer steps, counted over the whole run, after which a checkpoint is written within "
-        "an epoch, too: a run that is interrupted loses no more than these. They count for "
-        "keep_checkpoints as others do. Default: at the end of each epoch only.",
+        "Optimizer steps between two checkpoints within epochs, counted over the whole run. An "
+        "interrupted run loses at most this many steps. These checkpoints count for "
+        "keep_checkpoints. Default: checkpoints only at the end of each epoch.",
         convert=integer(1),
     )
     keep_checkpoints = param(
-        "How many of a run's newest checkpoints are kept. The best by checkpoint_monitor is kept, "
-        "too. If the newest is damaged, a fit goes on from the one before.",
+        "Number of a run's newest checkpoints to keep, in addition to the best one by "
+        "checkpoint_monitor. If the newest is damaged, a fit resumes from the one before it.",
         default=2,
         convert=integer(1),
     )
     checkpoint_monitor = param(
-        "What tells which checkpoint is best: a name of getHistory(), with 'val_' before it for "
+        "Metric that ranks the checkpoints: a name of getHistory(), with the prefix 'val_' for "
         "validation. Default: 'val_loss', or 'loss' without validation.",
         convert=string,
     )
     checkpoint_mode = param(
-        "Whether less ('min') or more ('max') of checkpoint_monitor is better; 'auto' tells by its "
-        "name.",
+        "Whether a lower ('min') or higher ('max') value of checkpoint_monitor is better; "
+        "'auto' decides by its name.",
         default="auto",
         convert=one_of("auto", "min", "max"),
     )
@@ -402,33 +411,35 @@ class RankParams(DeclaredParams):
     """Params for the number of ranks, their backend, resources and output."""
 
     num_proc = param(
-        "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
+        "Number of ranks. Default, and 0: the number of task slots.", convert=integer(0)
     )
     max_restarts = param(
-        "How often the ranks are launched again where one is lost: killed, without its executor, "
-        "its peers or its store; or stalled: stopped for a minute, or holding up the others for "
-        "half an hour (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS in the ranks' environment sets another "
-        "limit for both, 0 none for the latter); or all of them without a batch or an end of an "
-        "epoch for four hours (HVD_ESTIMATORS_HANG_SECONDS). They go on from the run's newest "
-        "checkpoint. Task slots for them are waited for as run_elastic does "
-        "(HOROVOD_ELASTIC_TIMEOUT, 600 seconds). An exception of the training code ends the fit. "
-        "A run_id whose driver was killed on another machine is waited for, for five minutes.",
+        "Maximum number of relaunches after a rank is lost or stalls. A rank is lost if it is "
+        "killed, or loses its executor, its peers or its store. A rank stalls if it is stopped "
+        "for a minute, or delays the others for half an hour "
+        "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS in the ranks' environment sets both limits; 0 "
+        "disables the second). A relaunch also follows if no rank has finished a batch or an "
+        "epoch for four hours (HVD_ESTIMATORS_HANG_SECONDS). Relaunched ranks resume from the "
+        "run's newest checkpoint. They wait for task slots like run_elastic "
+        "(HOROVOD_ELASTIC_TIMEOUT, 600 seconds). An exception of the training code ends the "
+        "fit. If the run's driver was killed on another machine, fit() waits five minutes for "
+        "its run_id.",
         default=0,
         convert=integer(0),
     )
     min_num_proc = param(
-        "Fewest ranks of a restart, where there are fewer task slots than num_proc; they train "
-        "what num_proc ranks do. Default: num_proc.",
+        "Minimum number of ranks of a relaunch that finds fewer than num_proc task slots. They "
+        "do the work of num_proc ranks. Default: num_proc.",
         convert=integer(1),
     )
     backend = param(
-        "What runs the ranks, instead of num_proc: a Backend, or any object with run(fn, args, "
-        "kwargs, env) and num_processes(). It is not saved with the estimator.",
+        "Object that runs the ranks, instead of num_proc: a Backend, or any object with run(fn, "
+        "args, kwargs, env) and num_processes(). It is not saved with the estimator.",
         saved=False,
     )
     resource_profile = param(
-        "What the tasks of ranks ask for, a pyspark.resource.ResourceProfile, so that training "
-        "gets GPUs that preparing the data did not hold. It is not saved with the estimator.",
+        "Resources of the ranks' tasks, as a pyspark.resource.ResourceProfile. So only training "
+        "holds GPUs, not the preparation of data. It is not saved with the estimator.",
         saved=False,
     )
     gpus_per_task = param(
@@ -437,13 +448,15 @@ class RankParams(DeclaredParams):
     cpus_per_task = param(
         "Cores of each rank's task. Default: spark.task.cpus.", convert=integer(1)
     )
-    use_gpu = param("Train on GPUs where ranks have one.", default=True, convert=boolean)
+    use_gpu = param("Whether ranks with a GPU train on it.", default=True, convert=boolean)
     mp_start_method = param(
         "Start method of multiprocessing in the ranks: 'fork', 'forkserver' or 'spawn'.",
         convert=one_of("fork", "forkserver", "spawn"),
     )
     verbose = param(
-        "0 is silent, 1 shows progress, 2 also what the ranks print.", default=1, convert=integer(0)
+        "0 shows nothing, 1 shows progress, 2 also shows the output of ranks.",
+        default=1,
+        convert=integer(0),
     )
 
     def _get_or_create_backend(self) -> Any:

@@ -37,27 +37,27 @@ class ClassificationParams(DeclaredParams):
     """Params for the columns that `transform` adds for classifiers."""
 
     predictionCol = param(
-        "Column for the class (a double: the position of the highest score), which transform() "
-        "adds beside the output's. With outputs_are='values' the output itself. Default: none.",
+        "Column that transform() adds for the class, as a double: the position of the highest "
+        "score. With outputs_are='values', it is the output itself. Default: none.",
         convert=string,
         accessor="PredictionCol",
     )
     probabilityCol = param(
-        "Column for the classes' probabilities, an ML vector. Default: none.",
+        "Column for the probabilities of the classes, as an ML vector. Default: none.",
         convert=string,
         accessor="ProbabilityCol",
     )
     rawPredictionCol = param(
-        "Column for the classes' scores as the model gives them, an ML vector. Default: none.",
+        "Column for the model's scores of the classes, as an ML vector. Default: none.",
         convert=string,
         accessor="RawPredictionCol",
     )
     outputs_are = param(
-        "What the model's output is: 'logits' (scores of any size; their softmax, or the sigmoid "
-        "of a single one, are the probabilities), 'probabilities', 'log_probabilities', or "
-        "'values' (no scores of classes). A single score is that of class 1 of two: raw scores are "
-        "[-z, z] for a logit and [1 - p, p] for a probability. For probabilityCol, and for the "
-        "other two columns where the output is a single number.",
+        "Meaning of the model's output: 'logits' (any scores; their softmax, or a single "
+        "score's sigmoid, gives the probabilities), 'probabilities', 'log_probabilities', or "
+        "'values' (not scores of classes). A single score belongs to class 1 of two: raw scores "
+        "are [-z, z] for a logit and [1 - p, p] for a probability. Required for probabilityCol, "
+        "and for the other two columns if the output is a single number.",
         convert=one_of("logits", "probabilities", "log_probabilities", "values"),
     )
 
@@ -103,30 +103,30 @@ class InferenceParams(DeclaredParams):
     """Params of `transform` for all models."""
 
     outputs = param(
-        "Which of the model's outputs are predictions: a list of positions (0 is the first) or of "
-        "names (keys of a dict, fields of a dataclass or a named tuple, Keras's output layers), or "
-        "one of them. transform() adds a column for each. Metrics, and losses of one label each, "
-        "compare them to label_cols, in this order. Default: all outputs; of outputs with names, "
-        "those that label_cols name.",
+        "Outputs of the model that are predictions: positions (0 is the first) or names (keys "
+        "of a dict, fields of a dataclass or named tuple, Keras's output layers), as a list or "
+        "a single one. transform() adds a column for each. Metrics, and losses of one label "
+        "each, compare them to label_cols, in this order. Default: all outputs; for named "
+        "outputs, those that label_cols name.",
         convert=places,
     )
     inference_batch_size = param(
-        "Rows of one forward pass. Default: a whole Arrow batch, of "
-        "spark.sql.execution.arrow.maxRecordsPerBatch rows, or of 32 MiB if these are fewer.",
+        "Rows per forward pass. Default: an Arrow batch, which has "
+        "spark.sql.execution.arrow.maxRecordsPerBatch rows or 32 MiB, whichever is less.",
         convert=integer(1),
     )
     inference_precision = param(
-        "What transform() computes in: 'float32' (as the model is), or 'bfloat16' or 'float16' "
-        "where that is safe: autocast in torch and Lightning, Keras's mixed precision for layers "
-        "that compute in float32. Outputs are rounded to two or three digits.",
+        "Precision in which transform() computes: 'float32' (the model's own), or 'bfloat16' or "
+        "'float16' where they are safe: autocast in torch and Lightning, Keras's mixed "
+        "precision for layers that compute in float32. These round outputs to two or three "
+        "digits.",
         default="float32",
         convert=one_of("float32", "bfloat16", "float16"),
     )
     handleInvalid = param(
-        "What transform() does with rows that have a null in a column that the model is given: "
-        "'keep' them, with nulls in all columns that it adds; 'skip' them: the result lacks them; "
-        "or fail with an 'error'. NaN is a number like others. A null within an array counts as "
-        "one of the row.",
+        "Treatment of rows with a null in a column of the model: 'keep' gives them null "
+        "predictions, 'skip' removes them, 'error' fails. NaN is not a null. A null within an "
+        "array counts as a null of the row.",
         default="keep",
         convert=one_of("keep", "skip", "error"),
         accessor="HandleInvalid",
@@ -145,24 +145,25 @@ class TransformationParams(DeclaredParams):
     """Params for the transformation of rows between the reader and the model."""
 
     transformation_fn = param(
-        "Row (a dict) to row, applied by the readers. Strings and bytes reach it; what the model "
-        "is given has to be numbers."
+        "Function from row to row (dicts), which the readers apply. It receives strings and "
+        "bytes; the columns for the model must be numbers."
     )
     transformation_batch_fn = param(
-        "Columns (a dict of NumPy arrays, rows first) to columns of as many rows, applied by the "
-        "readers instead of transformation_fn to many rows at a time."
+        "Function from columns to columns with the same number of rows (dicts of NumPy arrays, "
+        "rows first). The readers apply it to many rows at a time, instead of "
+        "transformation_fn."
     )
     transformation_edit_fields = param(
-        "Fields that the transformation makes or changes, as (name, dtype, shape): they are cast "
+        "Fields that the transformation adds or changes, as (name, dtype, shape). They are cast "
         "and checked."
     )
     transformation_removed_fields = param(
-        "Fields that are dropped after the transformation.", convert=column_names
+        "Fields to drop after the transformation.", convert=column_names
     )
     apply_transformation = param(
-        "Whether the model's transform() applies the transformation, too, to its input columns and "
-        "to those others that were trained on, as far as the DataFrame has them. By default it "
-        "does not, and takes columns as the transformation leaves them.",
+        "Whether the model's transform() also applies the transformation: to its input columns, "
+        "and to other training columns that the DataFrame has. By default, transform() expects "
+        "transformed columns.",
         default=False,
         convert=boolean,
     )
@@ -194,8 +195,8 @@ class HistoryParams(DeclaredParams):
     """Training history of a model."""
 
     history = param(
-        "What was measured in each epoch: a list of dicts with epoch, train and validation. See "
-        "history_frame() for rows."
+        "Results of each epoch: a list of dicts with epoch, train and validation. "
+        "history_frame() returns them as rows."
     )
 
     def history_frame(self) -> pd.DataFrame:

@@ -46,19 +46,22 @@ class TorchModel(HorovodModel):
     """
 
     optimizer = param("The optimizer after training, with the learning rate of one rank.")
-    loss = param("The loss that was trained with.")
-    loss_constructors = param("The loss constructors that were trained with.")
+    loss = param("The loss of the training.")
+    loss_constructors = param("The loss constructors of the training.")
     loss_form = param(
-        "Whether the loss was one per label ('per_label') or took everything ('joint').",
+        "Form of the loss in training: one per label ('per_label') or one for all ('joint').",
         default="per_label",
         convert=one_of(*LOSS_FORMS),
     )
     input_shapes = param(
-        "Shape of each input: of one row, or with -1 for the rows of a batch first.", convert=shapes
+        "Shape of each input: the shape of one row, or of a batch with -1 as its first dimension.",
+        convert=shapes,
     )
-    column_dtypes = param("Column to torch dtype, where it is not float32.", default={})
+    column_dtypes = param(
+        "Dict of column to torch dtype, for columns that are not float32.", default={}
+    )
     input_form = param(
-        "How the model takes its inputs: 'positional', 'keyword' or 'dict'.",
+        "Form of the model's inputs: 'positional', 'keyword' or 'dict'.",
         default="positional",
         convert=one_of(*INPUT_FORMS),
     )

@@ -76,45 +76,46 @@ class TorchParams(HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
 
     input_shapes = param(
-        "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
-        "columns' shapes.",
+        "Shape of each input: the shape of one row, or of a batch with -1 as its first "
+        "dimension. Default: the columns' shapes.",
         convert=shapes,
     )
     input_form = param(
-        "How the model takes its inputs: 'positional' (one tensor per feature column), 'keyword' "
-        "(by the columns' names), or 'dict' (one dict of column name to tensor).",
+        "Form of the model's inputs: 'positional' (one tensor per feature column), 'keyword' "
+        "(tensors by column name), or 'dict' (one dict of column name to tensor).",
         default="positional",
         convert=one_of(*INPUT_FORMS),
     )
     loss_form = param(
-        "How the loss is called: 'per_label' (loss(output, label), one loss per output and label), "
-        "or 'joint' (one loss of everything: called by keyword with those of outputs, labels, "
-        "inputs and sample_weights that it takes; outputs are what the model returned, labels and "
-        "inputs lists of tensors; returns the mean over the rows). label_cols=[] takes 'joint'.",
+        "Form of the loss: 'per_label' (loss(output, label), one loss per output and label) or "
+        "'joint' (one loss for all). A joint loss takes any of the keywords outputs (the "
+        "model's result), labels and inputs (lists of tensors) and sample_weights. It returns "
+        "the mean over the rows. label_cols=[] requires 'joint'.",
         default="per_label",
         convert=one_of(*LOSS_FORMS),
     )
     loss_constructors = param(
-        "Instead of loss: a callable, or one per label, that makes the loss on the rank. Called "
-        "with those of model, optimizer, device, rank, size and spec that it takes.",
+        "A callable, or one per label, that creates the loss on the rank; replaces loss. It "
+        "takes any of the keywords model, optimizer, device, rank, size and spec.",
         convert=functions,
     )
     train_minibatch_fn = param(
-        "Takes the place of forward pass, backward pass and step: called with (model, optimizer, "
-        "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, "
-        "batch_idx), or the first of these; returns (outputs, loss). Gradients are the mean over "
-        "the ranks when the last backward() before a step returns, so that they can be clipped. "
-        "List objects with a state that it uses, such as a GradScaler, in stateful."
+        "Function that replaces forward pass, backward pass and step. It takes (model, "
+        "optimizer, transform_outputs, loss_fn, inputs, labels, sample_weights, "
+        "backward_passes_per_step, batch_idx), or the first of these, and returns (outputs, "
+        "loss). When the last backward() before a step returns, gradients are the mean over the "
+        "ranks, so you can clip them. List objects whose state it uses, such as a GradScaler, "
+        "in stateful."
     )
     stateful = param(
-        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers and "
-        "averages of weights, that train_minibatch_fn, losses or callbacks use. Checkpoints hold "
-        "their state. The functions and objects of one estimator share them on the ranks, with "
-        "the model and the optimizer that train. [] states that there are none.",
+        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers "
+        "and averaged weights, that train_minibatch_fn, losses or callbacks use. Checkpoints "
+        "contain their state. On the ranks, the estimator's functions and objects share them, "
+        "together with the trained model and optimizer. [] declares that there are none.",
         convert=_stateful,
     )
     column_dtypes = param(
-        "Column to torch dtype, such as {'label': 'int64'}. Others become float32.",
+        "Dict of column to torch dtype, such as {'label': 'int64'}. Other columns become float32.",
         default={},
         convert=_dtypes,
     )

@@ -130,11 +130,6 @@ TABLE = (
         "global_seed_generator",
         "It is the generator of keras.random.",
     ),
-    Private(
-        "tensorflow.python.trackable.base.Trackable",
-        "_self_unconditional_checkpoint_dependencies _self_unconditional_dependency_names",
-        "TensorFlow's record of a layer's attributes names those to copy.",
-    ),
     # torch
     Private(
         "torch._dynamo.eval_frame.OptimizedModule",
