@@ -302,7 +302,7 @@ class RunRecord:
             logger.warning(
                 "run_id: a callback had stopped the run %r after %d epochs. Its model is returned, "
                 "and nothing was trained. To go on, set resume_stopped=True, and change or leave "
-                "out what has stopped it; to begin anew, set another run_id.",
+                "out what has stopped it; for a new run, set another run_id.",
                 self._run.run_id,
                 len(history),
             )

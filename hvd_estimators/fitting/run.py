@@ -115,8 +115,8 @@ def check_reading(found: FoundRun, data: DataSpec) -> None:
             f"run_id: the run {run.run_id!r} was interrupted within epoch {newest.epoch + 1}, and "
             f"this fit reads rows in another order, with {'; '.join(differing)}: some of that "
             "epoch would be trained on twice, and others never. Set what it was trained with, "
-            "or another run_id. To begin the epoch anew, delete the run's checkpoints of a "
-            f"position within it, from {checkpoint_path(run, newest)!r} backwards."
+            "or another run_id. To repeat the epoch from its start, delete the run's checkpoints "
+            f"of a position within it, from {checkpoint_path(run, newest)!r} backwards."
         )
 
 

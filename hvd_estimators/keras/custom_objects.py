@@ -20,7 +20,7 @@ import io
 import pickle
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import cloudpickle
@@ -229,9 +229,9 @@ def set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
 
 def _check_attributes(original: Any, made: Any) -> None:
     """Check that a metric or optimizer has the settings of the original."""
-    known: set[str] = set()
+    known: Set[str] = frozenset()
     if isinstance(original, keras.metrics.Metric):
-        known = set(vars(keras.metrics.Metric()))
+        known = _metric_names()
     elif isinstance(original, keras.optimizers.Optimizer):
         known = set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
     if is_keras(type(original)):
@@ -279,11 +279,17 @@ def _is_same(ours: Any, theirs: Any, depth: int = 0) -> bool:
         return False
     if is_keras(type(ours)) or not hasattr(ours, "__dict__"):
         return True
-    known = set(vars(keras.metrics.Metric())) if isinstance(ours, keras.metrics.Metric) else set()
+    known = _metric_names() if isinstance(ours, keras.metrics.Metric) else frozenset()
     return all(
         name in known or (name in vars(theirs) and _is_same(value, vars(theirs)[name], depth + 1))
         for name, value in vars(ours).items()
     )
+
+
+@functools.cache
+def _metric_names() -> frozenset[str]:
+    """Return the names of attributes that Keras itself sets on metrics."""
+    return frozenset(vars(keras.metrics.Metric()))
 
 
 @functools.cache

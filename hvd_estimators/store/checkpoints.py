@@ -213,7 +213,7 @@ def find_newest_valid(
         raise away if isinstance(away, StoreUnavailableError) else unreadable
     raise StoreError(
         f"No checkpoint of the run {run.run_id!r} is whole: {', '.join(damaged)}. Set another "
-        f"run_id, or none, to train anew; or delete {run.checkpoints_path!r} to train this run "
+        f"run_id, or none, for a new run; or delete {run.checkpoints_path!r} to train this run "
         "from its beginning."
     )
 

@@ -245,7 +245,7 @@ def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
 
 
 _REMEDY = (
-    " Set another run_id, or none, to train anew; or delete the checkpoints of this run to train "
+    " Set another run_id, or none, for a new run; or delete the checkpoints of this run to train "
     "it from its beginning."
 )
 
