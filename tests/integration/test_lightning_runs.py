@@ -225,25 +225,28 @@ class Counter:
 
 
 class Rows(LightningModule):
-    """Takes down the rows that it is given, in its state, and changes by them."""
+    """Records the epoch's rows and all losses in its state, and changes by the rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.rows: list[int] = []
+        self.losses: list[float] = []
 
-    def get_extra_state(self) -> dict[str, list[int]]:
-        return {"rows": list(self.rows)}
+    def get_extra_state(self) -> dict[str, list[Any]]:
+        return {"rows": list(self.rows), "losses": list(self.losses)}
 
-    def set_extra_state(self, state: dict[str, list[int]]) -> None:
-        self.rows = list(state["rows"])
+    def set_extra_state(self, state: dict[str, list[Any]]) -> None:
+        self.rows, self.losses = list(state["rows"]), list(state["losses"])
 
     def on_train_epoch_start(self) -> None:
         self.rows = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.rows += batch.tolist()
-        return ((self.weight - batch * (batch_idx + 1)) ** 2).mean()
+        loss = ((self.weight - batch * (batch_idx + 1)) ** 2).mean()
+        self.losses.append(loss.item())
+        return loss
 
     def on_train_epoch_end(self) -> None:
         self.log("first", float(self.rows[0]))
@@ -260,14 +263,21 @@ def test_a_users_loader_goes_on_within_an_epoch(store: Any, data_module: Any) ->
     def run(run_id: str, **further: Any) -> Any:
         settings = {"model": Rows(), "data_module": data_module, "batch_size": 2, "epochs": 2}
         fitted = fit(InThisProcess(), store, run_id=run_id, **settings, **further)
-        return fitted.getHistory(), fitted.getModel().weight.item(), fitted.getModel().rows
+        module = fitted.getModel()
+        return fitted.getHistory(), module.weight.item(), module.rows, module.losses
 
     whole = run("whole", checkpoint_every_n_steps=4, keep_checkpoints=9)
-    assert len(whole[2]) == 12
+    losses = whole[3]
+    assert (len(whole[2]), len(losses)) == (12, 12)
     found = {}
-    for run_id, position in kept_checkpoints(store, "whole"):
-        if position[1]:
-            found[position] = run(run_id)
+    for run_id, (epoch, rows) in kept_checkpoints(store, "whole"):
+        if rows:
+            found[epoch, rows] = run(run_id)
+            # A resumed epoch reports the loss of its second part; an epoch has six steps.
+            second_part = losses[6 * epoch + rows // 2 : 6 * (epoch + 1)]
+            train = found[epoch, rows][0][epoch]["train"]
+            assert train["loss"] == pytest.approx(sum(second_part) / len(second_part))
+            train["loss"] = whole[0][epoch]["train"]["loss"]
     # After steps 4 and 8 of twelve; the second epoch begins after six.
     assert found == {(0, 8): whole, (1, 4): whole}
 
