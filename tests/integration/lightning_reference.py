@@ -59,16 +59,6 @@ class Regression(RegressionSteps, LightningModule):
     """The reference's net and loss."""
 
 
-class InThisProcess:
-    """A backend of somebody else's, which calls the function where it is."""
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
-
-
 def fit(backend: Any, store: Any, **params: Any) -> Any:
     estimator = LightningEstimator(
         **{

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
-from pyarrow import parquet
+from parquet_files import write_columns
 
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
@@ -36,15 +35,9 @@ def write_rows(path: Path, rows: int, files: int = 2, seed: int = 0) -> dict[str
         "label": (features @ np.arange(1, WIDTH + 1) + 0.5).astype(np.float32),
         "weight": rng.uniform(0.1, 3.0, size=rows),
     }
-    path.mkdir(parents=True)
     for index, part in enumerate(np.array_split(np.arange(rows), min(files, rows))):
-        table = pa.table(
-            {
-                name: pa.array(list(array[part])) if array.ndim > 1 else pa.array(array[part])
-                for name, array in columns.items()
-            }
-        )
-        parquet.write_table(table, path / f"part-{index:03d}.parquet", row_group_size=17)
+        rows_of_file = {name: array[part] for name, array in columns.items()}
+        write_columns(path, rows_of_file, row_group_size=17, name=f"part-{index:03d}.parquet")
     return columns
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import kill_fits
 import pytest
+from backends import InProcessBackend
 from kill_fits import assert_equal_bits, end_of, make_estimator, write_data
-from lightning_reference import InThisProcess
 
 from hvd_estimators import load_checkpoint
 from hvd_estimators.exceptions import StoreError
@@ -25,7 +25,7 @@ def fit(store: Any, run_id: str, epochs: int = EPOCHS) -> dict[str, Any]:
     estimator = make_estimator(
         "torch",
         store=store,
-        backend=InThisProcess(),
+        backend=InProcessBackend(),
         run_id=run_id,
         epochs=epochs,
         batch_size=32,

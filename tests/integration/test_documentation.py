@@ -91,7 +91,7 @@ ASSUMED = {"assembler", "indexer", "loader", "loss", "optimizer"}
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Path]:
+def in_temp_folder(tmp_path: Path) -> Iterator[Path]:
     """A working folder of the test's own."""
     before = Path.cwd()
     os.chdir(tmp_path)
@@ -117,7 +117,7 @@ def test_output_that_differs_from_what_a_page_shows_is_found(printed: str, expec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_blocks_of_a_page_run(page: Path, spark: Any, elsewhere: Path) -> None:
+def test_blocks_of_a_page_run(page: Path, spark: Any, in_temp_folder: Path) -> None:
     pytest.importorskip("petastorm", reason="they run in the default environment alone")
     blocks = documented.blocks_of(page)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -125,12 +125,12 @@ def test_blocks_of_a_page_run(page: Path, spark: Any, elsewhere: Path) -> None:
     unknown = wanted - GIVEN.keys() - ASSUMED
     assert not unknown, f"{page.name}: what are {sorted(unknown)}?"
     for name in sorted(wanted & documented.names_wanted([b for b in blocks if b.runs])):
-        namespace[name] = GIVEN[name](spark, elsewhere)
+        namespace[name] = GIVEN[name](spark, in_temp_folder)
     for block in blocks:
         documented.check_imports(block, namespace)
         documented.check_keywords(block, namespace)
         if block.runs:
-            text = re.sub("/(?:shared|tmp)/", f"{elsewhere}/", ast.unparse(block.tree))
+            text = re.sub("/(?:shared|tmp)/", f"{in_temp_folder}/", ast.unparse(block.tree))
             tree = ast.parse(text)
             for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
                 ast.copy_location(old, new)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from lightning_reference import fit
-from pyarrow import parquet
+from parquet_files import write_columns
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights
 
@@ -69,11 +67,9 @@ def write(store: Any, rows: int) -> dict[str, torch.Tensor]:
         "image": rng.normal(size=(rows, 3 * SIZE * SIZE)).astype(np.float32),
         "label": rng.integers(0, 3, rows).astype(np.float32),
     }
-    table = pa.table({"image": list(columns["image"]), "label": columns["label"]})
     for path in (store.get_train_data_path(), store.get_val_data_path()):
-        Path(path).mkdir(parents=True)
-        # Of one row each: so few rows are what the first row group holds if files are many.
-        parquet.write_table(table, f"{path}/part-0.parquet", row_group_size=1)
+        # With many files, the first row group has as few rows as these.
+        write_columns(path, columns, row_group_size=1)
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     return {**tensors, "image": tensors["image"].reshape(rows, 3, SIZE, SIZE)}
 

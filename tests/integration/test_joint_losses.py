@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from lightning_reference import fit as fit_lightning
-from pyarrow import parquet
+from parquet_files import write_columns
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 
@@ -34,10 +33,8 @@ def write(store: Store) -> dict[str, torch.Tensor]:
         "y": rng.integers(0, 3, ROWS),
         "w": rng.uniform(0.1, 3.0, ROWS).astype(np.float32),
     }
-    arrays = {k: pa.array(list(v)) if v.ndim > 1 else pa.array(v) for k, v in columns.items()}
     for path in (store.get_train_data_path(), store.get_val_data_path()):
-        Path(path).mkdir(parents=True)
-        parquet.write_table(pa.table(arrays), f"{path}/part-0.parquet", row_group_size=17)
+        write_columns(path, columns, row_group_size=17)
     return {name: torch.from_numpy(array) for name, array in columns.items()}
 
 

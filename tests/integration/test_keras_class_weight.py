@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import pytest
 from keras_reference import assert_same_weights, make_estimator
-from pyarrow import parquet
+from parquet_files import write_columns
 
 from hvd_estimators.exceptions import DataError, ParamError
 
@@ -27,9 +25,7 @@ def write(path: str, rows: int, seed: int) -> dict[str, np.ndarray]:
         "w": rng.uniform(0.5, 2.0, size=rows).astype(np.float32),
         "z": rng.normal(size=rows),
     }
-    Path(path).mkdir(parents=True)
-    arrays = {k: pa.array(list(v)) if v.ndim > 1 else pa.array(v) for k, v in columns.items()}
-    parquet.write_table(pa.table(arrays), f"{path}/part-0.parquet", row_group_size=25)
+    write_columns(path, columns, row_group_size=25)
     return columns
 
 

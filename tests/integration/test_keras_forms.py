@@ -10,10 +10,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import pytest
 from keras_reference import assert_same_weights, make_estimator
-from pyarrow import parquet
+from parquet_files import write_columns
 
 from hvd_estimators.keras import KerasModel
 
@@ -30,9 +29,7 @@ def write(path: str, rows: int = 60) -> dict[str, np.ndarray]:
         "narrow": rng.normal(size=rows).astype(np.float32),
         "y": rng.normal(size=rows).astype(np.float32),
     }
-    Path(path).mkdir(parents=True)
-    arrays = {k: pa.array(list(v)) if v.ndim > 1 else pa.array(v) for k, v in columns.items()}
-    parquet.write_table(pa.table(arrays), f"{path}/part-0.parquet", row_group_size=25)
+    write_columns(path, columns, row_group_size=25)
     return columns
 
 

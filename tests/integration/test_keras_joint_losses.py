@@ -11,13 +11,12 @@ import cloudpickle
 import keras
 import keras_reference
 import numpy as np
-import pyarrow as pa
 import pytest
 import reference
 import tensorflow as tf
 from keras_reference import assert_same_weights, make_estimator
 from lightning_ranks import StandingBackend
-from pyarrow import parquet
+from parquet_files import write_columns
 from reference import global_batches
 
 from hvd_estimators import Store
@@ -44,10 +43,8 @@ def write(store: Store) -> dict[str, np.ndarray]:
         "noise": rng.normal(size=(ROWS, 2)).astype(np.float32),
         "y": rng.normal(size=ROWS).astype(np.float32),
     }
-    arrays = {k: pa.array(list(v)) if v.ndim > 1 else pa.array(v) for k, v in columns.items()}
     for path in (store.get_train_data_path(), store.get_val_data_path()):
-        Path(path).mkdir(parents=True)
-        parquet.write_table(pa.table(arrays), f"{path}/part-0.parquet", row_group_size=17)
+        write_columns(path, columns, row_group_size=17)
     return columns
 
 

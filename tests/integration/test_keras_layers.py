@@ -9,10 +9,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import pytest
 from keras_reference import assert_same_weights, make_estimator, train_alone
-from pyarrow import parquet
+from parquet_files import write_columns
 from reference import global_batches, write_rows
 
 pytestmark = pytest.mark.integration
@@ -274,10 +273,10 @@ def write_inputs(path: Path, rows: int) -> dict[str, np.ndarray]:
     columns = {name: rng.normal(size=(rows, *s)).astype("float32") for name, s in SHAPES.items()}
     columns["tokens"] = rng.integers(0, 8, (rows, 5)).astype("int32")
     columns["label"] = rng.normal(size=rows).astype("float32")
-    path.mkdir(parents=True)
+    flat = {name: a if a.ndim == 1 else a.reshape(rows, -1) for name, a in columns.items()}
     for number, part in enumerate(np.array_split(np.arange(rows), 2)):
-        table = {name: list(a[part].reshape(len(part), -1)) for name, a in columns.items()}
-        parquet.write_table(pa.table(table), path / f"{number}.parquet")
+        rows_of_file = {name: a[part] for name, a in flat.items()}
+        write_columns(path, rows_of_file, name=f"{number}.parquet")
     return columns
 
 

@@ -9,26 +9,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import pytest
 from keras_reference import assert_same_weights, make_estimator
-from pyarrow import parquet
+from parquet_files import write_columns
 from sklearn.datasets import load_digits
 
 from hvd_estimators.exceptions import ShapeError
 
 pytestmark = pytest.mark.integration
-
-
-def write(path: str, columns: dict[str, np.ndarray]) -> None:
-    Path(path).mkdir(parents=True)
-    table = pa.table(
-        {
-            name: pa.array(list(array)) if array.ndim > 1 else pa.array(array)
-            for name, array in columns.items()
-        }
-    )
-    parquet.write_table(table, f"{path}/part-0.parquet", row_group_size=200)
 
 
 def conv_net() -> keras.Model:
@@ -52,7 +40,11 @@ def test_digits_are_read_as_well_as_by_one_process_and_need_no_horovod_to_load(
     images, labels = (digits.data / 16).astype(np.float32), digits.target
     order = np.random.default_rng(0).permutation(len(images))
     train, test = order[:1400], order[1400:]
-    write(store.get_train_data_path(), {"pixels": images[train], "digit": labels[train]})
+    write_columns(
+        store.get_train_data_path(),
+        {"pixels": images[train], "digit": labels[train]},
+        row_group_size=200,
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     fitted = make_estimator(
         store,
@@ -187,7 +179,7 @@ def test_two_inputs_two_outputs_and_everything_custom(store: Any, subclassed: bo
         "number": rng.normal(size=60),
         "vector": rng.normal(size=(60, 2)).astype(np.float32),
     }
-    write(store.get_train_data_path(), columns)
+    write_columns(store.get_train_data_path(), columns, row_group_size=200)
     keras.utils.set_random_seed(3)
     model = TwoTowers() if subclassed else functional_towers()
     # By name where inputs are a dict, whatever their order.
@@ -230,7 +222,11 @@ def test_two_inputs_two_outputs_and_everything_custom(store: Any, subclassed: bo
 
 def test_custom_train_steps_and_shapes_that_do_not_fit(store: Any) -> None:
     rng = np.random.default_rng(0)
-    write(store.get_train_data_path(), {"x": rng.normal(size=(40, 3)), "y": rng.normal(size=40)})
+    write_columns(
+        store.get_train_data_path(),
+        {"x": rng.normal(size=(40, 3)), "y": rng.normal(size=40)},
+        row_group_size=200,
+    )
 
     def fit(**params: Any) -> Any:
         given = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 20, **params}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -15,13 +14,12 @@ import keras
 import keras_reference
 import lightning_ranks
 import numpy as np
-import pyarrow as pa
 import pytest
 import reference
 import tensorflow as tf
 from keras_reference import assert_same_weights, make_estimator
 from lightning_ranks import StandingBackend
-from pyarrow import parquet
+from parquet_files import write_columns
 from reference import global_batches
 
 pytestmark = pytest.mark.integration
@@ -176,9 +174,7 @@ def write(path: str, rows: int, seed: int) -> dict[str, np.ndarray]:
         "series": rng.normal(size=(rows, 18)).astype(np.float32),
     }
     columns["label"] = columns["series"].sum(axis=1) / 3 - columns["body"][:, 0]
-    Path(path).mkdir(parents=True)
-    table = {name: pa.array(list(array)) for name, array in columns.items()}
-    parquet.write_table(pa.table(table), f"{path}/part-0.parquet", row_group_size=9)
+    write_columns(path, columns, row_group_size=9)
     return columns
 
 
@@ -291,8 +287,7 @@ def test_a_loss_of_pairs_of_rows_that_are_gathered_trains_as_in_one_process(
 ) -> None:
     series = write(store.get_train_data_path(), 13, seed=0)["series"]
     shifted = (2 * series - 0.5).astype(np.float32)
-    table = {"anchor": pa.array(list(series)), "positive": pa.array(list(shifted))}
-    parquet.write_table(pa.table(table), f"{store.get_train_data_path()}/part-0.parquet")
+    write_columns(store.get_train_data_path(), {"anchor": series, "positive": shifted})
     model = make_pairs()
     params = {"feature_cols": ["anchor"], "label_cols": ["positive"], "label_shapes": [[-1, 6, 3]]}
     estimator = make_estimator(

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import pytest
 from keras_reference import assert_same_weights, make_estimator
-from pyarrow import parquet
+from parquet_files import write_columns
 
 from hvd_estimators.exceptions import ColumnError, ShapeError
 from hvd_estimators.keras import KerasModel
@@ -90,11 +89,7 @@ def test_strings_train_as_in_one_process(spark: Any, store: Any, kind: str, tmp_
         "batch_size": 15,
         "epochs": 2,
     }
-    arrays = {k: pa.array(list(v)) for k, v in columns.items()}
-    Path(store.get_train_data_path()).mkdir(parents=True)
-    parquet.write_table(
-        pa.table(arrays), f"{store.get_train_data_path()}/part-0.parquet", row_group_size=25
-    )
+    write_columns(store.get_train_data_path(), columns, row_group_size=25)
     estimator = make_estimator(store, 2, **params)
     fitted = estimator.fit_on_parquet()
     alone = make(columns)

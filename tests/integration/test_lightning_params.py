@@ -9,7 +9,9 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from lightning_reference import InThisProcess, Regression, RegressionSteps, fit
+from backends import InProcessBackend
+from lightning_reference import Regression, RegressionSteps, fit
+from parquet_files import write_columns
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
@@ -200,17 +202,13 @@ class Digits(LightningModule):
 
 
 def test_a_convolutional_net_learns_digits_as_in_one_process(backend: Any, store: Any) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))
     pixels, digits = pixels[order].astype(np.float32), digits[order]
-    path = Path(store.get_train_data_path())
-    path.mkdir(parents=True)
-    table = pa.table({"pixels": list(pixels[:1400]), "digit": digits[:1400]})
-    parquet.write_table(table, path / "part-0.parquet")
+    columns = {"pixels": pixels[:1400], "digit": digits[:1400]}
+    write_columns(store.get_train_data_path(), columns)
 
     def accuracy(ranks: Any, batch_size: int) -> float:
         model = fit(
@@ -227,7 +225,7 @@ def test_a_convolutional_net_learns_digits_as_in_one_process(backend: Any, store
             scores = model.getModel()(torch.from_numpy(pixels[1400:]))
         return float((scores.argmax(dim=1).numpy() == digits[1400:]).mean())
 
-    alone, together = accuracy(InThisProcess(), 64), accuracy(backend, 32)
+    alone, together = accuracy(InProcessBackend(), 64), accuracy(backend, 32)
     assert alone > 0.9
     assert together > alone - 0.01
 
@@ -262,7 +260,7 @@ class Exploding(Regression):
 def test_training_ends_at_a_loss_that_is_not_finite(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 32)
     with pytest.raises(NotFiniteError, match=r"at step 1 of the run .*the loss of rank 0 is inf"):
-        fit(InThisProcess(), store, model=Exploding(), terminate_on_nan=True)
+        fit(InProcessBackend(), store, model=Exploding(), terminate_on_nan=True)
 
 
 def test_mlflow_logs_to_the_runs_logs(

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning_reference import InThisProcess, Regression, fit
+from backends import InProcessBackend
+from lightning_reference import Regression, fit
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 from reference import (
@@ -187,7 +188,7 @@ def test_a_users_loader_that_has_nothing_more_is_an_error(
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 8)
     with pytest.raises(RuntimeError, match=message):
-        fit(InThisProcess(), store, data_module=data_module, epochs=3)
+        fit(InProcessBackend(), store, data_module=data_module, epochs=3)
 
 
 class Shuffling(LightningDataModule):
@@ -262,7 +263,7 @@ def test_a_users_loader_goes_on_within_an_epoch(store: Any, data_module: Any) ->
 
     def run(run_id: str, **further: Any) -> Any:
         settings = {"model": Rows(), "data_module": data_module, "batch_size": 2, "epochs": 2}
-        fitted = fit(InThisProcess(), store, run_id=run_id, **settings, **further)
+        fitted = fit(InProcessBackend(), store, run_id=run_id, **settings, **further)
         module = fitted.getModel()
         return fitted.getHistory(), module.weight.item(), module.rows, module.losses
 
@@ -290,7 +291,7 @@ def test_tensorboard_shows_no_step_twice(store: Any) -> None:
     within = {"log_every_n_steps": 1, "checkpoint_every_n_steps": 4, "keep_checkpoints": 9}
 
     def shown() -> list[int]:
-        fit(InThisProcess(), store, **settings, **within)
+        fit(InProcessBackend(), store, **settings, **within)
         events = EventAccumulator(store.get_logs_path("shown"))
         events.Reload()
         return [event.step for event in events.Scalars("train_mse")]

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from fewer_ranks import FourShards
-from pyarrow import parquet
+from parquet_files import write_columns
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 from torch.nn import functional
@@ -79,10 +78,9 @@ def write_tokens(path: Path, rows: int = ROWS, seed: int = 0) -> dict[str, torch
         "number": rng.normal(size=rows).astype(np.float32),
         "weight": rng.uniform(0.2, 3.0, rows).astype(np.float32),
     }
-    path.mkdir(parents=True)
     for index, part in enumerate(np.array_split(np.arange(rows), 2)):
-        table = pa.table({name: pa.array(array[part].tolist()) for name, array in columns.items()})
-        parquet.write_table(table, path / f"part-{index}.parquet")
+        rows_of_file = {name: array[part] for name, array in columns.items()}
+        write_columns(path, rows_of_file, name=f"part-{index}.parquet")
     return {name: torch.from_numpy(array) for name, array in columns.items()}
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from lightning_reference import fit as fit_lightning
-from pyarrow import parquet
+from parquet_files import write_columns
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from sklearn.metrics import f1_score, precision_score, roc_auc_score
@@ -31,9 +30,7 @@ def write_classes(path: Path, rows: int, seed: int) -> dict[str, np.ndarray]:
     features = rng.normal(size=(rows, 4)).astype(np.float32)
     noisy = features @ make_net()[0].weight.detach().numpy().T + rng.normal(size=(rows, CLASSES))
     columns = {"features": features, "label": noisy.argmax(1).astype(np.float32)}
-    path.mkdir(parents=True)
-    table = pa.table({name: pa.array(list(array)) for name, array in columns.items()})
-    parquet.write_table(table, path / "part-000.parquet", row_group_size=7)
+    write_columns(path, columns, row_group_size=7)
     return columns
 
 

@@ -46,7 +46,7 @@ def proxy(s3: Any) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def far(s3: Any, proxy: FaultProxy) -> Any:
+def store_behind_proxy(s3: Any, proxy: FaultProxy) -> Any:
     """A store behind the proxy. Its client itself tries again for a second, not for a minute."""
     options = s3.options(endpoint=proxy.endpoint)
     options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
@@ -59,9 +59,9 @@ def is_checkpoint(method: str, path: str) -> bool:
 
 @pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
 def test_a_checkpoint_is_written_again_until_it_is_there(
-    s3: Any, proxy: FaultProxy, far: Any, kind: str
+    s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str
 ) -> None:
-    save(far, 1)
+    save(store_behind_proxy, 1)
     if kind == "gone":
         proxy.stop()
         threading.Timer(3, proxy.start).start()
@@ -69,17 +69,17 @@ def test_a_checkpoint_is_written_again_until_it_is_there(
     else:
         # More often than the clients themselves try again.
         fault = proxy.fault(kind, matches=is_checkpoint, times=7)
-    save(far, 2)
+    save(store_behind_proxy, 2)
     assert fault is None or fault.happened == 7
-    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    direct = Store.create(store_behind_proxy.prefix_path, storage_options=s3.storage_options)
     assert newest(direct) == 2
 
 
 @pytest.mark.parametrize("kind", ["cut", "SlowDown", "gone", "ExpiredToken", "AccessDenied"])
 def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
-    s3: Any, proxy: FaultProxy, far: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+    s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(far, 1)
+    save(store_behind_proxy, 1)
     is_lasting = kind in ("ExpiredToken", "AccessDenied")
     # What does not pass by itself is not waited for.
     monkeypatch.setattr(retries, "RETRY_SECONDS", 60 if is_lasting else 2)
@@ -90,24 +90,24 @@ def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
     started = time.monotonic()
     told = {"ExpiredToken": "credentials", "AccessDenied": "permission"}.get(kind, "tried again")
     with pytest.raises(StoreError, match=f"(?s)checkpoint-000002.*{told}.*goes on from the newest"):
-        save(far, 2)
+        save(store_behind_proxy, 2)
     assert time.monotonic() - started < 30
-    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    direct = Store.create(store_behind_proxy.prefix_path, storage_options=s3.storage_options)
     assert newest(direct) == 1
     # When all is well again, the next one is written as if nothing had been.
     proxy.faults.clear()
     if kind == "gone":
         proxy.start()
-    save(far, 3)
+    save(store_behind_proxy, 3)
     assert newest(direct) == 3
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
 def test_a_checkpoint_that_goes_in_parts_is_written_again_until_it_is_there(
-    s3: Any, proxy: FaultProxy, far: Any, kind: str
+    s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str
 ) -> None:
-    save(far, 1)
+    save(store_behind_proxy, 1)
     if kind == "gone":
         # For ten seconds, from the second part on.
         def go_away() -> None:
@@ -119,10 +119,10 @@ def test_a_checkpoint_that_goes_in_parts_is_written_again_until_it_is_there(
         fault = None
     else:
         fault = proxy.fault(kind, matches=is_part, after=1, times=7)
-    save(far, 2, 130 * 1024 * KIB)
+    save(store_behind_proxy, 2, 130 * 1024 * KIB)
     assert fault is None or fault.happened == 7
     assert len(parts(proxy)) >= 3
-    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    direct = Store.create(store_behind_proxy.prefix_path, storage_options=s3.storage_options)
     assert newest(direct) == 2
 
 
@@ -143,10 +143,10 @@ def act_on(proxy: FaultProxy, number: int, action: Callable[[], None]) -> None:
     action()
 
 
-def test_an_answer_that_is_cut_is_read_on(proxy: FaultProxy, far: Any) -> None:
-    save(far, 1)
+def test_an_answer_that_is_cut_is_read_on(proxy: FaultProxy, store_behind_proxy: Any) -> None:
+    save(store_behind_proxy, 1)
     fault = proxy.fault("cut answer", matches=lambda method, path: ".ckpt" in path, times=3)
-    assert newest(far) == 1
+    assert newest(store_behind_proxy) == 1
     assert fault.happened == 3
 
 
@@ -306,10 +306,10 @@ def test_training_goes_on_when_a_datanode_that_was_killed_is_back(
 
 
 def test_training_survives_what_s3_does_to_it(
-    s3: Any, proxy: FaultProxy, far: Any, tmp_path: Path
+    s3: Any, proxy: FaultProxy, store_behind_proxy: Any, tmp_path: Path
 ) -> None:
-    features = prepare(far)
-    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    features = prepare(store_behind_proxy)
+    direct = Store.create(store_behind_proxy.prefix_path, storage_options=s3.storage_options)
 
     def expire() -> None:
         proxy.fault("ExpiredToken", times=None)
@@ -317,7 +317,7 @@ def test_training_survives_what_s3_does_to_it(
 
     expiring = while_ranks_wait(direct, tmp_path, expire)
     with pytest.raises((WorkerFailedError, StoreError), match=r"credentials .*expired"):
-        fit(far, tmp_path)
+        fit(store_behind_proxy, tmp_path)
     expiring.join()
     assert newest(direct) == 1
 
@@ -335,7 +335,7 @@ def test_training_survives_what_s3_does_to_it(
         proxy.start()
 
     going = while_ranks_wait(direct, tmp_path, go_away)
-    model = fit(far, tmp_path)
+    model = fit(store_behind_proxy, tmp_path)
     going.join()
     check_predictions(model, features)
     assert newest(direct) == 3

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from backends import InProcessBackend
 from lightning_ranks import StandingBackend
-from lightning_reference import InThisProcess, standing_ranks
+from lightning_reference import standing_ranks
 from pytorch_lightning import Callback, LightningModule
 from reference import WIDTH, assert_same_weights, global_batches, make_net, write_rows
 
@@ -221,7 +222,7 @@ def test_a_gan_trains_as_in_one_process(ranks: Any, store: Any, size: int, kind:
         trained = gan.discriminator if kind == "two optimizers" else gan
         return torch.optim.Adam(trained.parameters(), lr=0.01)
 
-    backend = ranks if size == 2 else InThisProcess()
+    backend = ranks if size == 2 else InProcessBackend()
     estimator = fit_torch(
         backend,
         store,
@@ -269,7 +270,7 @@ def test_gradients_that_no_optimizer_uses_are_named(
     net = make_net()
     with caplog.at_level(logging.WARNING):
         optimizer = torch.optim.SGD(net[2].parameters(), lr=0.01)
-        fit_torch(InThisProcess(), store, net, optimizer).fit_on_parquet()
+        fit_torch(InProcessBackend(), store, net, optimizer).fit_on_parquet()
     (message,) = [r.getMessage() for r in caplog.records if "no optimizer" in r.getMessage()]
     assert "0.weight, 0.bias" in message
 

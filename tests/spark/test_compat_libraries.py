@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
@@ -85,15 +86,6 @@ def test_images_are_read_from_paths_in_training_and_in_prediction(
     from horovod.spark.lightning import TorchEstimator, TorchModel
     from pytorch_lightning import LightningModule
 
-    class Here:
-        """Nothing but what Horovod's backends have."""
-
-        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-            return [fn(*args, **(kwargs or {}))] * self.num_processes()
-
-        def num_processes(self) -> int:
-            return 1
-
     class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -135,7 +127,7 @@ def test_images_are_read_from_paths_in_training_and_in_prediction(
         rows.append((str(tmp_path / f"{index}.npy"), float(index % 2)))
     frame = spark.createDataFrame(rows, ["image", "label"])
     estimator = ImageClassifier(
-        backend=Here(),
+        backend=InProcessBackend(),
         store=store,
         model=Net(),
         input_shapes=[[-1, 1, 4, 4]],

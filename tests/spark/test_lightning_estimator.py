@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import InProcessBackend
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.param import Param, Params
@@ -49,16 +50,6 @@ class Line(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-class HereBackend:
-    """Somebody else's backend: not derived from ours, and it calls the function in this process."""
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
-
-
 def make_frame(spark: Any, rows: int = 120) -> Any:
     """y = 2 a - 3 b + 1, with a column that says which rows to validate on."""
     frame = spark.range(rows).select(
@@ -72,7 +63,7 @@ def make_frame(spark: Any, rows: int = 120) -> Any:
 def make_estimator(store: Any, **params: Any) -> LightningEstimator:
     return LightningEstimator(
         **{
-            "backend": HereBackend(),
+            "backend": InProcessBackend(),
             "store": store,
             "model": Line(),
             "feature_cols": ["v"],
@@ -132,7 +123,7 @@ def test_a_pipeline_fits_on_spark_tasks_predicts_saves_and_loads(
 
 def test_a_saved_estimator_fits_after_loading(spark: Any, store: Any, tmp_path: Path) -> None:
     make_estimator(store, backend=None, callbacks=[Callback()]).save(str(tmp_path / "estimator"))
-    loaded = LightningEstimator.load(str(tmp_path / "estimator")).setBackend(HereBackend())
+    loaded = LightningEstimator.load(str(tmp_path / "estimator")).setBackend(InProcessBackend())
     assert isinstance(loaded.getCallbacks()[0], Callback)
     model = loaded.fit(with_vector(make_frame(spark, 40)))
     assert len(model.getHistory()) == 2
@@ -151,7 +142,7 @@ class Classifier(TorchEstimator):
         self._set(model=Line())
 
     def _get_or_create_backend(self) -> Any:
-        return HereBackend()
+        return InProcessBackend()
 
     def get_model_class(self) -> type[TorchModel]:
         return ClassifierModel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning
 import torch
-from in_turn import InTurnBackend
+from backends import InProcessBackend
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import OneVsRest, OneVsRestModel
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -30,7 +30,7 @@ def make_estimator(store: Any, width: int = 1, **params: Any) -> TorchEstimator:
     net = torch.nn.Linear(width, 1)
     return TorchEstimator(
         **{
-            "backend": InTurnBackend(),
+            "backend": InProcessBackend(),
             "store": store,
             "model": net,
             "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400), pyt
 
 
 @dataclass
-class On:
+class ClusterKind:
     """A kind of cluster: how to run a function in its driver, and how many ranks have place."""
 
     name: str
@@ -33,17 +33,21 @@ class On:
 
 
 @pytest.fixture(params=["local", "gpus", "hosts", "yarn"], scope="module")
-def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> On:
+def cluster_kind(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ClusterKind:
     folder = str(tmp_path_factory.mktemp("store"))
     if request.param == "local":
         request.getfixturevalue("spark")
-        return On("local", lambda fn, *args, **_: fn(*args), 2, folder)
+        return ClusterKind("local", lambda fn, *args, **_: fn(*args), 2, folder)
     if request.param == "gpus":
-        return On("gpus", request.getfixturevalue("gpu_cluster").run, 4, folder)
+        return ClusterKind("gpus", request.getfixturevalue("gpu_cluster").run, 4, folder)
     if request.param == "hosts":
-        return On("hosts", request.getfixturevalue("two_hosts").run, 2, folder)
+        return ClusterKind("hosts", request.getfixturevalue("two_hosts").run, 2, folder)
     url = request.getfixturevalue("hdfs").url
-    return On("yarn", request.getfixturevalue("yarn_application").run, 2, f"{url}/on_clusters")
+    return ClusterKind(
+        "yarn", request.getfixturevalue("yarn_application").run, 2, f"{url}/on_clusters"
+    )
 
 
 def line() -> list[float]:
@@ -56,10 +60,10 @@ def line() -> list[float]:
     return found.tolist()
 
 
-def check_places(on: On, places: list[dict[str, Any]]) -> None:
+def check_places(cluster_kind: ClusterKind, places: list[dict[str, Any]]) -> None:
     ranks = len(places)
     assert [found["rank"] for found in places] == [(rank, ranks) for rank in range(ranks)]
-    if on.name == "hosts":
+    if cluster_kind.name == "hosts":
         assert [found["local"] for found in places] == [(0, 1), (0, 1)]
         assert [found["cross"] for found in places] == [(0, 2), (1, 2)]
     else:
@@ -70,33 +74,39 @@ def check_places(on: On, places: list[dict[str, Any]]) -> None:
     executors = [found["folder"] for found in places]
     pins = [found["gpus"] for found in places]
     devices = [found["devices"] for found in places]
-    if on.name in ("local", "yarn"):
+    if cluster_kind.name in ("local", "yarn"):
         assert (pins, devices) == ([None] * ranks, [[]] * ranks)
     else:
         assert devices == [[pin] for pin in pins]
-    if on.name == "hosts":
+    if cluster_kind.name == "hosts":
         assert pins == [GPU] * ranks
-    if on.name != "gpus":
-        assert len(set(executors)) == (1 if on.name == "local" else 2)
+    if cluster_kind.name != "gpus":
+        assert len(set(executors)) == (1 if cluster_kind.name == "local" else 2)
     elif ranks == 4:
         assert executors[0] == executors[1] != executors[2] == executors[3]
         assert sorted([set(pins[:2]), set(pins[2:])], key=max) == [set(GPUS[0]), set(GPUS[1])]
     else:
         assert len(set(pins)) == ranks
     containers = {found["container"] for found in places}
-    assert (len(containers), None in containers) == ((2, False) if on.name == "yarn" else (1, True))
+    assert (len(containers), None in containers) == (
+        (2, False) if cluster_kind.name == "yarn" else (1, True)
+    )
 
 
 @pytest.mark.parametrize("train", [on_clusters.train_torch, on_clusters.train_tensorflow])
-def test_ranks_know_their_places_and_train_as_one_process(on: On, train: Callable[[], Any]) -> None:
-    ranks = on.ranks if train is on_clusters.train_torch else 2
+def test_ranks_know_their_places_and_train_as_one_process(
+    cluster_kind: ClusterKind, train: Callable[[], Any]
+) -> None:
+    ranks = cluster_kind.ranks if train is on_clusters.train_torch else 2
 
-    results = on.run(on_clusters.run, train, ranks, timeout=200)
+    results = cluster_kind.run(on_clusters.run, train, ranks, timeout=200)
 
     for _, found in results:
         np.testing.assert_allclose(found, line(), rtol=1e-12)
-    check_places(on, [found for found, _ in results])
+    check_places(cluster_kind, [found for found, _ in results])
 
 
-def test_an_estimator_fits_as_one_process(on: On) -> None:
-    np.testing.assert_allclose(on.run(on_clusters.fit, on.store, timeout=200), line(), rtol=1e-5)
+def test_an_estimator_fits_as_one_process(cluster_kind: ClusterKind) -> None:
+    np.testing.assert_allclose(
+        cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=200), line(), rtol=1e-5
+    )

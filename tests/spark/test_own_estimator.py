@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
+from backends import InProcessBackend
+from parquet_files import write_columns
 
 from hvd_estimators import Store
 from hvd_estimators.estimator import HorovodEstimator
@@ -113,26 +113,13 @@ class LeastSquares(HorovodEstimator):
         return Line
 
 
-class Here:
-    """Calls the function in this process, once per rank."""
-
-    def __init__(self, ranks: int = 2) -> None:
-        self.ranks = ranks
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        return [fn(*args, **(kwargs or {})) for _ in range(self.ranks)]
-
-    def num_processes(self) -> int:
-        return self.ranks
-
-
 X = (np.arange(60) * 37 % 101) / 101
 Y = 2 * X - 3 + np.cos(np.arange(60))
 HELD_OUT = np.arange(60) % 4 == 0
 
 
 def make_estimator(store: Any, **params: Any) -> LeastSquares:
-    defaults = {"backend": Here(), "model": solve, "batch_size": 7, "verbose": 0}
+    defaults = {"backend": InProcessBackend(2), "model": solve, "batch_size": 7, "verbose": 0}
     columns = {"feature_cols": ["an x"], "label_cols": ["y"]}
     return LeastSquares(**{"store": store, **defaults, **columns, **params})
 
@@ -153,9 +140,7 @@ def write_files(store: Any) -> None:
         (store.get_train_data_path(), ~HELD_OUT),
         (store.get_val_data_path(), HELD_OUT),
     ):
-        Path(path).mkdir(parents=True)
-        table = pa.table({"an x": X[rows], "y": Y[rows]})
-        parquet.write_table(table, f"{path}/a.parquet", row_group_size=10)
+        write_columns(path, {"an x": X[rows], "y": Y[rows]}, row_group_size=10)
 
 
 def test_a_frame_is_fitted_and_transformed(spark: Any, store: Any) -> None:
@@ -257,7 +242,7 @@ def test_a_run_keeps_its_shards_where_fewer_ranks_go_on(spark: Any, store: Any) 
     estimator = Planned(**params, model=solve, batch_size=7, random_seed=1, run_id="mine")
 
     for ranks in (3, 2):
-        estimator.setBackend(Here(ranks)).fit(frame)
+        estimator.setBackend(InProcessBackend(ranks)).fit(frame)
 
     first, second = PLANS
     assert (first.num_shards, first.num_ranks) == (3, 3)
@@ -265,8 +250,8 @@ def test_a_run_keeps_its_shards_where_fewer_ranks_go_on(spark: Any, store: Any) 
     # The files are written anew, and hold the same.
     assert ranges_of(second) == ranges_of(first)
     with pytest.raises(ParamError, match=r"^num_proc: the run 'mine' began with 3 ranks"):
-        estimator.setBackend(Here(4)).fit(frame)
-    estimator.setRunId("other").setBackend(Here(4)).fit(frame)
+        estimator.setBackend(InProcessBackend(4)).fit(frame)
+    estimator.setRunId("other").setBackend(InProcessBackend(4)).fit(frame)
     assert PLANS[-1].num_shards == 4
 
 

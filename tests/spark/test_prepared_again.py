@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_turn import InTurnBackend
+from backends import InProcessBackend
 from preparing import index_of, make_estimator, numbers
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
@@ -53,7 +53,7 @@ def test_fits_of_a_grid_share_what_has_the_same_columns_and_options(
 
     monkeypatch.setattr(prepare, "write_dataset", write)
     frame = numbers(spark).select("x", F.col("x").alias("x2"), F.col("id").alias("y"))
-    estimator = make_estimator(store, num_proc=None, backend=InTurnBackend())
+    estimator = make_estimator(store, num_proc=None, backend=InProcessBackend())
     points = [
         {estimator.epochs: 1},
         {estimator.epochs: 2},
@@ -125,7 +125,7 @@ def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
     rows.write.parquet(str(tmp_path / "rows"))
     # Folds are cached, by Spark, while they are trained on.
     frame = spark.read.parquet(str(tmp_path / "rows"))
-    estimator = make_estimator(store, num_proc=None, backend=InTurnBackend())
+    estimator = make_estimator(store, num_proc=None, backend=InProcessBackend())
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 2])
     validator = CrossValidator(
         estimator=estimator,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import InProcessBackend
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
@@ -18,22 +19,12 @@ from hvd_estimators.torch import TorchEstimator
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
-class HereBackend:
-    """Calls the function in this process."""
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
-
-
 def make_estimator(store: Any, **params: Any) -> TorchEstimator:
     torch.manual_seed(0)
     net = torch.nn.Linear(1, 1)
     return TorchEstimator(
         **{
-            "backend": HereBackend(),
+            "backend": InProcessBackend(),
             "store": store,
             "model": net,
             "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from backends import InProcessBackend
 from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
@@ -25,16 +26,6 @@ from hvd_estimators.keras import KerasEstimator, KerasModel, load_predictor
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
-
-
-class HereBackend:
-    """Calls the function in this process, as horovod.spark's tests do."""
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
 
 
 class Counting(torch.nn.Linear):
@@ -58,7 +49,7 @@ def test_a_classifier_serves_sparks_evaluators_with_one_forward_pass(
     )
     net = Counting(2, 3)
     estimator = TorchEstimator(
-        backend=HereBackend(),
+        backend=InProcessBackend(),
         store=store,
         model=net,
         optimizer=torch.optim.Adam(net.parameters(), lr=1.0),

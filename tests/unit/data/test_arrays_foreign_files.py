@@ -35,12 +35,6 @@ DEEP = NUMBERS.reshape(4, 3, 1, 2)
 IMAGES = (NUMBERS * 11 % 256).astype(np.uint8)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
 @pytest.mark.parametrize("dtype", SCALARS)
 def test_scalars_of_pandas_polars_and_pyarrow_keep_values_and_dtype(folder, dtype):
     values = SCALARS[dtype]

@@ -24,12 +24,6 @@ def store(tmp_path):
     return LocalStore(str(tmp_path))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
 def write(path, row_group_size=None, **columns):
     parquet.write_table(pa.table(columns), path, row_group_size=row_group_size)
 

@@ -21,12 +21,6 @@ from hvd_estimators.store import LocalStore
 pytestmark = pytest.mark.versions
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
 def test_names_with_dots_spaces_and_unicode_beside_structs_and_lists_of_such_names(folder):
     """The paths of a struct's fields, and of lists' elements, are names of other columns here."""
     table = pa.table(

@@ -20,12 +20,6 @@ from hvd_estimators.exceptions import ColumnError, DataError
 pytestmark = pytest.mark.versions
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
 def test_partitions_of_duckdb_pandas_and_polars_are_columns(tmp_path):
     frame = pd.DataFrame({"x": np.arange(12.0), "day": np.arange(12) % 3, "k": np.arange(12) / 4})
     roots = {name: tmp_path / name / "data" for name in ("duckdb", "pandas", "polars")}

@@ -31,7 +31,7 @@ from hvd_estimators.store.paths import Position
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: Any) -> None:
+def short_grace_period(monkeypatch: Any) -> None:
     monkeypatch.setattr(events, "_DRAIN_SECONDS", 0.1)
     monkeypatch.setattr(graceful_stop, "_SILENT_SECONDS", 0.05)
     monkeypatch.setattr(graceful_stop, "_UNTIL_ASKED_SECONDS", 0.0)

@@ -10,11 +10,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import pytest
 import pytorch_lightning
 import torch
-from pyarrow import parquet
+from parquet_files import write_columns
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
@@ -74,10 +73,8 @@ ESTIMATORS: dict[str, Any] = {
 
 
 def write(store: Any, rows: int = 10) -> None:
-    folder = Path(store.get_train_data_path())
-    folder.mkdir(parents=True, exist_ok=True)
     columns = {"x": np.arange(rows, dtype=np.float32), "y": np.ones(rows, np.float32)}
-    parquet.write_table(pa.table(columns), folder / "a.parquet")
+    write_columns(store.get_train_data_path(), columns)
 
 
 def start(store: Any, framework: str, **params: Any) -> None:

@@ -87,7 +87,7 @@ class FakeBackend:
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
+def launch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
     """Return what lets `run_elastic` launch on a cluster, in no time."""
     monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.001)
     monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.05)
@@ -99,8 +99,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
     return use
 
 
-def test_a_lost_rank_is_launched_again_with_all_others(on: Any) -> None:
-    cluster = on(FakeCluster((killed(), 1), (raised(), 1), (killed(), 1)))
+def test_a_lost_rank_is_launched_again_with_all_others(launch_on: Any) -> None:
+    cluster = launch_on(FakeCluster((killed(), 1), (raised(), 1), (killed(), 1)))
     assert run_elastic(print, num_proc=2, reset_limit=3) == [2]
     assert cluster.launches == [2, 2, 2, 2]
     assert cluster.relaunches == [0, 1, 2, 3]
@@ -118,15 +118,15 @@ def test_a_lost_rank_is_launched_again_with_all_others(on: Any) -> None:
     ],
 )
 def test_as_many_ranks_start_again_as_have_slots_within_the_bounds(
-    on: Any, slots: tuple[int, ...], bounds: dict[str, int], expected: int
+    launch_on: Any, slots: tuple[int, ...], bounds: dict[str, int], expected: int
 ) -> None:
-    cluster = on(FakeCluster(killed(), slots=slots))
+    cluster = launch_on(FakeCluster(killed(), slots=slots))
     assert run_elastic(print, num_proc=4, **bounds) == [expected]
     assert cluster.launches == [4, expected]
 
 
-def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(on: Any) -> None:
-    on(FakeCluster(killed(), slots=(1,)))
+def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(launch_on: Any) -> None:
+    launch_on(FakeCluster(killed(), slots=(1,)))
     with pytest.raises(
         SlotsError, match=r"Rank 1 on far was killed.*2 task slots.*has 1"
     ) as caught:
@@ -135,9 +135,11 @@ def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(on: An
     assert isinstance(caught.value.__cause__, WorkerFailedError)
 
 
-def test_the_timeout_may_be_in_the_environment(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_may_be_in_the_environment(
+    launch_on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.01")
-    on(FakeCluster(killed(), slots=(1,)))
+    launch_on(FakeCluster(killed(), slots=(1,)))
     with pytest.raises(SlotsError, match=r"in vain for 0.01 s"):
         run_elastic(print, num_proc=2)
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "soon")
@@ -146,12 +148,12 @@ def test_the_timeout_may_be_in_the_environment(on: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", [SlotsError("gone"), UnreachableError("gone")])
-def test_slots_that_go_while_ranks_start_again_are_waited_for(on: Any, error: Any) -> None:
-    cluster = on(FakeCluster(killed(), error, error))
+def test_slots_that_go_while_ranks_start_again_are_waited_for(launch_on: Any, error: Any) -> None:
+    cluster = launch_on(FakeCluster(killed(), error, error))
     assert run_elastic(print, num_proc=2) == [2]
     assert cluster.relaunches == [0, 1, 1, 1]
 
-    on(FakeCluster(killed(), *[error] * 1000))
+    launch_on(FakeCluster(killed(), *[error] * 1000))
     with pytest.raises(SlotsError, match=r"in vain for 0.02 s .*: gone"):
         run_elastic(print, num_proc=2, elastic_timeout=0.02)
 
@@ -167,16 +169,16 @@ def test_slots_that_go_while_ranks_start_again_are_waited_for(on: Any, error: An
         KeyboardInterrupt(),
     ],
 )
-def test_what_another_launch_would_not_mend_is_raised_at_once(on: Any, error: Any) -> None:
-    cluster = on(FakeCluster(error))
+def test_what_another_launch_would_not_mend_is_raised_at_once(launch_on: Any, error: Any) -> None:
+    cluster = launch_on(FakeCluster(error))
     with pytest.raises(type(error)):
         run_elastic(print, num_proc=2)
     assert cluster.launches == [2]
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_the_limit_counts_relaunches_and_the_error_tells_of_all(on: Any, limit: int) -> None:
-    cluster = on(FakeCluster(*[(killed(rank), 5) for rank in range(9)]))
+def test_the_limit_counts_relaunches_and_the_error_tells_of_all(launch_on: Any, limit: int) -> None:
+    cluster = launch_on(FakeCluster(*[(killed(rank), 5) for rank in range(9)]))
     with pytest.raises(WorkerFailedError, match=f"reset_limit={limit}") as caught:
         run_elastic(print, num_proc=2, reset_limit=limit)
     assert len(cluster.launches) == limit + 1
@@ -198,9 +200,9 @@ def test_the_limit_counts_relaunches_and_the_error_tells_of_all(on: Any, limit: 
     ],
 )
 def test_without_a_limit_a_job_goes_on_for_as_long_as_it_gets_on(
-    on: Any, ends: list[Any], launches: int
+    launch_on: Any, ends: list[Any], launches: int
 ) -> None:
-    cluster = on(FakeCluster(*ends))
+    cluster = launch_on(FakeCluster(*ends))
     if launches > len(ends):
         assert run_elastic(print, num_proc=2) == [2]
     else:
@@ -209,9 +211,9 @@ def test_without_a_limit_a_job_goes_on_for_as_long_as_it_gets_on(
     assert len(cluster.launches) == launches
 
 
-def test_each_relaunch_is_told_of(on: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_relaunch_is_told_of(launch_on: Any, caplog: pytest.LogCaptureFixture) -> None:
     lost = WorkerFailedError("gone", host="far", cause="lost")
-    on(FakeCluster((raised(), 2), lost))
+    launch_on(FakeCluster((raised(), 2), lost))
     with caplog.at_level(logging.WARNING):
         run_elastic(print, num_proc=2, reset_limit=5)
     assert [record.getMessage() for record in caplog.records] == [
@@ -231,8 +233,10 @@ def test_each_relaunch_is_told_of(on: Any, caplog: pytest.LogCaptureFixture) -> 
         ({"reset_limit": -1}, "reset_limit: expected 0 or more, or None, found -1"),
     ],
 )
-def test_wrong_numbers_are_errors_before_anything_runs(on: Any, wrong: Any, match: str) -> None:
-    cluster = on(FakeCluster())
+def test_wrong_numbers_are_errors_before_anything_runs(
+    launch_on: Any, wrong: Any, match: str
+) -> None:
+    cluster = launch_on(FakeCluster())
     with pytest.raises(ParamError, match=match):
         run_elastic(print, num_proc=2, **wrong)
     assert not cluster.launches
@@ -248,8 +252,8 @@ def test_what_is_no_call_is_an_error_before_anything_runs(launch: Any) -> None:
         launch(print, (), [1])
 
 
-def test_old_names_of_the_bounds_are_taken_with_a_warning(on: Any) -> None:
-    cluster = on(FakeCluster(killed(), slots=(1,)))
+def test_old_names_of_the_bounds_are_taken_with_a_warning(launch_on: Any) -> None:
+    cluster = launch_on(FakeCluster(killed(), slots=(1,)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert run_elastic(print, num_proc=2, min_np=1, max_np=3) == [1]
@@ -260,8 +264,10 @@ def test_old_names_of_the_bounds_are_taken_with_a_warning(on: Any) -> None:
     ]
 
 
-def test_options_of_the_launch_are_handed_on_and_the_drivers_environment_is_not(on: Any) -> None:
-    cluster = on(FakeCluster())
+def test_options_of_the_launch_are_handed_on_and_the_drivers_environment_is_not(
+    launch_on: Any,
+) -> None:
+    cluster = launch_on(FakeCluster())
     run_elastic(print, num_proc=2)
     assert cluster.options == {"env": {}, "verbose": 1}
     options = {

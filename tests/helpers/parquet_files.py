@@ -1,0 +1,32 @@
+"""Parquet files that tests train on, written from NumPy arrays. No Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+
+def as_table(columns: Mapping[str, Any]) -> pa.Table:
+    """Return a table of NumPy arrays; an array of two dimensions becomes a column of lists."""
+    return pa.table(
+        {
+            name: pa.array(array if array.ndim == 1 else list(array))
+            for name, array in columns.items()
+        }
+    )
+
+
+def write_columns(
+    folder: str | Path,
+    columns: Mapping[str, Any],
+    *,
+    row_group_size: int | None = None,
+    name: str = "part-0.parquet",
+) -> None:
+    """Write arrays of equal length as one file of a folder, which is created if it is missing."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    parquet.write_table(as_table(columns), Path(folder, name), row_group_size=row_group_size)
