@@ -15,6 +15,7 @@ import hvd_estimators  # noqa: F401  test modules then import TensorFlow and tor
 # Spark's Python workers run this environment's Python, not the first one in PATH.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "helpers" / "spark_conf")
 # Everything that these tests start inherits it, also where its parent has gone.
 os.environ["TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
 
