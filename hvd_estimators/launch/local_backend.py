@@ -26,8 +26,7 @@ from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.supervisor import supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import LOOPBACK, listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK, GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets

@@ -31,10 +31,9 @@ from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask
-from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.exchange import ExchangeServer
+from hvd_estimators.launch.task.job import Job, run_task
 from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
-from hvd_estimators.launch.task.spec import Job
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,

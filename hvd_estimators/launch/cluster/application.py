@@ -25,7 +25,7 @@ from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.service.stages import RunningTask
-from hvd_estimators.launch.task.spec import broadcast
+from hvd_estimators.launch.task.job import broadcast
 from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from hvd_estimators.launch.cluster.application import (
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.service.stages import RunningTask
-from hvd_estimators.launch.task.spec import INLINE_BYTES, AddedFile
+from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile
 from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
-from hvd_estimators.launch.task.entry import import_task
+from hvd_estimators.launch.task.job import import_task
 from hvd_estimators.launch.warm.client import IDLE_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from hvd_estimators.launch.cluster.application import Cluster
-    from hvd_estimators.launch.task.spec import Job
+    from hvd_estimators.launch.task.job import Job
 
 __all__ = [
     "BackgroundJob",

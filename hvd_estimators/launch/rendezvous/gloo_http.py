@@ -1,4 +1,4 @@
-"""HTTP server on the loopback interface that acts as the rendezvous of a rank's Horovod.
+"""Gloo's side of a rank: an HTTP rendezvous on the loopback interface, and the listening address.
 
 Horovod's C++ code supports only plain HTTP. It sends its requests to this server in the rank's
 parent, which forwards them over the job's authenticated connection. The rank authenticates with a
@@ -15,14 +15,19 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+import psutil
 from typing_extensions import Self
 
 from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
-from hvd_estimators.launch.rendezvous.hosts import LOOPBACK
-from hvd_estimators.launch.versions import TOKEN_VARIABLE
+from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-__all__ = ["GlooProxy"]
+__all__ = ["INTERFACE_VARIABLE", "LOOPBACK", "GlooProxy", "listening_environment"]
+
+LOOPBACK = "127.0.0.1"
+
+INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
+"""Environment variable of Horovod: the network interface to use."""
 
 _REQUEST_SECONDS = 5.0
 _MOST_HEAD_BYTES = 16 * 2**10
@@ -130,3 +135,16 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[st
         raise ConnectionAbortedError("A request is not HTTP.")
     pairs = (line.partition(":") for line in lines if line)
     return words[0], words[1], {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def listening_environment(address: str) -> dict[str, str]:
+    """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
+    # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
+    return {ADDRESS_VARIABLE: address, INTERFACE_VARIABLE: _interface_of(address)}
+
+
+def _interface_of(address: str) -> str:
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "lo"

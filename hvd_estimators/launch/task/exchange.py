@@ -29,7 +29,7 @@ from hvd_estimators.launch.rendezvous.channel import Channel, Listener, exchange
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
-    from hvd_estimators.launch.task.spec import Job
+    from hvd_estimators.launch.task.job import Job
 
 __all__ = ["Exchange", "ExchangeServer"]
 
@@ -148,7 +148,7 @@ class ExchangeServer:
     Attributes
     ----------
     place : str
-        Address of the server, for `hvd_estimators.launch.task.spec.Job`. Empty if it cannot listen,
+        Address of the server, for `hvd_estimators.launch.task.job.Job`. Empty if it cannot listen,
         or if tasks of an earlier job of the application did not connect.
     """
 

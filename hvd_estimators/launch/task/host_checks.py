@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
     from hvd_estimators.launch.task.addresses import HostCandidates
-    from hvd_estimators.launch.task.spec import Job
+    from hvd_estimators.launch.task.job import Job
 
 __all__ = ["check_machines", "gpu_variables", "machine_facts"]
 

@@ -38,23 +38,21 @@ from hvd_estimators.launch.rendezvous.client import (
     RemoteRendezvousClient,
     RendezvousClient,
 )
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import (
+from hvd_estimators.launch.rendezvous.gloo_http import (
     INTERFACE_VARIABLE,
     LOOPBACK,
+    GlooProxy,
     listening_environment,
 )
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
-from hvd_estimators.launch.task.environment import task_environment, warm_start
 from hvd_estimators.launch.task.exchange import Exchange
 from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
-from hvd_estimators.launch.task.spec import Job
+from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 
 if TYPE_CHECKING:
-    from hvd_estimators.launch.task.spec import Job
     from hvd_estimators.store import Store
 
 __all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "TaskOutput", "hosts_without", "outcomes", "run_rank"]

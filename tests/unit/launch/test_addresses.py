@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.rendezvous import hosts
-from hvd_estimators.launch.rendezvous.hosts import (
+from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
+from hvd_estimators.launch.task import addresses
+from hvd_estimators.launch.task.addresses import (
+    HostCandidates,
+    ProbeListener,
+    agree,
     candidate_addresses,
+    choose,
     executor_identity,
     host_identity,
-    listening_environment,
 )
-from hvd_estimators.launch.task import addresses
-from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree, choose
 
 
 def offer(identity, *addresses, name="node"):
@@ -221,8 +223,8 @@ class TestCandidates:
         found = {name: [inet(a) for a in entries] for name, entries in interfaces.items()}
         found["eth0"].append(SimpleNamespace(family=psutil.AF_LINK, address="00:16:3e:00:00:01"))
         up = {name: SimpleNamespace(isup=name != "eth2") for name in interfaces}
-        monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: found)
-        monkeypatch.setattr(hosts.psutil, "net_if_stats", lambda: up)
+        monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
+        monkeypatch.setattr(addresses.psutil, "net_if_stats", lambda: up)
 
     @pytest.mark.usefixtures("machine")
     def test_they_are_what_others_might_reach_ipv4_first(self):
@@ -264,8 +266,8 @@ def test_an_executor_is_told_by_its_process_and_by_yarns_container(monkeypatch):
     monkeypatch.delenv("CONTAINER_ID")
     assert executor_identity() == identity
 
-    parent = hosts.os.getppid()
-    monkeypatch.setattr(hosts.os, "getppid", lambda: parent + 1)
+    parent = addresses.os.getppid()
+    monkeypatch.setattr(addresses.os, "getppid", lambda: parent + 1)
     assert executor_identity() != identity
 
 
@@ -273,15 +275,15 @@ def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differ
     monkeypatch,
 ):
     identity = host_identity()
-    print_identity = "from hvd_estimators.launch.rendezvous.hosts import *; print(host_identity())"
+    print_identity = "from hvd_estimators.launch.task.addresses import *; print(host_identity())"
     elsewhere = subprocess.run(
         [sys.executable, "-c", print_identity], capture_output=True, text=True
     )
     assert elsewhere.stdout.strip() == identity, elsewhere.stderr
 
-    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(addresses.socket, "gethostname", lambda: "elsewhere")
     assert host_identity() != identity
     monkeypatch.undo()
     # A container with a network of its own, on the same machine and of the same name.
-    monkeypatch.setattr(hosts.os, "stat", lambda path: SimpleNamespace(st_ino=1))
+    monkeypatch.setattr(addresses.os, "stat", lambda path: SimpleNamespace(st_ino=1))
     assert host_identity() != identity

@@ -11,7 +11,7 @@ import pytest
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank import output
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.task.environment import task_environment
+from hvd_estimators.launch.task.job import task_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

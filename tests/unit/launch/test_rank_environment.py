@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hvd_estimators.launch.rank.environment import shared_environment
-from hvd_estimators.launch.task.spec import Job
+from hvd_estimators.launch.task.job import Job
 
 
 @pytest.mark.parametrize(

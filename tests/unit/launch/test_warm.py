@@ -26,8 +26,7 @@ from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE
 from hvd_estimators.launch.warm import client
@@ -179,7 +178,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from hvd_estimators.launch.warm import client
-from hvd_estimators.launch.rendezvous.hosts import listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
