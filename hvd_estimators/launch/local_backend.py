@@ -30,6 +30,7 @@ from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK, GlooProxy, list
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.service.stages import LaunchWatch, Stage
 from hvd_estimators.launch.validation import (
     call_of,
@@ -142,7 +143,8 @@ class LocalBackend(Backend):
         store.expect([slot.hostname for slot in slots])
         handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            events = stack.enter_context(receive_events(handler, self.driver_host()))
+            service = stack.enter_context(DriverService(self.driver_host()))
+            stack.enter_context(receive_events(service, handler))
             proxies = [
                 stack.enter_context(
                     GlooProxy(
@@ -174,7 +176,7 @@ class LocalBackend(Backend):
                             proxy.environment(),
                             rank_gpus([], [], slot.local_rank, slot.local_size, given),
                             key,
-                            events,
+                            service.environment(),
                             self._env,
                             env,
                         ),

@@ -23,6 +23,7 @@ from pyspark import InheritableThread
 
 from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.service.stages import RunningTask
 from hvd_estimators.launch.task.job import broadcast
@@ -40,17 +41,6 @@ __all__ = ["DYNAMIC_ALLOCATION", "Cluster", "FailedTask", "await_slots", "expect
 logger = logging.getLogger(__name__)
 
 
-_POLL_SECONDS = 0.2
-
-
-# Executors register within seconds of each other, but the first may take longer.
-_SETTLED_SECONDS = 10.0
-
-
-# Used if more executors are needed and their final number is unknown.
-_LATE_SECONDS = 60.0
-
-
 def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
     """Return the number of task slots once there are enough or no more executors will register.
 
@@ -64,11 +54,11 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
         Maximum number of seconds to wait.
     """
     started = time.monotonic()
-    patience = _SETTLED_SECONDS if wanted is None else _LATE_SECONDS
+    patience = timeouts.EXECUTORS_SETTLED if wanted is None else timeouts.EXECUTORS_LATE
     # The executors of an older application have already registered.
     last_change = started - cluster.age
     expected = expected_executors(cluster.master, cluster.conf)
-    told = False
+    is_logged = False
     slots = cluster.task_slots()
     while wanted is None or slots < wanted:
         now = time.monotonic()
@@ -81,14 +71,14 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
         is_there = slots or cluster.executors()
         if expected is None and is_there and now - last_change > patience:
             break
-        if wanted is not None and not told and now - started > _SETTLED_SECONDS:
-            told = True
+        if wanted is not None and not is_logged and now - started > timeouts.EXECUTORS_SETTLED:
+            is_logged = True
             logger.warning(
                 "Waiting for executors: the cluster has %d task slots, and %d are needed. After "
                 "%g seconds (start_timeout) this is an error.",
                 *(slots, wanted, timeout),
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(timeouts.SPARK_POLL)
         before, slots = slots, cluster.task_slots()
         last_change = now if slots != before else last_change
     return slots

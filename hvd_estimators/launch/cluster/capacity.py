@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.jobs import BackgroundJob
 
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.resources import TaskResources
 
 __all__ = ["ask_for_executors", "check_slots", "most_slots"]
-
-_POLL_SECONDS = 0.2
-
-
-_END_SECONDS = 10.0
 
 
 def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
@@ -63,11 +59,11 @@ def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
         numbers = numbers.withResources(cluster.profile)
     request = BackgroundJob(cluster, "Executors for ranks", lambda: numbers.foreach(_wait))
     try:
-        while slots < wanted and time.monotonic() < ended and not request.wait(_POLL_SECONDS):
+        while slots < wanted and time.monotonic() < ended and not request.wait(timeouts.SPARK_POLL):
             slots = cluster.task_slots()
     finally:
         request.cancel()
-        request.wait(_END_SECONDS)
+        request.wait(timeouts.JOB_CANCEL)
     return slots
 
 

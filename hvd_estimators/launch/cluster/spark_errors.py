@@ -20,6 +20,7 @@ from hvd_estimators.exceptions import (
     SlotsError,
     WorkerFailedError,
 )
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.output import shortened
 from hvd_estimators.launch.task.run import LESS_RESULTS
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["typed_failure"]
 
 _MESSAGE_CHARS = 4000
-# Spark's task information is available a moment after a failure.
-_STATUS_SECONDS = 2.0
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def _message(error: BaseException) -> str:
 
 def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
     """Return the host and executor of the task that failed first; both None if unknown."""
-    deadline = time.monotonic() + _STATUS_SECONDS
+    deadline = time.monotonic() + timeouts.TASK_STATUS
     try:
         while True:
             failed = cluster.failed_tasks(tag)
@@ -162,6 +160,6 @@ def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
                 return min(failed).host, min(failed).executor
             if time.monotonic() > deadline:
                 return None, None
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.TASK_STATUS_POLL)
     except Exception:
         return None, None  # the context has been stopped

@@ -13,11 +13,11 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import psutil
 from typing_extensions import Self
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
@@ -29,7 +29,6 @@ LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
 """Environment variable of Horovod: the network interface to use."""
 
-_REQUEST_SECONDS = 5.0
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
 _KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
@@ -46,7 +45,7 @@ class GlooProxy:
 
     Parameters
     ----------
-    link : RendezvousClient
+    client : RendezvousClient
         The client to which requests are forwarded.
     on_init : callable
         Called with each request of the rank's ``hvd.init()``.
@@ -56,11 +55,11 @@ class GlooProxy:
 
     def __init__(
         self,
-        link: RendezvousClient,
+        client: RendezvousClient,
         on_init: Callable[[], None] = lambda: None,
         on_joined: Callable[[], None] = lambda: None,
     ) -> None:
-        self._link = link
+        self._client = client
         self._on_init = on_init
         self._on_joined = on_joined
         self._token = secrets.token_hex(32)
@@ -78,16 +77,11 @@ class GlooProxy:
         self._listener.listen()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, proved: Callable[[], None]) -> None:
-        deadline = time.monotonic() + _REQUEST_SECONDS
+    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
+        deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers = _head(connection, deadline)
         given = headers.get("authorization", "")
         body = b""
@@ -95,14 +89,14 @@ class GlooProxy:
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             status = _UNAUTHORIZED
         else:
-            proved()
+            mark_authenticated()
             length = headers.get("content-length", "0")
             if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
                 status = _BAD_REQUEST
             else:
                 content = receive_exactly(connection, int(length), deadline)
                 status, body = self._answer(method, path, content)
-        connection.settimeout(_REQUEST_SECONDS)
+        connection.settimeout(timeouts.GLOO_REQUEST)
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
 
@@ -114,7 +108,7 @@ class GlooProxy:
         scope, key = named.groups()
         try:
             self._on_init()
-            values, body = self._link.request(kind, content, scope=scope, key=key)
+            values, body = self._client.request(kind, content, scope=scope, key=key)
             if kind == "delete" and _LAST_SCOPE.match(scope):
                 self._on_joined()
             return int(values["status"]), body

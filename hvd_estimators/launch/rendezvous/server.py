@@ -8,34 +8,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Channel, Listener
 from hvd_estimators.launch.timeouts import Patience
 
 __all__ = ["Answer", "Failure", "JobStore", "RendezvousServer"]
 
 Answer = tuple[dict[str, Any], bytes]
-
-
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
 
 _OK, _NOT_FOUND, _CONFLICT = 200, 404, 409
 
 
-_LOOK_SECONDS = 0.5
-
-
 # If the time between two calls of `look` exceeds this multiple of the interval, this process was
 # paused. The excess then does not count as silence of the ranks.
 _PAUSED_LOOKS = 4
-
-
-_KEY_WAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ class JobStore:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        self.look_seconds = min(_LOOK_SECONDS, silence / 20)
+        self.look_seconds = min(timeouts.RENDEZVOUS_POLL, silence / 20)
         self._changed = threading.Condition()
         self._keys: dict[tuple[str, str], bytes] = {}
         self._hosts: list[str] = []
@@ -166,7 +158,7 @@ class JobStore:
     def _get(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         # Gloo waits for the keys of other ranks, which are numbers; it requests other keys once.
         if key.isdecimal() and (scope, key) not in self._keys:
-            self._changed.wait_for(lambda: (scope, key) in self._keys, _KEY_WAIT_SECONDS)
+            self._changed.wait_for(lambda: (scope, key) in self._keys, timeouts.RENDEZVOUS_KEY)
         value = self._keys.get((scope, key))
         return ({"status": _NOT_FOUND}, b"") if value is None else ({"status": _OK}, value)
 
@@ -187,9 +179,6 @@ class JobStore:
         self._done.add(rank)
         self._changed.notify_all()
         return {"status": _OK}, b""
-
-
-_IDLE_SECONDS = 120.0
 
 
 class RendezvousServer:
@@ -236,12 +225,7 @@ class RendezvousServer:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._watcher.join()
         # A message whose answer is still being sent may have ended the block.
@@ -266,11 +250,11 @@ class RendezvousServer:
             self.store.look(now - before)
             before = now
 
-    def _serve(self, connection: socket.socket, proved: Callable[[], None]) -> None:
+    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         channel = Channel.accept(connection, self._secret, self._patience.attempt)
-        proved()
+        mark_authenticated()
         while True:
-            message, body = channel.receive(_IDLE_SECONDS, self._patience.attempt)
+            message, body = channel.receive(timeouts.RENDEZVOUS_IDLE, self._patience.attempt)
             with self._in_answer():
                 channel.send(*self.store.handle(message, body), seconds=self._patience.attempt)
 

@@ -14,22 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from typing_extensions import Self
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
 
 __all__ = ["LaunchWatch", "RunningTask", "Stage", "StageReporter"]
 
 logger = logging.getLogger(__name__)
 
-_WARN_AFTER_SECONDS = 8.0
 # Each further warning about the same ranks waits this many times longer than the one before.
 _REPEAT_FACTOR = 8
-_LOOK_SECONDS = 0.5
-_RETRY_SECONDS = 1.0
-_CLOSE_SECONDS = 1.0
 _MOST_NAMED_RANKS = 8
 
 
@@ -130,7 +126,7 @@ class StageReporter:
             self._is_closed = True
             self._changed.notify_all()
         if self._is_connected:
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(timeouts.STAGE_CLOSE)
 
     def _log(self, line: str) -> None:
         # Spark's Python workers configure no logging, and so drop INFO lines.
@@ -156,7 +152,7 @@ class StageReporter:
                 self._sent = current.stage
                 continue
             with self._changed:
-                if self._changed.wait_for(lambda: self._is_closed, _RETRY_SECONDS):
+                if self._changed.wait_for(lambda: self._is_closed, timeouts.STAGE_RETRY):
                     break
         if sender is not None:
             sender.close()
@@ -244,17 +240,12 @@ class LaunchWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
+        while not self._ended.wait(timeouts.STAGE_POLL):
             if self._is_complete():
                 return
             self._ask_spark()
@@ -290,13 +281,13 @@ class LaunchWatch:
             waiting = [
                 (at, now - since) for at, since in self._stages.values() if at.stage == stage
             ]
-        late = [at for at, seconds in waiting if seconds >= _WARN_AFTER_SECONDS]
+        late = [at for at, seconds in waiting if seconds >= timeouts.STAGE_WARNING]
         if not late or stage >= Stage.HOROVOD_JOINED:
             return
         is_new = late != self._warned
         if not is_new and now < self._next_warning:
             return
-        self._pause = _REPEAT_FACTOR * (_WARN_AFTER_SECONDS if is_new else self._pause)
+        self._pause = _REPEAT_FACTOR * (timeouts.STAGE_WARNING if is_new else self._pause)
         self._warned, self._next_warning = late, now + self._pause
         logger.warning(
             "The launch waits for %s, in stage '%s' for %.0f s: %s.",

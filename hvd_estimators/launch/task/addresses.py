@@ -21,13 +21,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import BACKLOG, bound_socket
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
 
@@ -42,12 +42,6 @@ __all__ = [
     "host_identity",
 ]
 
-_ATTEMPT_SECONDS = 3.0
-_PAUSE_SECONDS = 0.5
-# Further wait for other addresses, once each host was reached at one address.
-_GRACE_SECONDS = 0.5
-# A link may be down for a while.
-_PATIENCE_SECONDS = 60.0
 _NONCE_BYTES = 16
 
 
@@ -235,12 +229,7 @@ class ProbeListener:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.close()
         self._thread.join()
         for listening in [*self._sockets, self._stopped]:
@@ -394,7 +383,7 @@ async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
         for address, port in offer.endpoints
     }
     reached: dict[int, list[str]] = {other: [] for other in others}
-    deadline = clock() + _PATIENCE_SECONDS
+    deadline = clock() + timeouts.PROBES
     is_shorter = False
     waiting = set(attempts)
     while waiting and clock() < deadline:
@@ -406,7 +395,7 @@ async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
             if attempt.result():
                 reached[other].append(address)
         if not is_shorter and all(reached.values()):
-            is_shorter, deadline = True, min(deadline, clock() + _GRACE_SECONDS)
+            is_shorter, deadline = True, min(deadline, clock() + timeouts.PROBES_AFTER_SUCCESS)
     # Before Python 3.12, wait_for() loses a cancellation that arrives as the awaited task ends.
     ended.set()
     for attempt in waiting:
@@ -419,13 +408,13 @@ async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> b
     """Return whether the offering host answers; retry until it does, or ``ended`` is set."""
     while not ended.is_set():
         try:
-            answer = await asyncio.wait_for(_answer_of(address, port), _ATTEMPT_SECONDS)
+            answer = await asyncio.wait_for(_answer_of(address, port), timeouts.PROBE_ATTEMPT)
             return answer == nonce.encode()
         except ConnectionRefusedError:
             # The listener existed before its offer was sent, so this is another host.
             return False
         except (OSError, asyncio.TimeoutError):
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(timeouts.PROBE_PAUSE)
     return False
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pyspark import Broadcast, SparkFiles, TaskContext
 
 from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.warm.client import WarmStart, wanted
 
@@ -54,16 +54,16 @@ class Job:
         Secret with which tasks prove to each other that they belong to this job.
     one_machine : bool
         Whether all tasks are known to run on one machine.
-    events : dict
-        Environment variables with the address to which ranks send events.
+    service : str
+        Address of the driver's service; empty if the job runs no ranks.
     streams : tuple of str
         Streams whose lines the driver receives; an empty name means both streams as one.
     apart : bool
         Whether ranks have a separate pipe for each stream.
     modules : tuple of str or None
         Modules to import in a process that forks ranks; None starts each rank in a fresh process.
-    exchange : str
-        Address of the driver's `ExchangeServer`; empty if there is none.
+    exchanges_over_driver : bool
+        Whether the driver's service has an `ExchangeServer`.
     nics : tuple of str
         Names of the network interfaces to use; empty means any.
     """
@@ -74,14 +74,14 @@ class Job:
     one_machine: bool
     driver_env: dict[str, str] = field(repr=False)
     env: dict[str, str | None] = field(repr=False)
-    events: dict[str, str] = field(repr=False)
+    service: str = field(repr=False)
     driver_path: tuple[str, ...]
     executable: str | None
     verbose: int
     streams: tuple[str, ...] = ()
     apart: bool = False
     modules: tuple[str, ...] | None = None
-    exchange: str = ""
+    exchanges_over_driver: bool = False
     nics: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     stages = StageReporter(
         context.partitionId(),
         socket.gethostname(),
-        job.events.get(EVENTS_VARIABLE),
+        job.service,
         writes_log=not job.one_machine,
     )
     try:
@@ -170,7 +170,7 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
         job.driver_env,
         {"PYTHONPATH": python_path(sys.path, job.driver_path)},
         *own,
-        job.events,
+        {SERVICE_VARIABLE: job.service or None},
         job.env,
     )
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -23,10 +22,8 @@ from pyspark import BarrierTaskContext
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
-from hvd_estimators.launch.rank.environment import (
-    assign_ranks,
-    rank_environment,
-)
+from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
 from hvd_estimators.launch.rank.process import RankProcess
@@ -45,10 +42,10 @@ from hvd_estimators.launch.rendezvous.gloo_http import (
     listening_environment,
 )
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
+from hvd_estimators.launch.service.events import EventSender, RankOutput
+from hvd_estimators.launch.service.exchange import Exchange
 from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
-from hvd_estimators.launch.task.exchange import Exchange
 from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
 from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 
@@ -66,10 +63,6 @@ _LOG_CHARS_PER_SECOND = 2**20 / 60
 
 
 _LOG_AGAIN_CHARS = 2**16
-
-
-# A driver may be slow, such as a sleeping laptop.
-_SEND_SECONDS = 3600.0
 
 
 class TaskOutput:
@@ -93,8 +86,8 @@ class TaskOutput:
         self._not_logged = 0
 
     def __enter__(self) -> Self:
-        streams, target = self._job.streams, self._job.events.get(EVENTS_VARIABLE)
-        self._sender = EventSender(target, _SEND_SECONDS) if streams and target else None
+        job = self._job
+        self._sender = EventSender(job.service, timeouts.OUTPUT_SEND) if job.streams else None
         self._relay = Relay(self._send) if self._sender is not None else None
         self.on_lines = self._taker("stdout" if self._job.apart else "")
         """Handler of standard output lines, or of both streams' lines."""
@@ -107,12 +100,7 @@ class TaskOutput:
         if outcome.report is not None and not self._job.one_machine:
             self._log(outcome.report.full_traceback.splitlines(keepends=True))
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._relay is not None:
             self._relay.close()
         if self._sender is not None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
 from hvd_estimators.launch.task import addresses
@@ -172,7 +173,7 @@ class TestAgreement:
         assert found[0].addresses == ["127.0.0.1", "127.0.0.2"]
 
     def test_an_address_where_nobody_answers_is_waited_for_and_then_left(self, monkeypatch):
-        monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 1.0)
+        monkeypatch.setattr(timeouts, "PROBES", 1.0)
         with socket.socket() as silent:
             # Connections are made, and nobody ever says anything.
             silent.bind(("127.0.0.1", 0))
