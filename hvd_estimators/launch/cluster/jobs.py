@@ -124,11 +124,11 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
                     timed_out.set()
                     cluster.cancel(tag)
                     return
-                held = waits_its_turn(cluster, tag, num_proc)
+                is_waiting = waits_its_turn(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
-            waited, last = waited + (0 if held else now - last), now
+            waited, last = waited + (0 if is_waiting else now - last), now
 
     try:
         named = spark_job(cluster, f"Horovod on {num_proc} ranks", ranks=True)

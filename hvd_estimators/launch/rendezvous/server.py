@@ -234,12 +234,11 @@ class RendezvousServer:
         for listener in self._listeners:
             listener.close()
 
-    def listen(self, wanted: Callable[[str], bool] = lambda address: True) -> None:
-        """Accept connections at the wanted addresses, and release the others."""
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            if wanted(listener.address):
-                self._listeners.append(listener.listen())
+    def listen(self, address: str) -> None:
+        """Accept connections at one of the addresses, and release the others."""
+        for listener in self._listeners:
+            if listener.address == address:
+                listener.listen()
             else:
                 listener.close()
 
