@@ -162,7 +162,7 @@ class LocalBackend(Backend):
                 for slot in slots
             ]
             stack.enter_context(watch)
-            takers = [self._outlets.takers(relay.put) for relay in relays]
+            line_handlers = [self._outlets.line_handlers(relay.put) for relay in relays]
             ranks = [
                 stack.enter_context(
                     RankProcess(
@@ -189,7 +189,7 @@ class LocalBackend(Backend):
                     )
                 )
                 for slot, proxy, (on_lines, on_error_lines) in zip(
-                    slots, proxies, takers, strict=True
+                    slots, proxies, line_handlers, strict=True
                 )
             ]
             return results_in_order(supervise(ranks))

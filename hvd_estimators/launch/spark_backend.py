@@ -340,7 +340,7 @@ class SparkBackend(Backend):
             executable=self._executable,
             verbose=self._verbose,
             streams=self._outlets.streams,
-            apart=self._outlets.are_apart,
+            separate_streams=self._outlets.are_separate,
             modules=modules,
             nics=self._nics,
         )

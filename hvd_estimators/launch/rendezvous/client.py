@@ -106,15 +106,15 @@ class RemoteRendezvousClient:
         self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._ended = threading.Event()
-        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def __enter__(self) -> Self:
-        self._beating.start()
+        self._heartbeat.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._beating.join(self._patience.attempt)
+        self._heartbeat.join(self._patience.attempt)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().close()
@@ -164,7 +164,7 @@ class RemoteRendezvousClient:
             if refused + silent >= self._patience.silence:
                 raise self._lost(f"has not answered for {refused + silent:.0f} s", error) from error
             if self._ended.is_set() and kind == "alive":
-                raise self._lost("is not asked any more", error) from error
+                raise self._lost("has not answered the last heartbeat", error) from error
             return False
 
         return retry(attempt, is_final, self._patience.pause)
@@ -199,7 +199,7 @@ class RemoteRendezvousClient:
         self._idle.put(channel)
         return answer
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._patience.beat):
             try:
                 answer, _ = self.request("alive")

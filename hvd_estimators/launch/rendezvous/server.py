@@ -83,7 +83,7 @@ class JobStore:
         self._silent: dict[int, float] = {}
         self._done: set[int] = set()
         self._failure: Failure | None = None
-        self._answered: dict[tuple[int, int], Answer] = {}
+        self._answers: dict[tuple[int, int], Answer] = {}
         self._handlers: Mapping[str, Callable[..., Answer]] = {
             "put": self._put,
             "get": self._get,
@@ -112,9 +112,9 @@ class JobStore:
                 self._silent[rank] = 0.0
             if number is None:
                 return handler(body=body, **arguments)
-            if (rank, number) not in self._answered:
-                self._answered[rank, number] = handler(body=body, **arguments)
-            return self._answered[rank, number]
+            if (rank, number) not in self._answers:
+                self._answers[rank, number] = handler(body=body, **arguments)
+            return self._answers[rank, number]
 
     def failure(self) -> Failure | None:
         """Return the first failure, if any."""
@@ -218,7 +218,7 @@ class RendezvousServer:
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
         self._ended = threading.Event()
         self._changed = threading.Condition()
-        self._answering = 0
+        self._num_unanswered = 0
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
@@ -230,7 +230,7 @@ class RendezvousServer:
         self._watcher.join()
         # A message whose answer is still being sent may have ended the block.
         with self._changed:
-            self._changed.wait_for(lambda: not self._answering, self._patience.attempt)
+            self._changed.wait_for(lambda: not self._num_unanswered, self._patience.attempt)
         for listener in self._listeners:
             listener.close()
 
@@ -254,16 +254,16 @@ class RendezvousServer:
         mark_authenticated()
         while True:
             message, body = channel.receive(timeouts.RENDEZVOUS_IDLE, self._patience.attempt)
-            with self._in_answer():
+            with self._counting_unanswered():
                 channel.send(*self.store.handle(message, body), seconds=self._patience.attempt)
 
     @contextlib.contextmanager
-    def _in_answer(self) -> Iterator[None]:
+    def _counting_unanswered(self) -> Iterator[None]:
         with self._changed:
-            self._answering += 1
+            self._num_unanswered += 1
         try:
             yield
         finally:
             with self._changed:
-                self._answering -= 1
+                self._num_unanswered -= 1
                 self._changed.notify_all()

@@ -355,7 +355,7 @@ class StateKeeper(NoNotifications):
 
     def register_listener(self, state: Any) -> None:
         """Commit and restore a state from now on; called before ranks synchronize it."""
-        if any(state is known for known in self._states):
+        if any(state is registered for registered in self._states):
             return
         number = len(self._states)
         self._states.append(state)
@@ -396,7 +396,7 @@ def _leaving(restore: Callable[[], None]) -> Callable[[], None]:
     return restore_or_leave
 
 
-def _holders(state: Any) -> dict[str, Any]:
+def _objects_with_values(state: Any) -> dict[str, Any]:
     """Return the objects with a state's saved values: the state and a TorchState's handlers."""
     return {"": state, **getattr(state, "_handlers", {})}
 
@@ -404,8 +404,8 @@ def _holders(state: Any) -> dict[str, Any]:
 def _saved_by(state: Any) -> dict[str, dict[str, Any]]:
     """Return a state's saved values, without copying them."""
     saved = {
-        name: {key: value for key, value in vars(holder).items() if key.startswith(_SAVED)}
-        for name, holder in _holders(state).items()
+        name: {key: value for key, value in vars(object_).items() if key.startswith(_SAVED)}
+        for name, object_ in _objects_with_values(state).items()
     }
     if not any(saved.values()):
         logger.warning(
@@ -417,5 +417,5 @@ def _saved_by(state: Any) -> dict[str, dict[str, Any]]:
 
 def _restore_saved(state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Replace a state's saved values; the state's `restore` then applies them."""
-    for name, holder in _holders(state).items():
-        vars(holder).update(saved.get(name, {}))
+    for name, object_ in _objects_with_values(state).items():
+        vars(object_).update(saved.get(name, {}))

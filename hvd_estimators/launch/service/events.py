@@ -303,8 +303,8 @@ class EventSender:
         try:
             self._channel = connect_to_driver(address, timeouts.EVENT_CONNECT)
         except (OSError, ValueError) as error:
-            place = address.rpartition(":")[0]
-            logger.info("No progress on the driver: cannot reach it at %s (%s)", place, error)
+            location = address.rpartition(":")[0]
+            logger.info("No progress on the driver: cannot reach it at %s (%s)", location, error)
         self._send({"kind": _KIND})
 
     @property

@@ -82,21 +82,21 @@ class StageReporter:
         The task's number.
     host : str
         Name of the task's machine.
-    target : str, optional
-        Value of `EVENTS_VARIABLE`. Without it, stages are only logged.
+    address : str
+        Address of the driver's service. Without it, stages are only logged.
     writes_log : bool
         Whether stages go to standard error, which is the log of a remote executor.
     """
 
-    def __init__(self, task: int, host: str, target: str | None, writes_log: bool) -> None:
-        self._target = target
+    def __init__(self, task: int, host: str, address: str, writes_log: bool) -> None:
+        self._address = address
         self._writes_log = writes_log
         self._changed = threading.Condition()
         self._current = RankStage(-1, task, host, Stage.PYTHON_START)
         self._sent: int = Stage.PYTHON_START
         self._is_connected = self._is_closed = False
         self._thread = threading.Thread(target=self._send_changes, daemon=True)
-        if target:
+        if address:
             self._thread.start()
 
     def enter(self, stage: Stage, rank: int = -1) -> None:
@@ -113,8 +113,8 @@ class StageReporter:
             before = self._current
             if stage <= before.stage:
                 return
-            known = before.rank if rank < 0 else rank
-            self._current = RankStage(known, before.task, before.host, stage)
+            rank = before.rank if rank < 0 else rank
+            self._current = RankStage(rank, before.task, before.host, stage)
             self._changed.notify_all()
         if stage < Stage.ENDED:
             self._log(f"{_title(self._current)}: launch stage '{stage.label}'")
@@ -145,7 +145,7 @@ class StageReporter:
             if current.stage <= self._sent:
                 break
             if sender is None or not sender.is_connected:
-                sender = EventSender(self._target)
+                sender = EventSender(self._address)
             sender.send(current)
             self._is_connected = sender.is_connected
             if self._is_connected:
@@ -258,17 +258,17 @@ class LaunchWatch:
     def _ask_spark(self) -> None:
         """Record the tasks that Spark has started, and whose Python has not reported."""
         with self._lock:
-            waits = any(at.stage == Stage.TASK_SLOT for at, _ in self._stages.values())
-        if not waits or self._running_tasks is None:
+            is_waiting = any(at.stage == Stage.TASK_SLOT for at, _ in self._stages.values())
+        if not is_waiting or self._running_tasks is None:
             return
         try:
-            found = self._running_tasks()
+            running = self._running_tasks()
         except Exception:
             logger.debug("Spark does not answer which tasks run", exc_info=True)
             return
-        for task in found or ():
+        for task in running or ():
             self.record(RankStage(-1, task.task, task.host, Stage.PYTHON_START))
-        if found is None:
+        if running is None:
             now = time.monotonic()
             with self._lock:
                 for number, (at, _) in self._stages.items():

@@ -58,7 +58,7 @@ class Job:
         Address of the driver's service; empty if the job runs no ranks.
     streams : tuple of str
         Streams whose lines the driver receives; an empty name means both streams as one.
-    apart : bool
+    separate_streams : bool
         Whether ranks have a separate pipe for each stream.
     modules : tuple of str or None
         Modules to import in a process that forks ranks; None starts each rank in a fresh process.
@@ -79,7 +79,7 @@ class Job:
     executable: str | None
     verbose: int
     streams: tuple[str, ...] = ()
-    apart: bool = False
+    separate_streams: bool = False
     modules: tuple[str, ...] | None = None
     exchanges_over_driver: bool = False
     nics: tuple[str, ...] = ()

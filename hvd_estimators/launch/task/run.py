@@ -85,9 +85,9 @@ class TaskOutput:
         job = self._job
         self._sender = EventSender(job.service, timeouts.OUTPUT_SEND) if job.streams else None
         self._relay = Relay(self._send) if self._sender is not None else None
-        self.on_lines = self._taker("stdout" if self._job.apart else "")
+        self.on_lines = self._line_handler("stdout" if self._job.separate_streams else "")
         """Handler of standard output lines, or of both streams' lines."""
-        self.on_error_lines = self._taker("stderr") if self._job.apart else None
+        self.on_error_lines = self._line_handler("stderr") if self._job.separate_streams else None
         """Handler of standard error lines; None if one handler gets both streams."""
         return self
 
@@ -103,16 +103,16 @@ class TaskOutput:
             self._sender.close()
         self._log_dropped_count()
 
-    def _taker(self, stream: str) -> Callable[[list[str]], None]:
+    def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
         is_sent = stream in self._job.streams
 
-        def take(lines: list[str]) -> None:
+        def handle(lines: list[str]) -> None:
             if is_sent and self._relay is not None:
                 self._relay.put(stream, lines)
             if self._is_logged(is_sent):
                 self._log(lines)
 
-        return take
+        return handle
 
     def _is_logged(self, is_sent: bool) -> bool:
         """Return whether lines go to the executor's log.

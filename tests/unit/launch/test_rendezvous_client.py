@@ -306,7 +306,7 @@ def test_a_message_that_was_recorded_on_one_connection_is_not_taken_on_another()
         with socket.create_connection(server.endpoints[0]) as connection:
             channel = Channel.connect(connection, SECRET, 1)
             server.store._failure = None
-            server.store._answered.clear()
+            server.store._answers.clear()
             connection.sendall(sent[0])
             connection.settimeout(10)
             assert connection.recv(1) == b""
