@@ -12,6 +12,7 @@ from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.service.events import Handler, receive_events
+from hvd_estimators.launch.service.server import DriverService
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -115,7 +116,9 @@ class _Foreign(Backend):
         with contextlib.ExitStack() as stack:
             events: Mapping[str, str] = {}
             if on_event is not None:
-                events = stack.enter_context(receive_events(on_event, self.driver_host()))
+                service = stack.enter_context(DriverService(self.driver_host()))
+                stack.enter_context(receive_events(service, on_event))
+                events = service.environment()
             results = self._given.run(
                 _call_reporting,
                 args=(events, fn, tuple(args), dict(kwargs or {})),

@@ -26,11 +26,11 @@ from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.supervisor import supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import LOOPBACK, listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK, GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.service.stages import LaunchWatch, Stage
 from hvd_estimators.launch.validation import (
     call_of,
@@ -143,7 +143,8 @@ class LocalBackend(Backend):
         store.expect([slot.hostname for slot in slots])
         handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            events = stack.enter_context(receive_events(handler, self.driver_host()))
+            service = stack.enter_context(DriverService(self.driver_host()))
+            stack.enter_context(receive_events(service, handler))
             proxies = [
                 stack.enter_context(
                     GlooProxy(
@@ -161,7 +162,7 @@ class LocalBackend(Backend):
                 for slot in slots
             ]
             stack.enter_context(watch)
-            takers = [self._outlets.takers(relay.put) for relay in relays]
+            line_handlers = [self._outlets.line_handlers(relay.put) for relay in relays]
             ranks = [
                 stack.enter_context(
                     RankProcess(
@@ -175,7 +176,7 @@ class LocalBackend(Backend):
                             proxy.environment(),
                             rank_gpus([], [], slot.local_rank, slot.local_size, given),
                             key,
-                            events,
+                            service.environment(),
                             self._env,
                             env,
                         ),
@@ -188,7 +189,7 @@ class LocalBackend(Backend):
                     )
                 )
                 for slot, proxy, (on_lines, on_error_lines) in zip(
-                    slots, proxies, takers, strict=True
+                    slots, proxies, line_handlers, strict=True
                 )
             ]
             return results_in_order(supervise(ranks))

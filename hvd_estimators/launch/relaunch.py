@@ -62,9 +62,8 @@ class Launches:
                 before = commits.count
                 backend = self.backend(num_proc)
                 try:
-                    with commits.serve(backend.driver_host()) as variables:
-                        relaunches = len(self.failures)
-                        return backend.run(run_in_rank, (*call, relaunches), env=variables)
+                    arguments = (*call, len(self.failures))
+                    return backend.run_with_commits(run_in_rank, arguments, commits)
                 except WorkerFailedError as error:
                     self._add(error, commits.count - before)
                     deadline = time.monotonic() + self.timeout

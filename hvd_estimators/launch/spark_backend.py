@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
@@ -29,12 +30,12 @@ from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, receive_events
+from hvd_estimators.launch.service.exchange import ExchangeServer
 from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask
-from hvd_estimators.launch.task.entry import run_task
-from hvd_estimators.launch.task.exchange import ExchangeServer
+from hvd_estimators.launch.task.job import Job, run_task
 from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
-from hvd_estimators.launch.task.spec import Job
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
@@ -50,12 +51,10 @@ from hvd_estimators.launch.warm.modules import modules_of
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
+    from hvd_estimators.launch.service.elastic_state import CommitStore
     from hvd_estimators.store import Store
 
 __all__ = ["SparkBackend"]
-
-# Requested executors arrive within this time, or must be requested again.
-_ASKING_SECONDS = 30.0
 
 
 class SparkBackend(Backend):
@@ -172,7 +171,7 @@ class SparkBackend(Backend):
         if not cluster.knows_slots:
             return self.num_processes()
         if cluster.allocates_dynamically and self._num_proc:
-            return ask_for_executors(cluster, self._num_proc, _ASKING_SECONDS)
+            return ask_for_executors(cluster, self._num_proc, timeouts.EXECUTORS_REQUESTED)
         return cluster.task_slots()
 
     def resized(self, num_proc: int) -> SparkBackend:
@@ -264,7 +263,21 @@ class SparkBackend(Backend):
         check_run_arguments(self.run, unknown)
         environment_given(env or {})
         # Report errors of the call before waiting for executors.
-        document = pickle_call(*call_of(fn, args, kwargs))
+        return self._launch(pickle_call(*call_of(fn, args, kwargs)), env, on_event)
+
+    def run_with_commits(
+        self, fn: Callable[..., Any], args: Sequence[Any], commits: CommitStore
+    ) -> list[Any]:
+        """Run a function of an elastic job, whose ranks commit to a store and fetch from it."""
+        return self._launch(pickle_call(fn, args, {}), commits=commits)
+
+    def _launch(
+        self,
+        document: bytes,
+        env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
+        commits: CommitStore | None = None,
+    ) -> list[Any]:
         self.check()
         cluster = current_cluster(self._resources)
         host, num_proc = cluster.driver_host(), self.num_processes()
@@ -273,19 +286,19 @@ class SparkBackend(Backend):
         with contextlib.ExitStack() as stack:
             modules = modules_of(document) if self._forks_ranks else None
             call = stack.enter_context(cluster.shared(document))
-            events = stack.enter_context(receive_events(handler, host))
-            secret = new_secret()
-            server = stack.enter_context(
-                ExchangeServer(secret, host, num_proc, cluster.application)
-            )
+            service = stack.enter_context(DriverService(host))
+            if commits is not None:
+                stack.enter_context(commits.serve(service))
+            stack.enter_context(receive_events(service, handler))
+            exchange = stack.enter_context(ExchangeServer(service, num_proc, cluster.application))
             job = replace(
                 self._job(cluster, modules, env),
                 call=call,
                 max_bytes=cluster.collectable_bytes() // num_proc,
-                secret=secret,
-                events=events,
+                secret=new_secret(),
+                service=service.address,
                 versions=cluster.installed_versions(),
-                exchange=server.place,
+                exchanges_over_driver=exchange.is_used,
             )
             task = functools.partial(run_task, job=job)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch)
@@ -322,12 +335,12 @@ class SparkBackend(Backend):
             one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
-            events={},
+            service="",
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,
             streams=self._outlets.streams,
-            apart=self._outlets.are_apart,
+            separate_streams=self._outlets.are_separate,
             modules=modules,
             nics=self._nics,
         )

@@ -1,4 +1,8 @@
-"""Timeouts of tasks and ranks that wait for each other."""
+"""Time limits of launches, in seconds.
+
+Limits of one process, such as a rank's guardian or an executor's warm process, are in the modules
+of these processes. Modules read a limit when they need it (``timeouts.NAME``).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ timeout.
 
 @dataclass(frozen=True)
 class Patience:
-    """Timeouts, in seconds, of a rank's task that waits for another task.
+    """Time limits of a rank's task that waits for another task.
 
     Attributes
     ----------
@@ -38,3 +42,98 @@ class Patience:
     silence: float = 60.0
     pause: float = 0.2
     beat: float = 1.0
+
+
+# Connections (`hvd_estimators.launch.rendezvous.channel`)
+
+# Pause of a listener that cannot accept a connection, for example without free file descriptors.
+LISTENER_PAUSE = 0.05
+# Interval at which a listener that drains looks for open connections.
+LISTENER_DRAIN_POLL = 0.01
+
+# Driver's service (`hvd_estimators.launch.service`)
+
+# Connection, proof of the secret, and first message.
+SERVICE_CONNECT = 10.0
+
+# A task's attempt to connect to the driver, or to complete a message.
+EXCHANGE_ATTEMPT = 3.0
+# Wait for the first messages of all tasks, from the first task's on, because Python may start late.
+EXCHANGE_FIRST = 8.0
+# Wait for later messages: tasks may probe each other's hosts for a minute between two exchanges.
+EXCHANGE_LATER = 150.0
+# Pause between two attempts of a task.
+EXCHANGE_PAUSE = 0.2
+
+# A rank does not wait longer for a driver that may be unreachable.
+EVENT_CONNECT = 5.0
+# Sending of one event, unless the sender sets another limit.
+EVENT_SEND = 5.0
+# Sending of output and messages. The driver may be slow, such as a sleeping laptop.
+OUTPUT_SEND = 3600.0
+# Sending of the last messages at the end of a rank's process.
+MESSAGES_CLOSE = 5.0
+# Pause between two events, which may be days apart.
+EVENT_IDLE = 30 * 86400.0
+# Completion of an event that has begun. A rank may be stopped while it sends one.
+EVENT_COMPLETE = 60.0
+# Wait for connected ranks at the end of a launch, as long as no event arrives.
+EVENT_DRAIN = 1.0
+# Wait for the handler to process the last events, while events still arrive.
+LAST_EVENTS = 60.0
+
+# Message of a commit. The driver's disk may be slow, and a rank may serialize for long.
+COMMIT_MESSAGE = 120.0
+# Retries of a rank that cannot reach the driver, and the pause between them.
+COMMIT_RETRY = 60.0
+COMMIT_PAUSE = 0.5
+
+# The driver warns of ranks that stay in a stage of the launch for this time.
+STAGE_WARNING = 8.0
+# Interval at which the driver looks at the stages.
+STAGE_POLL = 0.5
+# Pause of a task before it tries again to connect to the driver.
+STAGE_RETRY = 1.0
+# Sending of a task's last stage.
+STAGE_CLOSE = 1.0
+
+# Rendezvous (`hvd_estimators.launch.rendezvous`)
+
+# Interval at which the server of rank 0's task looks for silent ranks.
+RENDEZVOUS_POLL = 0.5
+# Wait for a key of another rank, after which the request is repeated.
+RENDEZVOUS_KEY = 0.5
+# Pause between two messages on a connection, after which the server closes it.
+RENDEZVOUS_IDLE = 120.0
+# Request of a rank's Horovod on the loopback interface.
+GLOO_REQUEST = 5.0
+
+# Addresses of hosts (`hvd_estimators.launch.task.addresses`)
+
+# Attempt to connect to an address, and the pause before the next one.
+PROBE_ATTEMPT = 3.0
+PROBE_PAUSE = 0.5
+# Probes of all addresses. A link may be down for a while.
+PROBES = 60.0
+# Further probes of other addresses, once each host was reached at one address.
+PROBES_AFTER_SUCCESS = 0.5
+
+# Spark jobs (`hvd_estimators.launch.cluster`)
+
+# Interval at which Spark is asked for slots, started tasks and ended jobs.
+SPARK_POLL = 0.2
+# End of a background job after its cancellation.
+JOB_CANCEL = 10.0
+# Wait of a job that imports modules for slots, once the driver does not need it any more.
+IMPORT_JOB_SLOTS = 0.5
+# Job that imports modules. It takes 1 s or 2 s, but a busy machine takes longer to start Python.
+IMPORT_JOB = 30.0
+# Wait for further executors after the last one has registered. The first may take longer.
+EXECUTORS_SETTLED = 10.0
+# The same wait if more executors are needed, and their final number is unknown.
+EXECUTORS_LATE = 60.0
+# Arrival of requested executors, after which they must be requested again.
+EXECUTORS_REQUESTED = 30.0
+# Spark's information about a failed task, which arrives a moment after the failure.
+TASK_STATUS = 2.0
+TASK_STATUS_POLL = 0.1

@@ -23,9 +23,10 @@ from pyspark import InheritableThread
 
 from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.service.stages import RunningTask
-from hvd_estimators.launch.task.spec import broadcast
+from hvd_estimators.launch.task.job import broadcast
 from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:
@@ -40,37 +41,26 @@ __all__ = ["DYNAMIC_ALLOCATION", "Cluster", "FailedTask", "await_slots", "expect
 logger = logging.getLogger(__name__)
 
 
-_POLL_SECONDS = 0.2
-
-
-# Executors register within seconds of each other, but the first may take longer.
-_SETTLED_SECONDS = 10.0
-
-
-# Used if more executors are needed and their final number is unknown.
-_LATE_SECONDS = 60.0
-
-
-def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
+def await_slots(cluster: Cluster, required: int | None, timeout: float) -> int:
     """Return the number of task slots once there are enough or no more executors will register.
 
     Parameters
     ----------
     cluster : Cluster
         The application.
-    wanted : int or None
+    required : int or None
         Sufficient number of slots; None waits for all of them.
     timeout : float
         Maximum number of seconds to wait.
     """
     started = time.monotonic()
-    patience = _SETTLED_SECONDS if wanted is None else _LATE_SECONDS
+    patience = timeouts.EXECUTORS_SETTLED if required is None else timeouts.EXECUTORS_LATE
     # The executors of an older application have already registered.
     last_change = started - cluster.age
     expected = expected_executors(cluster.master, cluster.conf)
-    told = False
+    is_logged = False
     slots = cluster.task_slots()
-    while wanted is None or slots < wanted:
+    while required is None or slots < required:
         now = time.monotonic()
         if expected is not None and cluster.executors() >= expected:
             slots = cluster.task_slots()
@@ -78,17 +68,17 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
         if now - started >= timeout:
             break
         # If executors have no slots, they lack the resources that tasks request.
-        is_there = slots or cluster.executors()
-        if expected is None and is_there and now - last_change > patience:
+        is_registered = slots or cluster.executors()
+        if expected is None and is_registered and now - last_change > patience:
             break
-        if wanted is not None and not told and now - started > _SETTLED_SECONDS:
-            told = True
+        if required is not None and not is_logged and now - started > timeouts.EXECUTORS_SETTLED:
+            is_logged = True
             logger.warning(
                 "Waiting for executors: the cluster has %d task slots, and %d are needed. After "
                 "%g seconds (start_timeout) this is an error.",
-                *(slots, wanted, timeout),
+                *(slots, required, timeout),
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(timeouts.SPARK_POLL)
         before, slots = slots, cluster.task_slots()
         last_change = now if slots != before else last_change
     return slots
@@ -140,7 +130,7 @@ class FailedTask:
 
     Attributes
     ----------
-    ended : int
+    ended_at : int
         Time of the failure, in milliseconds since the epoch.
     host : str
         The machine that ran the task.
@@ -148,7 +138,7 @@ class FailedTask:
         Spark's name of the executor.
     """
 
-    ended: int
+    ended_at: int
     host: str
     executor: str
 
@@ -272,7 +262,7 @@ class Cluster:
         if not self.is_local or python == sys.executable:
             return
         try:
-            found = subprocess.run(
+            prefix = subprocess.run(
                 [python, "-c", "import sys; print(sys.prefix)"],
                 capture_output=True,
                 text=True,
@@ -284,9 +274,9 @@ class Cluster:
                 f"{error.strerror}. Set PYSPARK_PYTHON={sys.executable} in the environment before "
                 "the Spark session is made."
             ) from error
-        if found != sys.prefix:
+        if prefix != sys.prefix:
             raise DependencyError(
-                f"Spark runs {python!r} ({found or 'which does not start'}) for its Python tasks, "
+                f"Spark runs {python!r} ({prefix or 'which does not start'}) for its Python tasks, "
                 f"not this Python ({sys.executable}). Set PYSPARK_PYTHON={sys.executable} in the "
                 "environment before the Spark session is made."
             )
@@ -345,20 +335,20 @@ class Cluster:
 
     def started_tasks(self, tag: str) -> int:
         """Return the number of tasks that have started in the jobs with a tag."""
-        return self.active_tasks(self.jobs(tag), ended=True)
+        return self.active_tasks(self.jobs(tag), with_completed=True)
 
-    def slots_beside(self, tag: str, others: str) -> int | None:
+    def slots_beside(self, tag: str, shared_tag: str) -> int | None:
         """Return the task slots that related jobs leave to one of them; None if they hold no slots.
 
         Parameters
         ----------
         tag : str
             A tag that only this job has.
-        others : str
+        shared_tag : str
             A tag that all related jobs have.
         """
-        held = self.active_tasks((self.active_jobs() & self.jobs(others)) - self.jobs(tag))
-        return self.task_slots() - held if held else None
+        num_held = self.active_tasks((self.active_jobs() & self.jobs(shared_tag)) - self.jobs(tag))
+        return self.task_slots() - num_held if num_held else None
 
     def jobs(self, tag: str) -> set[int]:
         """Return the ids of the jobs with a tag."""
@@ -369,28 +359,29 @@ class Cluster:
         """Return the ids of running and waiting jobs."""
         return set(self.context.statusTracker().getActiveJobsIds())
 
-    def active_tasks(self, jobs: set[int], ended: bool = False) -> int:
+    def active_tasks(self, jobs: set[int], with_completed: bool = False) -> int:
         """Return the number of running tasks of some jobs.
 
-        If ``ended`` is true, completed tasks of active stages also count.
+        If ``with_completed`` is true, completed tasks of active stages also count.
         """
-        wanted = {stage for job in jobs for stage in self._stages(job)}
+        stage_ids = {stage for job in jobs for stage in self._stages(job)}
         # PySpark's own status tracker counts a started task only after the next event.
         stages = self._scala.statusStore().activeStages()
         active = 0
         for stage in (stages.apply(i) for i in range(stages.size())):
-            if stage.stageId() in wanted:
-                active += stage.numActiveTasks() + (stage.numCompleteTasks() if ended else 0)
+            if stage.stageId() in stage_ids:
+                active += stage.numActiveTasks()
+                active += stage.numCompleteTasks() if with_completed else 0
         return active
 
     def failed_tasks(self, tag: str) -> list[FailedTask] | None:
         """Return the failed tasks of the jobs with a tag, or None if unknown."""
-        found = []
+        failed = []
         for task in self._tasks(tag, "FAILED"):
             took = task.duration()
-            ended = task.launchTime().getTime() + (took.get() if took.isDefined() else 0)
-            found.append(FailedTask(ended, task.host(), task.executorId()))
-        return found
+            ended_at = task.launchTime().getTime() + (took.get() if took.isDefined() else 0)
+            failed.append(FailedTask(ended_at, task.host(), task.executorId()))
+        return failed
 
     def running_tasks(self, tag: str) -> list[RunningTask]:
         """Return the tasks that run in the jobs with a tag."""

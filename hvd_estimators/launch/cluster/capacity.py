@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.jobs import BackgroundJob
 
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.resources import TaskResources
 
 __all__ = ["ask_for_executors", "check_slots", "most_slots"]
-
-_POLL_SECONDS = 0.2
-
-
-_END_SECONDS = 10.0
 
 
 def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
@@ -42,32 +38,34 @@ def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
     return int(executors) * (int(cores) // each)
 
 
-def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
+def ask_for_executors(cluster: Cluster, num_tasks: int, timeout: float) -> int:
     """Request executors for a number of concurrent tasks; return the number of task slots.
 
     Parameters
     ----------
     cluster : Cluster
         The application, with the resources that its tasks request.
-    wanted : int
+    num_tasks : int
         Number of tasks that must run at the same time.
     timeout : float
         Maximum number of seconds to wait.
     """
     slots = cluster.task_slots()
-    if slots >= wanted:
+    if slots >= num_tasks:
         return slots
-    ended = time.monotonic() + timeout
-    numbers: Any = cluster.context.parallelize(range(wanted), wanted)
+    deadline = time.monotonic() + timeout
+    numbers: Any = cluster.context.parallelize(range(num_tasks), num_tasks)
     if cluster.profile is not None:
         numbers = numbers.withResources(cluster.profile)
     request = BackgroundJob(cluster, "Executors for ranks", lambda: numbers.foreach(_wait))
     try:
-        while slots < wanted and time.monotonic() < ended and not request.wait(_POLL_SECONDS):
+        while slots < num_tasks and time.monotonic() < deadline:
+            if request.wait(timeouts.SPARK_POLL):
+                break
             slots = cluster.task_slots()
     finally:
         request.cancel()
-        request.wait(_END_SECONDS)
+        request.wait(timeouts.JOB_CANCEL)
     return slots
 
 
@@ -75,14 +73,14 @@ def _wait(_: int) -> None:
     time.sleep(3600)
 
 
-def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskResources) -> None:
+def check_slots(cluster: Cluster, num_tasks: int, timeout: float, resources: TaskResources) -> None:
     """Check that as many tasks as there are ranks can run at the same time.
 
     Parameters
     ----------
     cluster : Cluster
         The application, with the resources that its tasks request.
-    wanted : int
+    num_tasks : int
         Number of ranks.
     timeout : float
         Maximum number of seconds to wait for executors.
@@ -98,25 +96,25 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
         return  # Spark waits for slots until start_timeout
     if cluster.allocates_dynamically:
         most = most_slots(cluster, resources)
-        if most is not None and most < wanted:
+        if most is not None and most < num_tasks:
             raise SlotsError(
-                f"num_proc: {wanted} ranks need as many task slots at the same time, and there are "
-                f"never more than {most}: spark.dynamicAllocation.maxExecutors is "
+                f"num_proc: {num_tasks} ranks need as many task slots at the same time, and there "
+                f"are never more than {most}: spark.dynamicAllocation.maxExecutors is "
                 f"{cluster.conf['spark.dynamicAllocation.maxExecutors']}. Set it higher, or "
                 f"num_proc to {most} or less."
             )
-        slots = ask_for_executors(cluster, wanted, timeout)
+        slots = ask_for_executors(cluster, num_tasks, timeout)
     else:
-        slots = await_slots(cluster, wanted, 0 if cluster.is_local else timeout)
-    if slots >= wanted:
+        slots = await_slots(cluster, num_tasks, 0 if cluster.is_local else timeout)
+    if slots >= num_tasks:
         return
-    asked = resources.describe()
+    requested = resources.describe()
     if slots == 0 and not cluster.executors() and not cluster.is_local:
         raise SlotsError(
             f"No executor has registered with the cluster (master {cluster.master}) within "
             f"{timeout:g} seconds. See its logs, or set a longer start_timeout."
         )
-    if asked:
+    if requested:
         hint = (
             "more executors, or with more for each (spark.executor.cores, "
             "spark.executor.resource.gpu.amount), or ask for less"
@@ -128,9 +126,9 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
         )
     less = f"Set num_proc to {slots} or less, or start" if slots else "Start"
     raise SlotsError(
-        f"num_proc: {wanted} ranks need as many task slots at the same time, and the cluster "
-        f"(master {cluster.master}) has {slots}{f' with {asked}' if asked else ''}. {less} Spark "
-        f"with {hint}."
+        f"num_proc: {num_tasks} ranks need as many task slots at the same time, and the cluster "
+        f"(master {cluster.master}) has {slots}{f' with {requested}' if requested else ''}. {less} "
+        f"Spark with {hint}."
     )
 
 

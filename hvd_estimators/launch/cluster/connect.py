@@ -29,7 +29,7 @@ from hvd_estimators.launch.cluster.application import (
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.service.stages import RunningTask
-from hvd_estimators.launch.task.spec import INLINE_BYTES, AddedFile
+from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile
 from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class ConnectCluster(Cluster):
     @cached_property
     def conf(self) -> dict[str, str]:
         """The application's settings that launching uses."""
-        found = {name: self._session.conf.get(name, None) for name in _SETTINGS}
-        return {name: str(value) for name, value in found.items() if value is not None}
+        settings = {name: self._session.conf.get(name, None) for name in _SETTINGS}
+        return {name: str(value) for name, value in settings.items() if value is not None}
 
     @property
     def is_local(self) -> bool:
@@ -111,7 +111,7 @@ class ConnectCluster(Cluster):
         ):
             raise SlotsError(
                 "The Spark Connect server has spark.dynamicAllocation.enabled=true, with which "
-                "Spark refuses jobs whose tasks start together. Start it with false, or use a "
+                "Spark rejects jobs whose tasks start together. Start it with false, or use a "
                 "session that is not one of Spark Connect."
             )
         yield
@@ -126,12 +126,12 @@ class ConnectCluster(Cluster):
         if self.is_local:
             return "127.0.0.1"
         with contextlib.suppress(OSError):
-            family, kind, protocol, _, place = socket.getaddrinfo(
+            family, kind, protocol, _, address = socket.getaddrinfo(
                 self._server(), 1, type=socket.SOCK_DGRAM
             )[0]
             with socket.socket(family, kind, protocol) as probe:
                 # Sends nothing, but sets the local address of the route to the server.
-                probe.connect(place)
+                probe.connect(address)
                 return str(probe.getsockname()[0])
         return socket.gethostname()
 
@@ -179,8 +179,8 @@ class ConnectCluster(Cluster):
     def collectable_bytes(self) -> int:
         """Return the maximum size of results, in bytes, that the server collects."""
         given = self.conf.get("spark.driver.maxResultSize", "1g").strip().lower()
-        found = re.fullmatch(r"(\d+)\s*([kmgt]?)b?", given)
-        most = int(found[1]) * _UNITS[found[2]] if found else 2**30
+        size = re.fullmatch(r"(\d+)\s*([kmgt]?)b?", given)
+        most = int(size[1]) * _UNITS[size[2]] if size else 2**30
         return int(most * 0.9) or 2**62
 
     def check_python(self) -> None:
@@ -228,13 +228,13 @@ class ConnectCluster(Cluster):
 
     def collect(self, num_tasks: int, task: Task, schema: str) -> list[Any]:
         """Run a barrier job and return the rows of its tasks; see `collect_from_tasks`."""
-        mine, tags = threading.get_ident(), set(self._session.getTags())
+        own_thread, tags = threading.get_ident(), set(self._session.getTags())
 
         def note(stages: Any, inflight_tasks: int, *_: Any, **__: Any) -> None:
             # Called for every operation of the session, by the thread that waits for it.
-            if threading.get_ident() == mine:
-                begun = inflight_tasks + sum(stage.num_completed_tasks for stage in stages or ())
-                self._started.update(dict.fromkeys(tags, begun))
+            if threading.get_ident() == own_thread:
+                started = inflight_tasks + sum(stage.num_completed_tasks for stage in stages or ())
+                self._started.update(dict.fromkeys(tags, started))
 
         self._session.registerProgressHandler(note)
         try:
@@ -246,7 +246,7 @@ class ConnectCluster(Cluster):
         """Return the number of tasks that have started in the job with a tag."""
         return self._started.get(tag, 0)
 
-    def slots_beside(self, tag: str, others: str) -> int | None:
+    def slots_beside(self, tag: str, shared_tag: str) -> int | None:
         """Return None: the task slots that other jobs hold are unknown."""
         return None
 

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
-from hvd_estimators.launch.task.entry import import_task
+from hvd_estimators.launch.task.job import import_task
 from hvd_estimators.launch.warm.client import IDLE_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from hvd_estimators.launch.cluster.application import Cluster
-    from hvd_estimators.launch.task.spec import Job
+    from hvd_estimators.launch.task.job import Job
 
 __all__ = [
     "BackgroundJob",
@@ -37,12 +38,6 @@ __all__ = [
 ]
 
 _TAG = "hvd_estimators"
-_POLL_SECONDS = 0.2
-_END_SECONDS = 10.0
-# How long a job that imports may wait for slots when the driver no longer waits for it.
-_NO_SLOTS_SECONDS = 0.5
-# Usually 1 s or 2 s, but a busy machine takes longer to start Python.
-_IMPORT_JOB_SECONDS = 30.0
 
 
 @contextlib.contextmanager
@@ -121,7 +116,7 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
 
     def cancel_late_start(tag: str) -> None:
         waited, last = 0.0, time.monotonic()
-        while not finished.wait(_POLL_SECONDS):
+        while not finished.wait(timeouts.SPARK_POLL):
             try:
                 if cluster.started_tasks(tag) >= num_proc:
                     return
@@ -129,11 +124,11 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
                     timed_out.set()
                     cluster.cancel(tag)
                     return
-                held = waits_its_turn(cluster, tag, num_proc)
+                is_waiting = waits_its_turn(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
-            waited, last = waited + (0 if held else now - last), now
+            waited, last = waited + (0 if is_waiting else now - last), now
 
     try:
         named = spark_job(cluster, f"Horovod on {num_proc} ranks", ranks=True)
@@ -264,7 +259,7 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
     task = functools.partial(import_task, job=job)
     collect = functools.partial(cluster.collect, num_proc, task, "x int")
     request = BackgroundJob(cluster, "Imports for ranks", collect)
-    seconds = _IMPORT_JOB_SECONDS
+    seconds = timeouts.IMPORT_JOB
     try:
         yield
     except Exception:
@@ -284,9 +279,9 @@ def _end_imports(request: BackgroundJob, seconds: float) -> None:
     """
     now = last_with_slots = time.monotonic()
     late = now + seconds
-    while now < late + _END_SECONDS and not request.wait(_POLL_SECONDS):
+    while now < late + timeouts.JOB_CANCEL and not request.wait(timeouts.SPARK_POLL):
         now = time.monotonic()
         if not request.lacks_slots():
             last_with_slots = now
-        if now > late or now - last_with_slots > _NO_SLOTS_SECONDS:
+        if now > late or now - last_with_slots > timeouts.IMPORT_JOB_SLOTS:
             request.cancel()

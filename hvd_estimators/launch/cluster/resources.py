@@ -54,8 +54,7 @@ class TaskResources:
                 raise ParamError(f"{name}: expected 1 or more, a whole number, found {value!r}.")
             if self.resource_profile is not None:
                 raise ParamError(
-                    f"resource_profile and {name} are both set, and say the same thing in two "
-                    "ways. Set one of them."
+                    f"resource_profile and {name} are both set, and mean the same. Set one of them."
                 )
         if self.resource_profile is not None:
             _check_profile(self.resource_profile)
@@ -68,8 +67,8 @@ class TaskResources:
     def describe(self) -> str:
         """Return a description of the request for messages; empty for the default."""
         if self.resource_profile is not None:
-            asked = self.resource_profile.taskResources.values()
-            each = ", ".join(f"{entry.resourceName}: {entry.amount:g}" for entry in asked)
+            requests = self.resource_profile.taskResources.values()
+            each = ", ".join(f"{entry.resourceName}: {entry.amount:g}" for entry in requests)
             return f"resource_profile ({each or 'the settings of the application'} a task)"
         given = {"gpus_per_task": self.gpus_per_task, "cpus_per_task": self.cpus_per_task}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
@@ -116,16 +115,14 @@ def _check_profile(profile: Any) -> None:
 
 
 # An application keeps every registered profile, so each one is registered only once.
-@functools.lru_cache(maxsize=16)
-def _known(resources: TaskResources, application: str) -> list[Any]:
-    return []
+_registered_profiles: dict[tuple[TaskResources, str], ResourceProfile] = {}
 
 
 def _registered(
     resources: TaskResources, application: str, context: SparkContext
 ) -> ResourceProfile:
-    known = _known(resources, application)
-    if not known:
+    key = (resources, application)
+    if key not in _registered_profiles:
         # An RDD registers its profile with the application, and then returns it with its id.
         try:
             rdd: RDD[Any] = context.parallelize([], 1).withResources(_built(resources))
@@ -133,19 +130,18 @@ def _registered(
             java = getattr(error, "java_exception", None)
             if java is None:
                 raise
-            says = str(java.getMessage()).rstrip(".")
+            message = str(java.getMessage()).rstrip(".")
             raise SlotsError(
-                f"{resources.describe()}: Spark does not take it ({says}). {_remedy(says)}"
+                f"{resources.describe()}: Spark rejects it ({message}). {_remedy(message)}"
             ) from error
-        known.append(rdd.getResourceProfile())
-    registered: ResourceProfile = known[0]
-    return registered
+        _registered_profiles[key] = rdd.getResourceProfile()
+    return _registered_profiles[key]
 
 
-def _remedy(says: str) -> str:
-    if "TaskResourceProfile" in says:
+def _remedy(message: str) -> str:
+    if "TaskResourceProfile" in message:
         return "Leave it out, or use a Spark that can do this (3.5.1 or later)."
-    if "dynamic allocation" in says:
+    if "dynamic allocation" in message:
         return (
             "Ask for resources of tasks only, which then run on the executors that there are: "
             "resources of executors need dynamic allocation."

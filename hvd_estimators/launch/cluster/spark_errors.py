@@ -20,6 +20,7 @@ from hvd_estimators.exceptions import (
     SlotsError,
     WorkerFailedError,
 )
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.output import shortened
 from hvd_estimators.launch.task.run import LESS_RESULTS
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["typed_failure"]
 
 _MESSAGE_CHARS = 4000
-# Spark's task information is available a moment after a failure.
-_STATUS_SECONDS = 2.0
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class _Kind:
 
     pattern: str
     error: Callable[[str], HvdEstimatorsError]
-    says: str
+    summary: str
 
 
 _KINDS = [
@@ -52,7 +50,7 @@ _KINDS = [
     _Kind(
         r"spark\.driver\.maxResultSize",
         ResultsError,
-        f"The driver does not take the job's results. {LESS_RESULTS}",
+        f"The driver rejects the job's results, because they are too large. {LESS_RESULTS}",
     ),
     _Kind(
         r"barrier stage that requires more slots",
@@ -63,7 +61,7 @@ _KINDS = [
         r"Cannot run program",
         DependencyError,
         "The executors cannot start Python. Set PYSPARK_PYTHON (or spark.pyspark.python) to a "
-        "Python that is there on all machines.",
+        "Python that exists on all machines.",
     ),
     _Kind(
         r"PYTHON_VERSION_MISMATCH|Python in worker has different version",
@@ -74,8 +72,8 @@ _KINDS = [
     _Kind(
         r"ModuleNotFoundError: No module named|Error from python worker:[^$]*No module named",
         DependencyError,
-        "The executors' Python lacks a package. Install on all machines what is installed on the "
-        "driver, or set PYSPARK_PYTHON to a Python that has it.",
+        "The executors' Python lacks a package. Install the driver's packages on all machines, or "
+        "set PYSPARK_PYTHON to a Python that has them.",
     ),
 ]
 
@@ -124,8 +122,8 @@ def typed_failure(
     message = _message(error)
     for kind in _KINDS:
         if re.search(kind.pattern, message):
-            return kind.error(f"{kind.says} Spark says:\n{message}")
-    cause = next((says for pattern, says in _LOST if re.search(pattern, message)), None)
+            return kind.error(f"{kind.summary} Spark says:\n{message}")
+    cause = next((text for pattern, text in _LOST if re.search(pattern, message)), None)
     if cause is None and not all_failures:
         return None
     host, executor = _failed_on(cluster, tag)
@@ -141,18 +139,18 @@ def _message(error: BaseException) -> str:
     """Return Spark's message without the JVM's stack traces."""
     # Over Spark Connect, a separate line precedes the stack trace.
     lines = str(error).partition("\n\nJVM stacktrace:")[0].splitlines()
-    kept = [
+    lines_without_stack = [
         line.removeprefix(": ")
         for line in lines
         if line.strip()
         and not re.match(r"\s+at |\s*\.\.\. \d+ more|An error occurred while calling", line)
     ]
-    return shortened("\n".join(kept), _MESSAGE_CHARS)
+    return shortened("\n".join(lines_without_stack), _MESSAGE_CHARS)
 
 
 def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
     """Return the host and executor of the task that failed first; both None if unknown."""
-    deadline = time.monotonic() + _STATUS_SECONDS
+    deadline = time.monotonic() + timeouts.TASK_STATUS
     try:
         while True:
             failed = cluster.failed_tasks(tag)
@@ -162,6 +160,6 @@ def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
                 return min(failed).host, min(failed).executor
             if time.monotonic() > deadline:
                 return None, None
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.TASK_STATUS_POLL)
     except Exception:
         return None, None  # the context has been stopped

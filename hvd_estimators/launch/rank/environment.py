@@ -57,8 +57,7 @@ def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -
 def rank_environment(slot: SlotInfo) -> dict[str, str]:
     """Return the environment variables that make a process one rank of a Gloo job.
 
-    `hvd_estimators.launch.rendezvous.gloo_http.GlooProxy` adds the address of the rendezvous.
-    `hvd_estimators.launch.rendezvous.hosts.listening_environment` adds the address to listen on.
+    `hvd_estimators.launch.rendezvous.gloo_http` adds the rendezvous and the address to listen on.
     """
     return {
         "HOROVOD_HOSTNAME": str(slot.hostname),

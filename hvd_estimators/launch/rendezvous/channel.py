@@ -11,7 +11,6 @@ reordered message ends the connection. Messages are not encrypted.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hmac
 import json
@@ -21,11 +20,13 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import Self
+
+from hvd_estimators.launch import timeouts
 
 __all__ = [
     "BACKLOG",
@@ -35,30 +36,21 @@ __all__ = [
     "Channel",
     "Listener",
     "bound_socket",
-    "exchange_key",
     "new_secret",
     "ranks_key",
     "receive_exactly",
+    "retry",
 ]
 
 RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
-
-
 """Environment variable of a rank: the key by which it proves that it belongs to the job."""
 
 
 SECRET_BYTES = 32
 
-
 _DIGEST = "sha256"
-
-
 _NONCE_BYTES = 32
-
-
 _TAG_BYTES = 32
-
-
 # Gloo stores about 130 bytes for each pair of ranks.
 _MAX_BYTES = 16 * 2**20
 
@@ -80,13 +72,28 @@ def ranks_key(secret: bytes) -> dict[str, str]:
     return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
 
 
-def exchange_key(secret: bytes) -> bytes:
-    """Derive the secret of the job's exchange server from the job's secret.
+T = TypeVar("T")
 
-    The exchange server does not accept proofs made for the rendezvous server. The derived secret
-    reveals nothing about the job's secret.
+
+def retry(attempt: Callable[[], T], is_final: Callable[[OSError], bool], pause: float) -> T:
+    """Call a function until it succeeds, and return its result.
+
+    Parameters
+    ----------
+    attempt : callable
+        Usually connects and sends a message.
+    is_final : callable
+        Called with the error of an attempt. If it returns true, the error is raised.
+    pause : float
+        Seconds between two attempts.
     """
-    return _mac(secret, b"exchange")
+    while True:
+        try:
+            return attempt()
+        except OSError as error:
+            if is_final(error):
+                raise
+        time.sleep(pause)
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -115,13 +122,28 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
 class Channel:
     """A connection on which both ends have proved that they know the secret.
 
-    Created by `connect` and `accept`. A message consists of a flat dict of JSON types and of bytes.
+    Created by `open`, `connect` and `accept`; used as a context manager or closed. A message
+    consists of a flat dict of JSON types and of bytes.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         self._connection = connection
         self._keys = {"send": sending, "receive": receiving}
         self._counts = {"send": 0, "receive": 0}
+
+    @classmethod
+    def open(cls, endpoint: tuple[str, int], secret: bytes, seconds: float) -> Channel:
+        """Open a connection to a host and port, and authenticate on it; raises as `connect` does.
+
+        The limit applies to the connection and to the authentication separately.
+        """
+        connection = socket.create_connection(endpoint, seconds)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return cls.connect(connection, secret, seconds)
+        except BaseException:
+            connection.close()
+            raise
 
     @classmethod
     def connect(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
@@ -135,13 +157,13 @@ class Channel:
             If the connection ends, or the other end does not answer in time.
         """
         deadline = time.monotonic() + seconds
-        theirs = receive_exactly(connection, _NONCE_BYTES, deadline)
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        nonces = theirs + ours
-        connection.sendall(ours + _mac(secret, b"client", nonces))
+        server_nonce = receive_exactly(connection, _NONCE_BYTES, deadline)
+        client_nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = server_nonce + client_nonce
+        connection.sendall(client_nonce + _mac(secret, b"client", nonces))
         proof = receive_exactly(connection, _TAG_BYTES, deadline)
         if not hmac.compare_digest(proof, _mac(secret, b"server", nonces)):
-            raise AuthenticationError("It does not know the job's secret.")
+            raise AuthenticationError("The peer does not know the job's secret.")
         to_server, to_client = _keys(secret, nonces)
         return cls(connection, to_server, to_client)
 
@@ -150,12 +172,12 @@ class Channel:
         """Authenticate on a connection that the other end has opened; raises as `connect` does."""
         deadline = time.monotonic() + seconds
         connection.settimeout(seconds)
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(ours)
-        answer = receive_exactly(connection, _NONCE_BYTES + _TAG_BYTES, deadline)
-        nonces = ours + answer[:_NONCE_BYTES]
-        if not hmac.compare_digest(answer[_NONCE_BYTES:], _mac(secret, b"client", nonces)):
-            raise AuthenticationError("It does not know the job's secret.")
+        server_nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(server_nonce)
+        reply = receive_exactly(connection, _NONCE_BYTES + _TAG_BYTES, deadline)
+        nonces = server_nonce + reply[:_NONCE_BYTES]
+        if not hmac.compare_digest(reply[_NONCE_BYTES:], _mac(secret, b"client", nonces)):
+            raise AuthenticationError("The peer does not know the job's secret.")
         connection.sendall(_mac(secret, b"server", nonces))
         to_server, to_client = _keys(secret, nonces)
         return cls(connection, to_client, to_server)
@@ -189,16 +211,23 @@ class Channel:
         length = first + receive_exactly(self._connection, 3, deadline)
         count = struct.unpack(">I", length)[0]
         if count > _MAX_BYTES:
-            raise AuthenticationError(f"A message of {count} bytes is none of this job's.")
+            raise AuthenticationError(f"A message has {count} bytes, which is more than the limit.")
         payload = receive_exactly(self._connection, count, deadline)
         tag = receive_exactly(self._connection, _TAG_BYTES, deadline)
         if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
-            raise AuthenticationError("A message was changed, or is not the one that is next.")
+            raise AuthenticationError("A message was changed, or is not the next one.")
         message, _, body = payload.partition(b"\n")
         return json.loads(message), body
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, which also stops another thread that uses it."""
+        _shut_down(self._connection)
         self._connection.close()
 
     def _tag(self, direction: str, length: bytes, payload: bytes) -> bytes:
@@ -220,16 +249,10 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 BACKLOG = 1024
-
-
 """Maximum number of connections that wait to be accepted."""
 
 
-_MOST_STRANGERS = 256
-
-
-_PAUSE_SECONDS = 0.05
-
+_MAX_UNAUTHENTICATED = 256
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +300,7 @@ class Listener:
 
     Attributes
     ----------
-    place : str
+    client_address : str
         ``host:port`` for clients.
     """
 
@@ -291,11 +314,11 @@ class Listener:
         self._socket = bound_socket(address, is_ipv6)
         self.address = address
         self.port = int(self._socket.getsockname()[1])
-        self.place = f"{address}:{self.port}"
+        self.client_address = f"{address}:{self.port}"
         self._lock = threading.Lock()
-        self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
-        self._friends: set[socket.socket] = set()
-        self._taken: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STRANGERS)
+        self._unauthenticated: dict[socket.socket, None] = {}  # in order of arrival
+        self._authenticated: set[socket.socket] = set()
+        self._accepted: deque[tuple[str, int]] = deque(maxlen=_MAX_UNAUTHENTICATED)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -308,7 +331,7 @@ class Listener:
         """
         host = host.strip("[]")  # Spark writes IPv6 addresses in brackets
         listener = cls(_own_address(host), serve, is_ipv6=":" in host)
-        listener.place = f"{host}:{listener.port}"
+        listener.client_address = f"{host}:{listener.port}"
         return listener
 
     def listen(self) -> Self:
@@ -323,12 +346,7 @@ class Listener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def drain(self, seconds: float) -> bool:
@@ -340,72 +358,72 @@ class Listener:
             Whether all connections have ended within the given seconds.
         """
         deadline = time.monotonic() + seconds
-        # Connections are accepted in order: when this one is known, all earlier ones are, too.
+        # Connections are accepted in order, so all earlier ones are accepted before this one.
         with contextlib.suppress(OSError):
-            mine = socket.create_connection(self._socket.getsockname()[:2], seconds)
-            known = mine.getsockname()[:2]
-            mine.close()
-            while known not in self._taken and time.monotonic() < deadline:
-                time.sleep(_PAUSE_SECONDS / 5)
+            own = socket.create_connection(self._socket.getsockname()[:2], seconds)
+            own_address = own.getsockname()[:2]
+            own.close()
+            while own_address not in self._accepted and time.monotonic() < deadline:
+                time.sleep(timeouts.LISTENER_DRAIN_POLL)
         while time.monotonic() < deadline:
             with self._lock:
-                if not (self._strangers or self._friends):
+                if not (self._unauthenticated or self._authenticated):
                     return True
-            time.sleep(_PAUSE_SECONDS / 5)
+            time.sleep(timeouts.LISTENER_DRAIN_POLL)
         return False
 
     def close(self) -> None:
         """Stop accepting connections, and end the existing ones."""
         with self._lock:
             self._closed = True
-            ending = [*self._strangers, *self._friends]
+            ending = [*self._unauthenticated, *self._authenticated]
         # A shutdown wakes up the accepting thread; closing the socket does not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for connection in ending:
-            _end(connection)
+            _shut_down(connection)
         if self._thread is not None:
             self._thread.join()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, place = self._socket.accept()
+                connection, client = self._socket.accept()
             except OSError:
                 if self._closed:
                     return
                 # For example, too many files are open.
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(timeouts.LISTENER_PAUSE)
                 continue
             with self._lock:
                 if self._closed:
                     connection.close()
                     return
-                self._strangers[connection] = None
-                self._taken.append(place[:2])
-                crowd = len(self._strangers) > _MOST_STRANGERS
-                oldest = next(iter(self._strangers)) if crowd else None
+                self._unauthenticated[connection] = None
+                self._accepted.append(client[:2])
+                crowd = len(self._unauthenticated) > _MAX_UNAUTHENTICATED
+                oldest = next(iter(self._unauthenticated)) if crowd else None
             if oldest is not None:
-                _end(oldest)
+                _shut_down(oldest)
             threading.Thread(target=self._run, args=(connection,), daemon=True).start()
 
     def _run(self, connection: socket.socket) -> None:
-        def proved() -> None:
+        def mark_authenticated() -> None:
             with self._lock:
-                if self._strangers.pop(connection, connection) is None:
-                    self._friends.add(connection)
+                if self._unauthenticated.pop(connection, connection) is None:
+                    self._authenticated.add(connection)
 
         try:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._serve(connection, proved)
+                self._serve(connection, mark_authenticated)
         except Exception:
             logger.exception("A message could not be answered")
         finally:
             with self._lock:
-                self._strangers.pop(connection, None)
-                self._friends.discard(connection)
+                self._unauthenticated.pop(connection, None)
+                self._authenticated.discard(connection)
             connection.close()
 
 
@@ -422,7 +440,7 @@ def _own_address(host: str) -> str:
     return host
 
 
-def _end(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """Shut down a connection that another thread reads from."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

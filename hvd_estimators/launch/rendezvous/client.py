@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
-import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any, Protocol
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, retry
 from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
@@ -108,20 +106,15 @@ class RemoteRendezvousClient:
         self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._ended = threading.Event()
-        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def __enter__(self) -> Self:
-        self._beating.start()
+        self._heartbeat.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._beating.join(self._patience.attempt)
+        self._heartbeat.join(self._patience.attempt)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().close()
@@ -151,32 +144,36 @@ class RemoteRendezvousClient:
             message["number"] = next(self._numbers)
         # The server ends when all ranks are done, so a refusal of "done" counts as an answer.
         longest_refusal = 0.0 if kind == "done" else self._patience.refused
-        refused = silent = 0.0
-        while True:
+        refused = silent = started = 0.0
+
+        def attempt() -> Answer:
+            nonlocal started
             started = time.monotonic()
-            try:
-                return self._attempt(message, body)
-            except OSError as error:
-                cause = error
+            return self._attempt(message, body)
+
+        def is_final(error: OSError) -> bool:
+            nonlocal refused, silent
             seconds = self._since(started) + self._patience.pause
-            if isinstance(cause, _REFUSALS):
+            if isinstance(error, _REFUSALS):
                 refused += seconds
             else:
                 # An unstable network link may briefly refuse connections.
                 refused, silent = 0.0, silent + refused + seconds
             if refused > longest_refusal:
-                raise self._lost(f"has refused connections for {refused:.0f} s", cause) from cause
+                raise self._lost(f"has refused connections for {refused:.0f} s", error) from error
             if refused + silent >= self._patience.silence:
-                raise self._lost(f"has not answered for {refused + silent:.0f} s", cause) from cause
+                raise self._lost(f"has not answered for {refused + silent:.0f} s", error) from error
             if self._ended.is_set() and kind == "alive":
-                raise self._lost("is not asked any more", cause) from cause
-            time.sleep(self._patience.pause)
+                raise self._lost("has not answered the last heartbeat", error) from error
+            return False
 
-    def _lost(self, why: str, cause: OSError) -> PeerLostError:
+        return retry(attempt, is_final, self._patience.pause)
+
+    def _lost(self, why: str, error: OSError) -> PeerLostError:
         address, port = self._endpoint
         # str() of a system error begins with a number that does not help users.
-        said = cause.strerror or str(cause)
-        why = f"{why} (at {address} port {port}: {said})"
+        reason = error.strerror or str(error)
+        why = f"{why} (at {address} port {port}: {reason})"
         return PeerLostError(Failure(0, self._server_host, why, lost=True))
 
     def _since(self, started: float) -> float:
@@ -187,7 +184,8 @@ class RemoteRendezvousClient:
         try:
             channel, is_used = self._idle.get_nowait(), True
         except queue.Empty:
-            channel, is_used = self._open(), False
+            channel = Channel.open(self._endpoint, self._secret, self._patience.attempt)
+            is_used = False
         try:
             channel.send(message, body, self._patience.attempt)
             answer = channel.receive(self._patience.attempt, self._patience.attempt)
@@ -201,16 +199,7 @@ class RemoteRendezvousClient:
         self._idle.put(channel)
         return answer
 
-    def _open(self) -> Channel:
-        connection = socket.create_connection(self._endpoint, self._patience.attempt)
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return Channel.connect(connection, self._secret, self._patience.attempt)
-        except BaseException:
-            connection.close()
-            raise
-
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._patience.beat):
             try:
                 answer, _ = self.request("alive")

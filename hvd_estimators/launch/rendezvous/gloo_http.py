@@ -1,4 +1,4 @@
-"""HTTP server on the loopback interface that acts as the rendezvous of a rank's Horovod.
+"""Gloo's side of a rank: an HTTP rendezvous on the loopback interface, and the listening address.
 
 Horovod's C++ code supports only plain HTTP. It sends its requests to this server in the rank's
 parent, which forwards them over the job's authenticated connection. The rank authenticates with a
@@ -13,18 +13,22 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
 
+import psutil
 from typing_extensions import Self
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
-from hvd_estimators.launch.rendezvous.hosts import LOOPBACK
-from hvd_estimators.launch.versions import TOKEN_VARIABLE
+from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-__all__ = ["GlooProxy"]
+__all__ = ["INTERFACE_VARIABLE", "LOOPBACK", "GlooProxy", "listening_environment"]
 
-_REQUEST_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
+
+INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
+"""Environment variable of Horovod: the network interface to use."""
+
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
 _KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
@@ -41,7 +45,7 @@ class GlooProxy:
 
     Parameters
     ----------
-    link : RendezvousClient
+    client : RendezvousClient
         The client to which requests are forwarded.
     on_init : callable
         Called with each request of the rank's ``hvd.init()``.
@@ -51,11 +55,11 @@ class GlooProxy:
 
     def __init__(
         self,
-        link: RendezvousClient,
+        client: RendezvousClient,
         on_init: Callable[[], None] = lambda: None,
         on_joined: Callable[[], None] = lambda: None,
     ) -> None:
-        self._link = link
+        self._client = client
         self._on_init = on_init
         self._on_joined = on_joined
         self._token = secrets.token_hex(32)
@@ -73,16 +77,11 @@ class GlooProxy:
         self._listener.listen()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, proved: Callable[[], None]) -> None:
-        deadline = time.monotonic() + _REQUEST_SECONDS
+    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
+        deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers = _head(connection, deadline)
         given = headers.get("authorization", "")
         body = b""
@@ -90,14 +89,14 @@ class GlooProxy:
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             status = _UNAUTHORIZED
         else:
-            proved()
+            mark_authenticated()
             length = headers.get("content-length", "0")
             if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
                 status = _BAD_REQUEST
             else:
                 content = receive_exactly(connection, int(length), deadline)
                 status, body = self._answer(method, path, content)
-        connection.settimeout(_REQUEST_SECONDS)
+        connection.settimeout(timeouts.GLOO_REQUEST)
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
 
@@ -109,7 +108,7 @@ class GlooProxy:
         scope, key = named.groups()
         try:
             self._on_init()
-            values, body = self._link.request(kind, content, scope=scope, key=key)
+            values, body = self._client.request(kind, content, scope=scope, key=key)
             if kind == "delete" and _LAST_SCOPE.match(scope):
                 self._on_joined()
             return int(values["status"]), body
@@ -130,3 +129,16 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[st
         raise ConnectionAbortedError("A request is not HTTP.")
     pairs = (line.partition(":") for line in lines if line)
     return words[0], words[1], {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def listening_environment(address: str) -> dict[str, str]:
+    """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
+    # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
+    return {ADDRESS_VARIABLE: address, INTERFACE_VARIABLE: _interface_of(address)}
+
+
+def _interface_of(address: str) -> str:
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "lo"

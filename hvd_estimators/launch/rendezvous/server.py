@@ -8,34 +8,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Channel, Listener
 from hvd_estimators.launch.timeouts import Patience
 
 __all__ = ["Answer", "Failure", "JobStore", "RendezvousServer"]
 
 Answer = tuple[dict[str, Any], bytes]
-
-
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
 
 _OK, _NOT_FOUND, _CONFLICT = 200, 404, 409
 
 
-_LOOK_SECONDS = 0.5
-
-
 # If the time between two calls of `look` exceeds this multiple of the interval, this process was
 # paused. The excess then does not count as silence of the ranks.
 _PAUSED_LOOKS = 4
-
-
-_KEY_WAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -84,14 +76,14 @@ class JobStore:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        self.look_seconds = min(_LOOK_SECONDS, silence / 20)
+        self.look_seconds = min(timeouts.RENDEZVOUS_POLL, silence / 20)
         self._changed = threading.Condition()
         self._keys: dict[tuple[str, str], bytes] = {}
         self._hosts: list[str] = []
         self._silent: dict[int, float] = {}
         self._done: set[int] = set()
         self._failure: Failure | None = None
-        self._answered: dict[tuple[int, int], Answer] = {}
+        self._answers: dict[tuple[int, int], Answer] = {}
         self._handlers: Mapping[str, Callable[..., Answer]] = {
             "put": self._put,
             "get": self._get,
@@ -120,9 +112,9 @@ class JobStore:
                 self._silent[rank] = 0.0
             if number is None:
                 return handler(body=body, **arguments)
-            if (rank, number) not in self._answered:
-                self._answered[rank, number] = handler(body=body, **arguments)
-            return self._answered[rank, number]
+            if (rank, number) not in self._answers:
+                self._answers[rank, number] = handler(body=body, **arguments)
+            return self._answers[rank, number]
 
     def failure(self) -> Failure | None:
         """Return the first failure, if any."""
@@ -166,7 +158,7 @@ class JobStore:
     def _get(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         # Gloo waits for the keys of other ranks, which are numbers; it requests other keys once.
         if key.isdecimal() and (scope, key) not in self._keys:
-            self._changed.wait_for(lambda: (scope, key) in self._keys, _KEY_WAIT_SECONDS)
+            self._changed.wait_for(lambda: (scope, key) in self._keys, timeouts.RENDEZVOUS_KEY)
         value = self._keys.get((scope, key))
         return ({"status": _NOT_FOUND}, b"") if value is None else ({"status": _OK}, value)
 
@@ -187,9 +179,6 @@ class JobStore:
         self._done.add(rank)
         self._changed.notify_all()
         return {"status": _OK}, b""
-
-
-_IDLE_SECONDS = 120.0
 
 
 class RendezvousServer:
@@ -229,33 +218,27 @@ class RendezvousServer:
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
         self._ended = threading.Event()
         self._changed = threading.Condition()
-        self._answering = 0
+        self._num_unanswered = 0
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._watcher.join()
         # A message whose answer is still being sent may have ended the block.
         with self._changed:
-            self._changed.wait_for(lambda: not self._answering, self._patience.attempt)
+            self._changed.wait_for(lambda: not self._num_unanswered, self._patience.attempt)
         for listener in self._listeners:
             listener.close()
 
-    def listen(self, wanted: Callable[[str], bool] = lambda address: True) -> None:
-        """Accept connections at the wanted addresses, and release the others."""
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            if wanted(listener.address):
-                self._listeners.append(listener.listen())
+    def listen(self, address: str) -> None:
+        """Accept connections at one of the addresses, and release the others."""
+        for listener in self._listeners:
+            if listener.address == address:
+                listener.listen()
             else:
                 listener.close()
 
@@ -266,21 +249,21 @@ class RendezvousServer:
             self.store.look(now - before)
             before = now
 
-    def _serve(self, connection: socket.socket, proved: Callable[[], None]) -> None:
+    def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         channel = Channel.accept(connection, self._secret, self._patience.attempt)
-        proved()
+        mark_authenticated()
         while True:
-            message, body = channel.receive(_IDLE_SECONDS, self._patience.attempt)
-            with self._in_answer():
+            message, body = channel.receive(timeouts.RENDEZVOUS_IDLE, self._patience.attempt)
+            with self._counting_unanswered():
                 channel.send(*self.store.handle(message, body), seconds=self._patience.attempt)
 
     @contextlib.contextmanager
-    def _in_answer(self) -> Iterator[None]:
+    def _counting_unanswered(self) -> Iterator[None]:
         with self._changed:
-            self._answering += 1
+            self._num_unanswered += 1
         try:
             yield
         finally:
             with self._changed:
-                self._answering -= 1
+                self._num_unanswered -= 1
                 self._changed.notify_all()

@@ -1,8 +1,8 @@
 """State of an elastic job: rank 0 commits it to the driver, and later ranks restore it.
 
-States travel as messages of `hvd_estimators.launch.rendezvous.channel`. They are split into parts
-of some megabytes, so that neither end holds a whole state as bytes. The driver keeps states in
-unnamed files, which no other process can open and which disappear with the driver's process.
+States travel to the driver's service in parts of some megabytes, so that neither end holds a whole
+state as bytes. The driver keeps states in unnamed files, which no other process can open and which
+disappear with the driver's process.
 
 Horovod's own elastic mode keeps the surviving ranks, and a notification manager in each rank
 triggers a new rendezvous. Here all ranks of a job are relaunched instead. `StateKeeper` replaces
@@ -20,30 +20,28 @@ import io
 import logging
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators._util.unpickling import load
 from hvd_estimators.exceptions import StoreError, UnreachableError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.user_call import NoNotifications, call_with
-from hvd_estimators.launch.rendezvous.channel import (
-    AuthenticationError,
-    Channel,
-    Listener,
-    new_secret,
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, retry
+from hvd_estimators.launch.service.server import (
+    SERVICE_VARIABLE,
+    DriverService,
+    connect_to_driver,
 )
 
 __all__ = [
-    "COMMITS_VARIABLE",
     "CommitStore",
     "StateKeeper",
     "StatePickler",
@@ -80,25 +78,11 @@ def _array_of(tensor: Any) -> Any:
         return None
 
 
-COMMITS_VARIABLE = "HVD_ESTIMATORS_COMMITS"
-"""Environment variable with the address to which ranks send commits: ``host:port:secret``."""
-
-
 _PART_BYTES = 4 * 2**20
 
+T = TypeVar("T")
 
-_CONNECT_SECONDS = 10.0
-
-
-# The driver's disk may be slow, and a rank may serialize for long between two parts.
-_SECONDS = 120.0
-
-
-# Time for which a rank retries if it cannot reach the driver.
-_PATIENCE_SECONDS = 60.0
-
-
-_PAUSE_SECONDS = 0.5
+logger = logging.getLogger(__name__)
 
 
 class CommitStore:
@@ -118,58 +102,44 @@ class CommitStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
 
     @contextlib.contextmanager
-    def serve(self, host: str) -> Iterator[dict[str, str]]:
+    def serve(self, service: DriverService) -> Iterator[None]:
         """Serve the ranks of one launch until the block ends; ignore commits of earlier launches.
 
         All ranks fetch the commits made before this launch.
 
         Parameters
         ----------
-        host : str
-            The address at which ranks reach this machine.
-
-        Yields
-        ------
-        dict
-            Environment variables for the ranks.
+        service : DriverService
+            The launch's service.
         """
-        secret = new_secret()
         ended = threading.Event()
         before = dict(self._files)
 
-        def serve(connection: socket.socket, proved: Callable[[], None]) -> None:
-            channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
-            proved()
-            message, _ = channel.receive(_SECONDS, _SECONDS)
-            if message["kind"] == "fetch":
-                _send_file(channel, before.get(message["state"]))
-            else:
-                self._keep(channel, message["state"], ended)
+        def fetch(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
+            _send_file(channel, before.get(request["state"]))
 
-        with Listener.at_host(host, serve) as listener:
-            listener.listen()
-            try:
-                yield {COMMITS_VARIABLE: f"{listener.place}:{secret.hex()}"}
-            finally:
-                with self._lock:
-                    ended.set()
+        def commit(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
+            self._receive(channel, request["state"], ended)
 
-    def _keep(self, channel: Channel, state: int, ended: threading.Event) -> None:
+        service.add_handler("fetch", fetch)
+        service.add_handler("commit", commit)
+        try:
+            yield
+        finally:
+            with self._lock:
+                ended.set()
+
+    def _receive(self, channel: Channel, state: int, ended: threading.Event) -> None:
         """Receive a state; replace the previous one when the new one is complete."""
         file: IO[bytes] = _unnamed_file()
         problem = ""
         while True:
-            message, body = channel.receive(_SECONDS, _SECONDS)
+            message, body = _receive(channel)
             if message["kind"] == "end":
                 break
             try:
@@ -183,15 +153,14 @@ class CommitStore:
         except OSError as error:
             problem = str(error)
         if problem:
-            folder = tempfile.gettempdir()
-            channel.send({"kind": "refused", "why": f"{folder}: {problem}"}, seconds=_SECONDS)
+            _send(channel, {"kind": "rejected", "why": f"{tempfile.gettempdir()}: {problem}"})
             return
         with self._lock:
             if ended.is_set():
                 return
             self._files[state] = file
             self.count += 1
-        channel.send({"kind": "kept"}, seconds=_SECONDS)
+        _send(channel, {"kind": "stored"})
 
 
 def _unnamed_file() -> IO[bytes]:
@@ -200,24 +169,32 @@ def _unnamed_file() -> IO[bytes]:
 
 def _send_file(channel: Channel, file: IO[bytes] | None) -> None:
     if file is None:
-        channel.send({"kind": "none"})
+        _send(channel, {"kind": "none"})
         return
-    channel.send({"kind": "found"}, seconds=_SECONDS)
-    place = 0
+    _send(channel, {"kind": "state"})
+    offset = 0
     # Other ranks read from the same file, so its position is not used.
-    while part := os.pread(file.fileno(), _PART_BYTES, place):
-        channel.send({"kind": "part"}, part, _SECONDS)
-        place += len(part)
-    channel.send({"kind": "end"}, seconds=_SECONDS)
+    while part := os.pread(file.fileno(), _PART_BYTES, offset):
+        _send(channel, {"kind": "part"}, part)
+        offset += len(part)
+    _send(channel, {"kind": "end"})
 
 
-def commit(target: str, state: int, value: Any) -> None:
+def _send(channel: Channel, message: Mapping[str, Any], body: bytes = b"") -> None:
+    channel.send(message, body, timeouts.COMMIT_MESSAGE)
+
+
+def _receive(channel: Channel) -> tuple[dict[str, Any], bytes]:
+    return channel.receive(timeouts.COMMIT_MESSAGE, timeouts.COMMIT_MESSAGE)
+
+
+def commit(address: str, state: int, value: Any) -> None:
     """Send a state to the driver, and return when it is stored there. Runs on the worker.
 
     Parameters
     ----------
-    target : str
-        Value of `COMMITS_VARIABLE`.
+    address : str
+        Address of the driver's service.
     state : int
         The state's number in the job.
     value
@@ -232,53 +209,57 @@ def commit(target: str, state: int, value: Any) -> None:
     """
 
     def send(channel: Channel) -> None:
-        channel.send({"kind": "commit", "state": state}, seconds=_SECONDS)
+        _send(channel, {"kind": "commit", "state": state})
         parts = _Parts(channel)
         StatePickler(parts, protocol=5).dump(value)
         parts.end()
-        answer, _ = channel.receive(_SECONDS, _SECONDS)
-        if answer["kind"] != "kept":
+        answer, _ = _receive(channel)
+        if answer["kind"] != "stored":
             raise StoreError(
-                f"The driver cannot keep what was committed ({answer['why']}). Set TMPDIR there to "
-                "a folder with more room."
+                f"The driver cannot store the committed state ({answer['why']}). Set TMPDIR on the "
+                "driver to a folder with more space."
             )
 
-    _talk(target, send)
+    _converse(address, send)
 
 
-def fetch(target: str, state: int) -> Any:
+def fetch(address: str, state: int) -> Any:
     """Return a state's last commit before this launch, or None if there is none.
 
     Runs on the worker. Parameters and errors are those of `commit`.
     """
 
     def receive(channel: Channel) -> Any:
-        channel.send({"kind": "fetch", "state": state}, seconds=_SECONDS)
-        answer, _ = channel.receive(_SECONDS, _SECONDS)
+        _send(channel, {"kind": "fetch", "state": state})
+        answer, _ = _receive(channel)
         if answer["kind"] == "none":
             return None
         return load(io.BufferedReader(_Stream(channel), 2**20))
 
-    return _talk(target, receive)
+    return _converse(address, receive)
 
 
-def _talk(target: str, talk: Callable[[Channel], Any]) -> Any:
+def _converse(address: str, conversation: Callable[[Channel], T]) -> T:
     """Communicate with the driver on a new connection; restart from the beginning if it breaks."""
-    host, port, secret = target.rsplit(":", 2)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        try:
-            with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
-                return talk(Channel.connect(connection, bytes.fromhex(secret), _CONNECT_SECONDS))
-        except StoreError:
-            raise
-        except OSError as error:
-            if isinstance(error, AuthenticationError) or time.monotonic() > deadline:
-                raise UnreachableError(
-                    f"The driver, which keeps what ranks commit, cannot be reached at {host} port "
-                    f"{port}: {error}"
-                ) from error
-        time.sleep(_PAUSE_SECONDS)
+    deadline = time.monotonic() + timeouts.COMMIT_RETRY
+
+    def attempt() -> T:
+        with connect_to_driver(address) as channel:
+            return conversation(channel)
+
+    def is_final(error: OSError) -> bool:
+        return isinstance(error, (AuthenticationError, StoreError)) or time.monotonic() > deadline
+
+    try:
+        return retry(attempt, is_final, timeouts.COMMIT_PAUSE)
+    except StoreError:
+        raise
+    except OSError as error:
+        host, port, _ = address.rsplit(":", 2)
+        raise UnreachableError(
+            f"The driver, which stores the commits of ranks, cannot be reached at {host} port "
+            f"{port}: {error}"
+        ) from error
 
 
 class _Parts:
@@ -286,24 +267,24 @@ class _Parts:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._waiting = bytearray()
+        self._buffer = bytearray()
 
     def write(self, data: Any) -> int:
         # pickle passes large arrays without copying them.
         with pickle.PickleBuffer(data).raw() as view:
             for start in range(0, len(view), _PART_BYTES):
-                self._waiting += view[start : start + _PART_BYTES]
-                if len(self._waiting) >= _PART_BYTES:
+                self._buffer += view[start : start + _PART_BYTES]
+                if len(self._buffer) >= _PART_BYTES:
                     self._send()
             return len(view)
 
     def end(self) -> None:
         self._send()
-        self._channel.send({"kind": "end"}, seconds=_SECONDS)
+        _send(self._channel, {"kind": "end"})
 
     def _send(self) -> None:
-        self._channel.send({"kind": "part"}, bytes(self._waiting), _SECONDS)
-        self._waiting.clear()
+        _send(self._channel, {"kind": "part"}, bytes(self._buffer))
+        self._buffer.clear()
 
 
 class _Stream(io.RawIOBase):
@@ -318,7 +299,7 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._part:
-            message, body = self._channel.receive(_SECONDS, _SECONDS)
+            message, body = _receive(self._channel)
             if message["kind"] == "end":
                 return 0
             self._part = memoryview(body)
@@ -326,9 +307,6 @@ class _Stream(io.RawIOBase):
         buffer[:count] = self._part[:count]
         self._part = self._part[count:]
         return count
-
-
-logger = logging.getLogger(__name__)
 
 
 # Prefixes of the attributes with saved values in states and their handlers. TensorFlowState uses
@@ -352,7 +330,7 @@ def run_in_rank(
         Number of relaunches of the job's ranks so far.
     """
     is_first = os.environ["HOROVOD_RANK"] == "0"
-    keeper = StateKeeper(os.environ[COMMITS_VARIABLE], is_first, relaunches > 0)
+    keeper = StateKeeper(os.environ[SERVICE_VARIABLE], is_first, relaunches > 0)
     return call_with(keeper, fn, args, kwargs)
 
 
@@ -361,31 +339,31 @@ class StateKeeper(NoNotifications):
 
     Parameters
     ----------
-    target : str
-        Address to which commits are sent.
+    address : str
+        Address of the driver's service.
     sends : bool
         Whether this rank sends its commits. True for rank 0, whose values all ranks use.
     is_relaunch : bool
         Whether to restore the previous commits.
     """
 
-    def __init__(self, target: str, sends: bool, is_relaunch: bool) -> None:
-        self._target = target
+    def __init__(self, address: str, sends: bool, is_relaunch: bool) -> None:
+        self._address = address
         self._sends = sends
         self._is_relaunch = is_relaunch
         self._states: list[Any] = []
 
     def register_listener(self, state: Any) -> None:
         """Commit and restore a state from now on; called before ranks synchronize it."""
-        if any(state is known for known in self._states):
+        if any(state is registered for registered in self._states):
             return
         number = len(self._states)
         self._states.append(state)
         restore = state.restore
         if self._is_relaunch:
-            saved = fetch(self._target, number)
+            saved = fetch(self._address, number)
             if saved is not None:
-                _put_back(state, saved)
+                _restore_saved(state, saved)
                 restore()
             # As in a rank that has survived another: calls the reset callbacks that the user has
             # set.
@@ -399,7 +377,7 @@ class StateKeeper(NoNotifications):
 
         def save_and_send() -> None:
             save()
-            commit(self._target, number, _saved_by(state))
+            commit(self._address, number, _saved_by(state))
 
         return save_and_send
 
@@ -418,26 +396,26 @@ def _leaving(restore: Callable[[], None]) -> Callable[[], None]:
     return restore_or_leave
 
 
-def _holders(state: Any) -> dict[str, Any]:
+def _objects_with_values(state: Any) -> dict[str, Any]:
     """Return the objects with a state's saved values: the state and a TorchState's handlers."""
     return {"": state, **getattr(state, "_handlers", {})}
 
 
 def _saved_by(state: Any) -> dict[str, dict[str, Any]]:
     """Return a state's saved values, without copying them."""
-    found = {
-        name: {key: value for key, value in vars(holder).items() if key.startswith(_SAVED)}
-        for name, holder in _holders(state).items()
+    saved = {
+        name: {key: value for key, value in vars(object_).items() if key.startswith(_SAVED)}
+        for name, object_ in _objects_with_values(state).items()
     }
-    if not any(found.values()):
+    if not any(saved.values()):
         logger.warning(
-            "%s saves nothing that is known here: ranks that are launched again begin it anew.",
+            "%s saves no values that can be sent to the driver: relaunched ranks restart it.",
             type(state).__name__,
         )
-    return found
+    return saved
 
 
-def _put_back(state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+def _restore_saved(state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Replace a state's saved values; the state's `restore` then applies them."""
-    for name, holder in _holders(state).items():
-        vars(holder).update(saved.get(name, {}))
+    for name, object_ in _objects_with_values(state).items():
+        vars(object_).update(saved.get(name, {}))

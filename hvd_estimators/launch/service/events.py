@@ -1,8 +1,4 @@
-"""Events from ranks to the driver: progress, epochs, messages and output.
-
-Events travel as messages of `hvd_estimators.launch.rendezvous.channel`. Both ends prove that they
-know a secret, which ranks get in their environment. So events from other senders are not accepted.
-"""
+"""Events from ranks to the driver's service: progress, epochs, messages, output and stages."""
 
 from __future__ import annotations
 
@@ -10,19 +6,23 @@ import atexit
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.graceful_stop import AwaitedRanks
 from hvd_estimators.launch.rank.output import Relay, shortened
-from hvd_estimators.launch.rendezvous.channel import Channel, Listener, new_secret
+from hvd_estimators.launch.rendezvous.channel import Channel
+from hvd_estimators.launch.service.server import (
+    SERVICE_VARIABLE,
+    DriverService,
+    connect_to_driver,
+)
 
 __all__ = [
-    "EVENTS_VARIABLE",
     "Event",
     "EventSender",
     "Handler",
@@ -192,34 +192,11 @@ def decoded(message: Mapping[str, Any]) -> Event:
     return _KINDS[values.pop("kind")](**values)
 
 
-EVENTS_VARIABLE = "HVD_ESTIMATORS_EVENTS"
-"""Environment variable with the address to which ranks send events: ``host:port:secret``."""
-
-
-_CONNECT_SECONDS = 5.0
-
-
-_DRAIN_SECONDS = 1.0
-
-
-# Maximum wait for the handler to process the last events, while events still arrive.
-_LAST_EVENTS_SECONDS = 60.0
-
-
-# Events may be days apart, and a rank may be stopped while it sends one.
-_IDLE_SECONDS = 30 * 86400.0
-
-
-_SILENCE_SECONDS = 60.0
-
+# The kind of the request that opens a connection for events, and of messages on it that are not
+# events.
+_KIND, _SEVERAL, _AWAITED = "events", "several", "awaited"
 
 logger = logging.getLogger(__name__)
-
-
-_SEVERAL = "several"
-
-
-_AWAITED = "awaited"
 
 
 def serialized(handler: Handler) -> Handler:
@@ -237,24 +214,18 @@ def serialized(handler: Handler) -> Handler:
 
 
 @contextlib.contextmanager
-def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
+def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
     """Call a handler for every event until the block ends. Runs on the driver.
 
     If an error or an interrupt ends the block, waits for ranks that have requested time.
 
     Parameters
     ----------
+    service : DriverService
+        The launch's service.
     handler : callable
         Called with one event at a time, from another thread.
-    host : str
-        The address at which ranks reach this machine.
-
-    Yields
-    ------
-    dict
-        Environment variables for the ranks.
     """
-    secret = new_secret()
     lock = threading.Lock()
     ended = threading.Event()
     awaited = AwaitedRanks()
@@ -262,22 +233,20 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
 
     def handle(message: Mapping[str, Any]) -> None:
         nonlocal handled
-        for one in message["events"] if message.get("kind") == _SEVERAL else [message]:
+        for event in message["events"] if message.get("kind") == _SEVERAL else [message]:
             with lock:
                 if ended.is_set():
                     return
                 handled += 1
                 try:
-                    handler(decoded(one))
+                    handler(decoded(event))
                 except Exception:
                     logger.exception("An event of a rank could not be handled")
 
-    def serve(connection: socket.socket, proved: Callable[[], None]) -> None:
-        channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
-        proved()
+    def receive(channel: Channel, *_: Any) -> None:
         try:
             while not ended.is_set():
-                message, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
+                message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
                 if message.get("kind") == _AWAITED:
                     awaited.add(id(channel), message["seconds"])
                 else:
@@ -285,30 +254,31 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
         finally:
             awaited.discard(id(channel))
 
-    def drain(listener: Listener) -> None:
+    def drain() -> None:
         """Wait for pending events as long as some of them arrive."""
-        deadline = time.monotonic() + _LAST_EVENTS_SECONDS
+        deadline = time.monotonic() + timeouts.LAST_EVENTS
         before = -1
-        while not listener.drain(_DRAIN_SECONDS):
+        while not service.drain(timeouts.EVENT_DRAIN):
             if handled == before:
                 return  # a rank stays connected
             if time.monotonic() > deadline:
-                logger.warning("What ranks printed last is not shown: it is taken too slowly.")
+                logger.warning(
+                    "The last output of the ranks is not shown, because it is read too slowly."
+                )
                 return
             before = handled
 
-    with Listener.at_host(host, serve) as listener:
-        listener.listen()
-        try:
-            yield {EVENTS_VARIABLE: f"{listener.place}:{secret.hex()}"}
-        except BaseException:
-            awaited.wait()
-            raise
-        finally:
-            # Ended ranks have closed their connections, so handle all pending events.
-            drain(listener)
-            with lock:
-                ended.set()
+    service.add_handler(_KIND, receive)
+    try:
+        yield
+    except BaseException:
+        awaited.wait()
+        raise
+    finally:
+        # Ended ranks have closed their connections, so handle all pending events.
+        drain()
+        with lock:
+            ended.set()
 
 
 class EventSender:
@@ -318,32 +288,29 @@ class EventSender:
 
     Parameters
     ----------
-    target : str, optional
-        Address of the receiver. Default: the value of `EVENTS_VARIABLE`.
+    address : str, optional
+        Address of the driver's service. Default: the value of `SERVICE_VARIABLE`.
     patience : float
         Seconds that the driver may take for one event.
     """
 
-    def __init__(self, target: str | None = None, patience: float = 5.0) -> None:
+    def __init__(self, address: str | None = None, patience: float = timeouts.EVENT_SEND) -> None:
         self._patience = patience
-        target = target or os.environ.get(EVENTS_VARIABLE)
-        self._socket: socket.socket | None = None
-        if not target:
+        self._channel: Channel | None = None
+        address = address or os.environ.get(SERVICE_VARIABLE)
+        if not address:
             return
-        host, port, secret = target.rsplit(":", 2)
         try:
-            self._socket = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-            self._channel = Channel.connect(self._socket, bytes.fromhex(secret), _CONNECT_SECONDS)
+            self._channel = connect_to_driver(address, timeouts.EVENT_CONNECT)
         except (OSError, ValueError) as error:
-            logger.info(
-                "No progress on the driver: cannot reach it at %s:%s (%s)", host, port, error
-            )
-            self.close()
+            location = address.rpartition(":")[0]
+            logger.info("No progress on the driver: cannot reach it at %s (%s)", location, error)
+        self._send({"kind": _KIND})
 
     @property
     def is_connected(self) -> bool:
         """True if events can reach the driver, as far as is known."""
-        return self._socket is not None
+        return self._channel is not None
 
     def send(self, event: Event) -> None:
         """Send one event."""
@@ -362,30 +329,22 @@ class EventSender:
         self._send({"kind": _AWAITED, "seconds": seconds})
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._socket is None:
+        channel = self._channel
+        if channel is None:
             return
         try:
-            self._channel.send(message, seconds=self._patience)
+            channel.send(message, seconds=self._patience)
         except OSError:
             self.close()
 
     def close(self) -> None:
         """Close the connection, which also stops another thread that is sending."""
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
 
-_MOST_CHARS = 8192
-
-
-# A driver may be slow, such as a sleeping laptop.
-_SEND_SECONDS = 3600.0
-
-
-_CLOSE_SECONDS = 5.0
+_MAX_MESSAGE_CHARS = 8192
 
 
 def log_to_driver(message: object) -> None:
@@ -402,7 +361,7 @@ def log_to_driver(message: object) -> None:
     """
     with _lock:
         sender = _sender()
-    sender.send(shortened(str(message), _MOST_CHARS))
+    sender.send(shortened(str(message), _MAX_MESSAGE_CHARS))
 
 
 class _Messages:
@@ -410,7 +369,7 @@ class _Messages:
 
     def __init__(self) -> None:
         self._rank = int(os.environ.get("HOROVOD_RANK", "0"))
-        self._events = EventSender(patience=_SEND_SECONDS)
+        self._events = EventSender(patience=timeouts.OUTPUT_SEND)
         self._relay = Relay(self._deliver) if self._events.is_connected else None
 
     def send(self, message: str) -> None:
@@ -421,7 +380,7 @@ class _Messages:
 
     def close(self) -> None:
         if self._relay is not None:
-            self._relay.close(_CLOSE_SECONDS)
+            self._relay.close(timeouts.MESSAGES_CLOSE)
         self._events.close()
 
     def _deliver(self, messages: Sequence[tuple[str, str]]) -> None:
@@ -429,8 +388,6 @@ class _Messages:
 
 
 _lock = threading.Lock()
-
-
 _current: _Messages | None = None
 
 

@@ -14,9 +14,9 @@ from typing import Any, TextIO
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.service.events import Event, Handler, RankMessage, RankOutput
 
-__all__ = ["LinesTaker", "Outlets", "print_event", "write_text"]
+__all__ = ["LineHandler", "Outlets", "print_event", "write_text"]
 
-LinesTaker = Callable[[list[str]], None]
+LineHandler = Callable[[list[str]], None]
 """Called with lines of a rank."""
 
 logger = logging.getLogger(__name__)
@@ -71,15 +71,15 @@ class Outlets:
             name: _text_file(name, file) for name, file in given.items() if file is not None
         }
         self._has_time = bool(prefix_output_with_timestamp)
-        self.are_apart = bool(self._files)
+        self.are_separate = bool(self._files)
         """True if ranks have a separate pipe for each of the two streams."""
-        streams = tuple(given) if self.are_apart else ("",)
+        streams = tuple(given) if self.are_separate else ("",)
         self.streams = tuple(s for s in streams if verbose >= 2 or s in self._files)
         """Names of the streams that the driver needs; an empty name means both streams as one."""
 
-    def takers(
+    def line_handlers(
         self, put: Callable[[str, list[str]], None]
-    ) -> tuple[LinesTaker | None, LinesTaker | None]:
+    ) -> tuple[LineHandler | None, LineHandler | None]:
         """Return a rank's line handlers: for standard output (or both), and for standard error.
 
         Parameters
@@ -87,9 +87,9 @@ class Outlets:
         put : callable
             Called with the stream's name and lines, if the driver should receive them.
         """
-        names = ("stdout", "stderr") if self.are_apart else ("",)
-        found = [functools.partial(put, n) if n in self.streams else _ignore for n in names]
-        return found[0], found[1] if self.are_apart else None
+        names = ("stdout", "stderr") if self.are_separate else ("",)
+        handlers = [functools.partial(put, n) if n in self.streams else _ignore for n in names]
+        return handlers[0], handlers[1] if self.are_separate else None
 
     def handler(self, on_event: Handler | None) -> Handler:
         """Return an event handler that writes lines to their files.
@@ -100,16 +100,16 @@ class Outlets:
             Called with all other events. Default: `print_event`.
         """
         files = dict(self._files)
-        other = on_event or print_event
+        handle_other = on_event or print_event
 
         def handle(event: Event) -> None:
             if not isinstance(event, RankOutput):
-                other(event)
+                handle_other(event)
                 return
             if self._has_time:
                 event = replace(event, time=time.time())
             if event.stream not in self._files:
-                other(event)
+                handle_other(event)
             elif event.stream in files:
                 try:
                     write_text(files[event.stream], event.text())

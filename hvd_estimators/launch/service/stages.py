@@ -14,22 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from typing_extensions import Self
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
 
 __all__ = ["LaunchWatch", "RunningTask", "Stage", "StageReporter"]
 
 logger = logging.getLogger(__name__)
 
-_WARN_AFTER_SECONDS = 8.0
 # Each further warning about the same ranks waits this many times longer than the one before.
 _REPEAT_FACTOR = 8
-_LOOK_SECONDS = 0.5
-_RETRY_SECONDS = 1.0
-_CLOSE_SECONDS = 1.0
 _MOST_NAMED_RANKS = 8
 
 
@@ -86,21 +82,21 @@ class StageReporter:
         The task's number.
     host : str
         Name of the task's machine.
-    target : str, optional
-        Value of `EVENTS_VARIABLE`. Without it, stages are only logged.
+    address : str
+        Address of the driver's service. Without it, stages are only logged.
     writes_log : bool
         Whether stages go to standard error, which is the log of a remote executor.
     """
 
-    def __init__(self, task: int, host: str, target: str | None, writes_log: bool) -> None:
-        self._target = target
+    def __init__(self, task: int, host: str, address: str, writes_log: bool) -> None:
+        self._address = address
         self._writes_log = writes_log
         self._changed = threading.Condition()
         self._current = RankStage(-1, task, host, Stage.PYTHON_START)
         self._sent: int = Stage.PYTHON_START
         self._is_connected = self._is_closed = False
         self._thread = threading.Thread(target=self._send_changes, daemon=True)
-        if target:
+        if address:
             self._thread.start()
 
     def enter(self, stage: Stage, rank: int = -1) -> None:
@@ -117,8 +113,8 @@ class StageReporter:
             before = self._current
             if stage <= before.stage:
                 return
-            known = before.rank if rank < 0 else rank
-            self._current = RankStage(known, before.task, before.host, stage)
+            rank = before.rank if rank < 0 else rank
+            self._current = RankStage(rank, before.task, before.host, stage)
             self._changed.notify_all()
         if stage < Stage.ENDED:
             self._log(f"{_title(self._current)}: launch stage '{stage.label}'")
@@ -130,7 +126,7 @@ class StageReporter:
             self._is_closed = True
             self._changed.notify_all()
         if self._is_connected:
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(timeouts.STAGE_CLOSE)
 
     def _log(self, line: str) -> None:
         # Spark's Python workers configure no logging, and so drop INFO lines.
@@ -149,14 +145,14 @@ class StageReporter:
             if current.stage <= self._sent:
                 break
             if sender is None or not sender.is_connected:
-                sender = EventSender(self._target)
+                sender = EventSender(self._address)
             sender.send(current)
             self._is_connected = sender.is_connected
             if self._is_connected:
                 self._sent = current.stage
                 continue
             with self._changed:
-                if self._changed.wait_for(lambda: self._is_closed, _RETRY_SECONDS):
+                if self._changed.wait_for(lambda: self._is_closed, timeouts.STAGE_RETRY):
                     break
         if sender is not None:
             sender.close()
@@ -244,17 +240,12 @@ class LaunchWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
+        while not self._ended.wait(timeouts.STAGE_POLL):
             if self._is_complete():
                 return
             self._ask_spark()
@@ -267,17 +258,17 @@ class LaunchWatch:
     def _ask_spark(self) -> None:
         """Record the tasks that Spark has started, and whose Python has not reported."""
         with self._lock:
-            waits = any(at.stage == Stage.TASK_SLOT for at, _ in self._stages.values())
-        if not waits or self._running_tasks is None:
+            is_waiting = any(at.stage == Stage.TASK_SLOT for at, _ in self._stages.values())
+        if not is_waiting or self._running_tasks is None:
             return
         try:
-            found = self._running_tasks()
+            running = self._running_tasks()
         except Exception:
             logger.debug("Spark does not answer which tasks run", exc_info=True)
             return
-        for task in found or ():
+        for task in running or ():
             self.record(RankStage(-1, task.task, task.host, Stage.PYTHON_START))
-        if found is None:
+        if running is None:
             now = time.monotonic()
             with self._lock:
                 for number, (at, _) in self._stages.items():
@@ -290,13 +281,13 @@ class LaunchWatch:
             waiting = [
                 (at, now - since) for at, since in self._stages.values() if at.stage == stage
             ]
-        late = [at for at, seconds in waiting if seconds >= _WARN_AFTER_SECONDS]
+        late = [at for at, seconds in waiting if seconds >= timeouts.STAGE_WARNING]
         if not late or stage >= Stage.HOROVOD_JOINED:
             return
         is_new = late != self._warned
         if not is_new and now < self._next_warning:
             return
-        self._pause = _REPEAT_FACTOR * (_WARN_AFTER_SECONDS if is_new else self._pause)
+        self._pause = _REPEAT_FACTOR * (timeouts.STAGE_WARNING if is_new else self._pause)
         self._warned, self._next_warning = late, now + self._pause
         logger.warning(
             "The launch waits for %s, in stage '%s' for %.0f s: %s.",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import re
 import secrets
 import selectors
@@ -19,30 +20,129 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
+import psutil
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import BACKLOG, bound_socket
-from hvd_estimators.launch.rendezvous.hosts import (
-    INTERFACE_VARIABLE,
-    LOOPBACK,
-    candidate_addresses,
-    executor_identity,
-    host_identity,
-)
+from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
 
-__all__ = ["HostAddresses", "HostCandidates", "ProbeListener", "agree", "choose"]
+__all__ = [
+    "HostAddresses",
+    "HostCandidates",
+    "ProbeListener",
+    "agree",
+    "candidate_addresses",
+    "choose",
+    "executor_identity",
+    "host_identity",
+]
 
-_ATTEMPT_SECONDS = 3.0
-_PAUSE_SECONDS = 0.5
-# Further wait for other addresses, once each host was reached at one address.
-_GRACE_SECONDS = 0.5
-# A link may be down for a while.
-_PATIENCE_SECONDS = 60.0
 _NONCE_BYTES = 16
+
+
+def host_identity() -> str:
+    """Return a string that two processes share exactly if they share a loopback interface.
+
+    The string combines the machine's boot ID, the network namespace and the host name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        # Without /proc, for example not on Linux, use the interfaces' addresses instead.
+        macs = [a.address for entries in psutil.net_if_addrs().values() for a in entries]
+        boot, network = "", " ".join(sorted(set(macs)))
+    return f"{boot} {network} {socket.gethostname()}"
+
+
+def executor_identity() -> str:
+    """Return a string that two tasks of a host share exactly if they share an executor.
+
+    The string combines the YARN container ID, if any, the PID namespace, and the ID of the process
+    that forks the executor's Python workers. Runs in a task.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # not on Linux
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    return f"{os.environ.get('CONTAINER_ID', '')} {namespace} {os.getppid()}"
+
+
+def candidate_addresses(
+    preferred: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
+) -> list[str]:
+    """Return the addresses at which other machines may reach this one, the likeliest first.
+
+    All of them are addresses of this machine, because Gloo must listen on the chosen one.
+
+    Parameters
+    ----------
+    preferred : str
+        The name or address by which the cluster knows this machine. Its addresses come first, if
+        they are addresses of this machine.
+    interfaces : sequence of str
+        The names of the network interfaces to use; names that this machine does not have are
+        ignored. Default: all interfaces that are up.
+    setting : str
+        The name of the setting with the interfaces, for the error.
+
+    Raises
+    ------
+    UnreachableError
+        If there is no such address.
+    """
+    interface_addresses = {
+        name: [a.address for a in entries if a.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    down = {name for name, stats in psutil.net_if_stats().items() if not stats.isup}
+    names = interfaces or [name for name in interface_addresses if name not in down]
+    addresses = [
+        address
+        for name in names
+        for address in interface_addresses.get(name, [])
+        if _is_open(address)
+    ]
+    if not addresses:
+        existing = ", ".join(
+            f"{name} ({', '.join(entries)})"
+            for name, entries in sorted(interface_addresses.items())
+            if entries
+        )
+        selection = f" of {setting}={', '.join(interfaces)}" if interfaces else ""
+        raise UnreachableError(
+            f"{socket.gethostname()} is one of several hosts and cannot be reached from the "
+            f"others: expected an interface{selection} that is up and has an address other than a "
+            f"loopback or a link-local one; found {existing or 'none'}."
+        )
+    first = _resolved(preferred)
+    return sorted(dict.fromkeys(addresses), key=lambda a: (a not in first, _rank(a)))
+
+
+def _is_open(address: str) -> bool:
+    """Return whether an address may be reachable from other machines, through any interface."""
+    if "%" in address:  # link-local, with an interface
+        return False
+    parsed = ipaddress.ip_address(address)
+    is_local = parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast
+    return not is_local and not (parsed.version == 6 and parsed.is_link_local)
+
+
+def _rank(address: str) -> tuple[bool, bool]:
+    parsed = ipaddress.ip_address(address)
+    return parsed.version == 6, parsed.is_link_local
+
+
+def _resolved(name: str) -> set[str]:
+    """Return the addresses that a name resolves to on this machine; an address is its own."""
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)} if name else set()
+    except OSError:
+        return set()
 
 
 @dataclass(frozen=True)
@@ -127,7 +227,7 @@ class ProbeListener:
             # This is not an error if all tasks run on one host.
             return cls([], str(error))
 
-    def offer(self) -> HostCandidates:
+    def candidates(self) -> HostCandidates:
         """Return the candidates to send to the other tasks."""
         endpoints = [s.getsockname()[:2] for s in self._sockets]
         name, executor = socket.gethostname(), executor_identity()
@@ -137,12 +237,7 @@ class ProbeListener:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.close()
         self._thread.join()
         for listening in [*self._sockets, self._stopped]:
@@ -165,7 +260,7 @@ class ProbeListener:
 
 
 def agree(
-    offers: Sequence[HostCandidates],
+    candidates: Sequence[HostCandidates],
     task: int,
     exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
 ) -> HostAddresses:
@@ -173,62 +268,55 @@ def agree(
 
     Parameters
     ----------
-    offers : sequence of HostCandidates
+    candidates : sequence of HostCandidates
         Candidates of each task, in task order, with their listeners running.
     task : int
         The number of this task.
     exchange : callable
-        All-gathers one message per task, in task order. Called only if there are several hosts. The
-        keys of a message are strings, because it travels as JSON.
+        All-gathers one message per task, in task order. Called only if there are several hosts.
 
     Raises
     ------
     UnreachableError
         In all tasks, if a host cannot reach another host.
     """
-    first = _first_tasks(offers)
-    hosts = {offers[other].identity: other for other in first}
-    if len(first) == 1:
-        return HostAddresses([_safe(offers[0].name)] * len(offers), [LOOPBACK] * len(offers))
-    errors = [offers[other].error for other in first if offers[other].error]
+    # The first task of each host probes for all tasks of that host.
+    first_tasks: dict[str, int] = {}
+    for number, host in enumerate(candidates):
+        first_tasks.setdefault(host.identity, number)
+    hosts = {identity: candidates[first] for identity, first in first_tasks.items()}
+    if len(hosts) == 1:
+        count = len(candidates)
+        return HostAddresses([_url_safe(candidates[0].name)] * count, [LOOPBACK] * count)
+    errors = [host.error for host in hosts.values() if host.error]
     if errors:
         raise UnreachableError(" ".join(errors))
-    # The first task of each host probes for all tasks of that host.
-    others = {other: offers[other] for other in first if other != task} if task in first else {}
-    reached = asyncio.run(_probe(others))
-    reports = [
-        {int(other): addresses for other, addresses in found.items()}
-        for found in exchange({str(other): addresses for other, addresses in reached.items()})
-    ]
-    chosen = choose(offers, reports)
-    names = [_safe(offers[other].name) for other in first]
+    own = candidates[task].identity
+    other_hosts = {identity: host for identity, host in hosts.items() if identity != own}
+    reports = exchange(asyncio.run(_probe(other_hosts if first_tasks[own] == task else {})))
+    chosen = choose(hosts, {identity: reports[first] for identity, first in first_tasks.items()})
+    names = [_url_safe(host.name) for host in hosts.values()]
     labels = {
-        other: name if names.count(name) == 1 else _safe(f"{name}-{chosen[other]}")
-        for other, name in zip(first, names, strict=True)
+        identity: name if names.count(name) == 1 else _url_safe(f"{name}-{chosen[identity]}")
+        for identity, name in zip(hosts, names, strict=True)
     }
-    places = [hosts[offer.identity] for offer in offers]
-    return HostAddresses([labels[place] for place in places], [chosen[place] for place in places])
-
-
-def _first_tasks(offers: Sequence[HostCandidates]) -> list[int]:
-    """Return the first task of each host."""
-    first: dict[str, int] = {}
-    for task, offer in enumerate(offers):
-        first.setdefault(offer.identity, task)
-    return list(first.values())
+    return HostAddresses(
+        [labels[host.identity] for host in candidates],
+        [chosen[host.identity] for host in candidates],
+    )
 
 
 def choose(
-    offers: Sequence[HostCandidates], reports: Sequence[Mapping[int, Sequence[str]]]
-) -> dict[int, str]:
-    """Choose an address for each host, by the host's first task.
+    hosts: Mapping[str, HostCandidates], reports: Mapping[str, Mapping[str, Sequence[str]]]
+) -> dict[str, str]:
+    """Choose an address for each host.
 
     Parameters
     ----------
-    offers : sequence of HostCandidates
-        Candidates of each task.
-    reports : sequence of mapping
-        For each task, the addresses that it reached, by the first task of each other host.
+    hosts : mapping of str to HostCandidates
+        Candidates of each host, by its identity.
+    reports : mapping
+        For each host, the addresses that it reached of each other host.
 
     Raises
     ------
@@ -236,40 +324,46 @@ def choose(
         If a host has no address that all others reached. Gloo only connects addresses of the same
         kind, so all of them must be IPv4, or all IPv6.
     """
-    first = _first_tasks(offers)
     common = {
         host: [
             address
-            for address in offers[host].addresses()
-            if all(address in reports[other].get(host, ()) for other in first if other != host)
+            for address in candidates.addresses()
+            if all(address in reports[other].get(host, ()) for other in hosts if other != host)
         ]
-        for host in first
+        for host, candidates in hosts.items()
     }
     for version in (4, 6):
+        # The first address of the version is the last one that is set.
         chosen = {
-            host: next((a for a in addresses if ipaddress.ip_address(a).version == version), None)
+            host: address
             for host, addresses in common.items()
+            for address in addresses[::-1]
+            if ipaddress.ip_address(address).version == version
         }
-        if None not in chosen.values():
-            return {host: address for host, address in chosen.items() if address is not None}
-    raise UnreachableError(_why(offers, reports, common))
+        if len(chosen) == len(hosts):
+            return chosen
+    raise UnreachableError(_describe_failure(hosts, reports, common))
 
 
-def _why(
-    offers: Sequence[HostCandidates],
-    reports: Sequence[Mapping[int, Sequence[str]]],
-    common: Mapping[int, Sequence[str]],
+def _describe_failure(
+    hosts: Mapping[str, HostCandidates],
+    reports: Mapping[str, Mapping[str, Sequence[str]]],
+    common: Mapping[str, Sequence[str]],
 ) -> str:
+    titles = {
+        host: f"{candidates.name} ({', '.join(candidates.addresses())})"
+        for host, candidates in hosts.items()
+    }
     lines = []
     for host, addresses in common.items():
         if addresses:
-            lines.append(f"{_title(offers, host)} is reached by all others at {_all(addresses)}.")
+            lines.append(f"{titles[host]} is reached by all others at {', '.join(addresses)}.")
             continue
-        for other in common:
+        for other in hosts:
             if other != host:
                 reached = reports[other].get(host, ())
-                found = f"at {_all(reached)} only" if reached else "nowhere"
-                lines.append(f"{_title(offers, other)} reaches {_title(offers, host)} {found}.")
+                where = f"at {', '.join(reached)} only" if reached else "nowhere"
+                lines.append(f"{titles[other]} reaches {titles[host]} {where}.")
     return (
         "Ranks connect to each other at any TCP port, and have to listen on addresses of one kind "
         "(IPv4 or IPv6) at which all other hosts reach them. There are none:\n"
@@ -279,24 +373,16 @@ def _why(
     )
 
 
-def _title(offers: Sequence[HostCandidates], host: int) -> str:
-    return f"{offers[host].name} ({_all(offers[host].addresses())})"
-
-
-def _all(addresses: Sequence[str]) -> str:
-    return ", ".join(addresses)
-
-
-async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
+async def _probe(hosts: Mapping[str, HostCandidates]) -> dict[str, list[str]]:
     """Return for each host the addresses that answered."""
     clock, ended = asyncio.get_running_loop().time, asyncio.Event()
     attempts = {
-        asyncio.ensure_future(_reach(address, port, offer.nonce, ended)): (other, address)
-        for other, offer in others.items()
-        for address, port in offer.endpoints
+        asyncio.ensure_future(_reach(address, port, candidates.nonce, ended)): (host, address)
+        for host, candidates in hosts.items()
+        for address, port in candidates.endpoints
     }
-    reached: dict[int, list[str]] = {other: [] for other in others}
-    deadline = clock() + _PATIENCE_SECONDS
+    reached: dict[str, list[str]] = {host: [] for host in hosts}
+    deadline = clock() + timeouts.PROBES
     is_shorter = False
     waiting = set(attempts)
     while waiting and clock() < deadline:
@@ -304,11 +390,11 @@ async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
             waiting, timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED
         )
         for attempt in done:
-            other, address = attempts[attempt]
+            host, address = attempts[attempt]
             if attempt.result():
-                reached[other].append(address)
+                reached[host].append(address)
         if not is_shorter and all(reached.values()):
-            is_shorter, deadline = True, min(deadline, clock() + _GRACE_SECONDS)
+            is_shorter, deadline = True, min(deadline, clock() + timeouts.PROBES_AFTER_SUCCESS)
     # Before Python 3.12, wait_for() loses a cancellation that arrives as the awaited task ends.
     ended.set()
     for attempt in waiting:
@@ -318,16 +404,16 @@ async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
 
 
 async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> bool:
-    """Return whether the offering host answers; retry until it does, or ``ended`` is set."""
+    """Return whether the host with a nonce answers; retry until it does, or ``ended`` is set."""
     while not ended.is_set():
         try:
-            answer = await asyncio.wait_for(_answer_of(address, port), _ATTEMPT_SECONDS)
+            answer = await asyncio.wait_for(_answer_of(address, port), timeouts.PROBE_ATTEMPT)
             return answer == nonce.encode()
         except ConnectionRefusedError:
-            # The listener existed before its offer was sent, so this is another host.
+            # The listener existed before its address was sent, so this is another host.
             return False
         except (OSError, asyncio.TimeoutError):
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(timeouts.PROBE_PAUSE)
     return False
 
 
@@ -339,6 +425,6 @@ async def _answer_of(address: str, port: int) -> bytes:
         writer.close()
 
 
-def _safe(name: str) -> str:
+def _url_safe(name: str) -> str:
     """Return a host name that is safe to use in a URL."""
     return re.sub(r"[^A-Za-z0-9._:-]", "-", name) or "host"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
     from hvd_estimators.launch.task.addresses import HostCandidates
-    from hvd_estimators.launch.task.spec import Job
+    from hvd_estimators.launch.task.job import Job
 
 __all__ = ["check_machines", "gpu_variables", "machine_facts"]
 
@@ -70,7 +70,7 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
 
 
 def check_machines(
-    task: int, offers: Sequence[HostCandidates], facts: Sequence[Mapping[str, Any]]
+    task: int, hosts: Sequence[HostCandidates], facts: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Check that the ranks can be started on all machines.
 
@@ -78,7 +78,7 @@ def check_machines(
     ----------
     task : int
         This task.
-    offers : sequence of HostCandidates
+    hosts : sequence of HostCandidates
         The host of each task.
     facts : sequence of mapping
         The facts of each task; see `machine_facts`.
@@ -99,18 +99,17 @@ def check_machines(
     problems = [of_task.get("problem") for of_task in facts]
     if any(problems):
         return problems[task] or ""
-    names = [offer.name for offer in offers]
-    check_builds(names, [of_task.get("build", "") for of_task in facts])
+    check_builds([host.name for host in hosts], [of_task.get("build", "") for of_task in facts])
     for of_task in facts:
         if "gpu_problem" in of_task:
             raise GpuError(of_task["gpu_problem"])
     # GPUs are compared within a host, by its identity: several hosts may have the same name.
-    hosts = {offer.identity: offer.name for offer in offers}
-    places = [
-        (hosts[offer.identity], f"{offer.identity} {of_task.get('gpu_place', '')}")
-        for offer, of_task in zip(offers, facts, strict=True)
+    names = {host.identity: host.name for host in hosts}
+    gpu_places = [
+        (names[host.identity], f"{host.identity} {of_task.get('gpu_place', '')}")
+        for host, of_task in zip(hosts, facts, strict=True)
     ]
-    check_assignment(places, [of_task.get("gpus", []) for of_task in facts])
+    check_assignment(gpu_places, [of_task.get("gpus", []) for of_task in facts])
     return None
 
 

@@ -12,9 +12,8 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -23,10 +22,8 @@ from pyspark import BarrierTaskContext
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
-from hvd_estimators.launch.rank.environment import (
-    assign_ranks,
-    rank_environment,
-)
+from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
 from hvd_estimators.launch.rank.process import RankProcess
@@ -38,23 +35,21 @@ from hvd_estimators.launch.rendezvous.client import (
     RemoteRendezvousClient,
     RendezvousClient,
 )
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import (
+from hvd_estimators.launch.rendezvous.gloo_http import (
     INTERFACE_VARIABLE,
     LOOPBACK,
+    GlooProxy,
     listening_environment,
 )
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
+from hvd_estimators.launch.service.events import EventSender, RankOutput
+from hvd_estimators.launch.service.exchange import Exchange
 from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
-from hvd_estimators.launch.task.environment import task_environment, warm_start
-from hvd_estimators.launch.task.exchange import Exchange
 from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
-from hvd_estimators.launch.task.spec import Job
+from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 
 if TYPE_CHECKING:
-    from hvd_estimators.launch.task.spec import Job
     from hvd_estimators.store import Store
 
 __all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "TaskOutput", "hosts_without", "outcomes", "run_rank"]
@@ -62,16 +57,8 @@ __all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "TaskOutput", "hosts_without", "out
 
 # Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
 _LOG_CHARS = 2**26
-
-
 _LOG_CHARS_PER_SECOND = 2**20 / 60
-
-
 _LOG_AGAIN_CHARS = 2**16
-
-
-# A driver may be slow, such as a sleeping laptop.
-_SEND_SECONDS = 3600.0
 
 
 class TaskOutput:
@@ -91,16 +78,16 @@ class TaskOutput:
     def __init__(self, rank: int, job: Job) -> None:
         self._rank = rank
         self._job = job
-        self._log_allowance = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
-        self._not_logged = 0
+        self._log_limiter = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
+        self._num_dropped = 0
 
     def __enter__(self) -> Self:
-        streams, target = self._job.streams, self._job.events.get(EVENTS_VARIABLE)
-        self._sender = EventSender(target, _SEND_SECONDS) if streams and target else None
+        job = self._job
+        self._sender = EventSender(job.service, timeouts.OUTPUT_SEND) if job.streams else None
         self._relay = Relay(self._send) if self._sender is not None else None
-        self.on_lines = self._taker("stdout" if self._job.apart else "")
+        self.on_lines = self._line_handler("stdout" if self._job.separate_streams else "")
         """Handler of standard output lines, or of both streams' lines."""
-        self.on_error_lines = self._taker("stderr") if self._job.apart else None
+        self.on_error_lines = self._line_handler("stderr") if self._job.separate_streams else None
         """Handler of standard error lines; None if one handler gets both streams."""
         return self
 
@@ -109,28 +96,23 @@ class TaskOutput:
         if outcome.report is not None and not self._job.one_machine:
             self._log(outcome.report.full_traceback.splitlines(keepends=True))
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._relay is not None:
             self._relay.close()
         if self._sender is not None:
             self._sender.close()
-        self._note_what_is_not_logged()
+        self._log_dropped_count()
 
-    def _taker(self, stream: str) -> Callable[[list[str]], None]:
+    def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
         is_sent = stream in self._job.streams
 
-        def take(lines: list[str]) -> None:
+        def handle(lines: list[str]) -> None:
             if is_sent and self._relay is not None:
                 self._relay.put(stream, lines)
             if self._is_logged(is_sent):
                 self._log(lines)
 
-        return take
+        return handle
 
     def _is_logged(self, is_sent: bool) -> bool:
         """Return whether lines go to the executor's log.
@@ -140,24 +122,22 @@ class TaskOutput:
         """
         if not self._job.one_machine:
             return True
-        return self._job.verbose > 0 and not (is_sent and self._is_connected())
-
-    def _is_connected(self) -> bool:
-        return self._sender is not None and self._sender.is_connected
+        is_shown = is_sent and self._sender is not None and self._sender.is_connected
+        return self._job.verbose > 0 and not is_shown
 
     def _log(self, lines: list[str]) -> None:
         text = "".join(f"[{self._rank}] {line}" for line in lines)
-        if self._log_allowance.left() < (_LOG_AGAIN_CHARS if self._not_logged else 1):
-            self._not_logged += len(lines)
+        if self._log_limiter.left() < (_LOG_AGAIN_CHARS if self._num_dropped else 1):
+            self._num_dropped += len(lines)
             return
-        self._note_what_is_not_logged()
-        self._log_allowance.use(len(text))
+        self._log_dropped_count()
+        self._log_limiter.use(len(text))
         sys.stderr.write(text)
 
-    def _note_what_is_not_logged(self) -> None:
-        if self._not_logged:
-            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._not_logged)}")
-            self._not_logged = 0
+    def _log_dropped_count(self) -> None:
+        if self._num_dropped:
+            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._num_dropped)}")
+            self._num_dropped = 0
 
     def _send(self, lines: Sequence[tuple[str, str]]) -> None:
         assert self._sender is not None
@@ -207,25 +187,25 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
         were complete.
     """
     chunks: dict[int, dict[int, bytes]] = {}
-    wanted: dict[int, int] = {}
+    num_chunks: dict[int, int] = {}
     for row in rows:
         chunks.setdefault(row["rank"], {})[row["chunk"]] = bytes(row["bytes"])
-        wanted[row["rank"]] = row["chunks"]
-    found = [
+        num_chunks[row["rank"]] = row["chunks"]
+    outcomes = [
         RankOutcome(**pickle.loads(b"".join(parts[chunk] for chunk in sorted(parts))))
         for rank, parts in chunks.items()
-        if len(parts) == wanted[rank]
+        if len(parts) == num_chunks[rank]
     ]
-    if len(found) < num_ranks and not any(outcome.failed for outcome in found):
-        missing = sorted(set(range(num_ranks)) - {outcome.rank for outcome in found})
+    if len(outcomes) < num_ranks and not any(outcome.failed for outcome in outcomes):
+        missing = sorted(set(range(num_ranks)) - {outcome.rank for outcome in outcomes})
         raise ResultsError(
             f"All ranks have ended, and what ranks {', '.join(map(str, missing))} returned did not "
             f"reach the driver, whose memory it probably did not fit in. {LESS_RESULTS}"
         )
-    for outcome in found:
+    for outcome in outcomes:
         if outcome.error_type == ResultsError.__name__:
             raise ResultsError(outcome.error)
-    return found
+    return outcomes
 
 
 def run_rank(job: Job, stages: StageReporter) -> Iterator[pa.RecordBatch]:
@@ -250,70 +230,70 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
     stages.enter(Stage.HOST_CHECKS)
     with contextlib.ExitStack() as stack:
         with _probe_listener(context, job) as probes:
-            offer = probes.offer()
+            host = probes.candidates()
             server = None
             if task == 0:
-                addresses = [LOOPBACK, *offer.addresses()]
-                server = stack.enter_context(RendezvousServer(job.secret, addresses))
+                listening = [LOOPBACK, *host.addresses()]
+                server = stack.enter_context(RendezvousServer(job.secret, listening))
             # On one host, this is the only exchange.
-            mine = {
-                "offer": asdict(offer),
+            message = {
+                "host": asdict(host),
                 "endpoints": server.endpoints if server else [],
-                **machine_facts(context, job, offer.executor),
+                **machine_facts(context, job, host.executor),
             }
             exchange = Exchange(context, job, lambda: stages.enter(Stage.EXCHANGE))
-            peers = exchange(mine)
-            offers = [HostCandidates(**peer["offer"]) for peer in peers]
+            peers = exchange(message)
+            candidates = [HostCandidates(**peer["host"]) for peer in peers]
             try:
-                problem = check_machines(task, offers, peers)
+                problem = check_machines(task, candidates, peers)
                 if problem is not None:
-                    return _not_run(task, offer.name, NOT_STARTED if problem else ABORTED, problem)
+                    return _not_run(task, host.name, NOT_STARTED if problem else ABORTED, problem)
                 stages.enter(Stage.ADDRESSES)
-                places = agree(offers, task, exchange)
+                addresses = agree(candidates, task, exchange)
             except (DependencyError, GpuError, UnreachableError) as error:
-                return _not_run(task, offer.name, type(error).__name__, str(error))
-        slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
+                return _not_run(task, host.name, type(error).__name__, str(error))
+        slots = assign_ranks(addresses.hosts, [peer.executor for peer in candidates])
         slot = slots[task]
         stages.enter(Stage.RENDEZVOUS, slot.rank)
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
-        link: RendezvousClient
+        client: RendezvousClient
+        server_address = addresses.addresses[0]
         if server is not None:
-            link = LocalRendezvousClient(server.store, slot.rank)
+            client = LocalRendezvousClient(server.store, slot.rank)
             server.store.expect(hosts)
-            server.listen(lambda address: address == places.addresses[0])
+            server.listen(server_address)
         else:
-            address = places.addresses[0]
             # If the server could not bind a port, connections to port 0 are refused.
-            endpoint = (address, dict(peers[0]["endpoints"]).get(address, 0))
-            link = stack.enter_context(
+            endpoint = (server_address, dict(peers[0]["endpoints"]).get(server_address, 0))
+            client = stack.enter_context(
                 RemoteRendezvousClient(endpoint, job.secret, slot.rank, hosts[0])
             )
-        outcome = _linked_outcome(context, job, slot, places.addresses[task], link, stages)
+        outcome = _run_process(context, job, slot, addresses.addresses[task], client, stages)
         if outcome.failed:
-            link.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
-        link.notify("done")
+            client.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
+        client.notify("done")
         if server is not None:
             server.store.wait_for_all()
     return outcome
 
 
-def _linked_outcome(
+def _run_process(
     context: BarrierTaskContext,
     job: Job,
     slot: SlotInfo,
     address: str,
-    link: RendezvousClient,
+    client: RendezvousClient,
     stages: StageReporter,
 ) -> RankOutcome:
-    """Run the rank with its environment, and return its outcome."""
+    """Run the rank's process, and end it if another rank fails."""
     try:
         # Without this request, only the rank's hvd.init() would find that rank 0 is unreachable.
-        link.request("alive")
+        client.request("alive")
     except PeerLostError as error:
         outcome = _not_run(slot.rank, slot.hostname, "lost", f"Not started because {error}.")
         return replace(outcome, lost=(error.failure.rank, error.failure.host))
     joining = (Stage.HOROVOD_INIT, Stage.HOROVOD_JOINED)
-    with GlooProxy(link, *(functools.partial(stages.enter, stage) for stage in joining)) as proxy:
+    with GlooProxy(client, *(functools.partial(stages.enter, stage) for stage in joining)) as proxy:
         env = task_environment(
             job,
             rank_environment(slot),
@@ -322,14 +302,26 @@ def _linked_outcome(
             ranks_key(job.secret),
             gpu_variables(context, job, slot),
         )
-        return _supervise(slot.rank, slot.hostname, job, env, link, stages)
+        stages.enter(Stage.PROCESS_START)
+        call = job.call if isinstance(job.call, bytes) else job.call.value
+        with (
+            TaskOutput(slot.rank, job) as output,
+            RankProcess(
+                *(slot.rank, slot.hostname, call, env, output.on_lines),
+                *(job.executable, output.on_error_lines, warm_start(job)),
+                on_start=lambda: stages.enter(Stage.RANK_PROCESS),
+            ) as process,
+        ):
+            (outcome,) = supervise([process], client.failure)
+            output.log_error(outcome)
+        return outcome
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
     if job.one_machine:
         return ProbeListener([])
-    known = context.getTaskInfos()[context.partitionId()].address
-    preferred = known.rpartition(":")[0].strip("[]")
+    spark_address = context.getTaskInfos()[context.partitionId()].address
+    preferred = spark_address.rpartition(":")[0].strip("[]")
     if job.nics:
         return ProbeListener.on_this_host(preferred, job.nics, "nics")
     variable = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
@@ -350,27 +342,3 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
         f"{max_bytes / 2**20:,.1f} MiB of each rank. {LESS_RESULTS}"
     )
     return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
-
-
-def _supervise(
-    rank: int,
-    host: str,
-    job: Job,
-    env: Mapping[str, str],
-    link: RendezvousClient,
-    stages: StageReporter,
-) -> RankOutcome:
-    """Run the rank's process, and end it if another rank fails."""
-    stages.enter(Stage.PROCESS_START)
-    call = job.call if isinstance(job.call, bytes) else job.call.value
-    start = warm_start(job)
-    with (
-        TaskOutput(rank, job) as output,
-        RankProcess(
-            *(rank, host, call, env, output.on_lines, job.executable, output.on_error_lines, start),
-            on_start=lambda: stages.enter(Stage.RANK_PROCESS),
-        ) as process,
-    ):
-        (outcome,) = supervise([process], link.failure)
-        output.log_error(outcome)
-    return outcome

@@ -17,14 +17,14 @@ from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFaile
 from hvd_estimators.fitting import restarts
 from hvd_estimators.fitting.record import end_note
 from hvd_estimators.fitting.restarts import ending_by_sigterm, without_leftovers
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank import graceful_stop
-from hvd_estimators.launch.service import events
 from hvd_estimators.launch.service.events import (
-    EVENTS_VARIABLE,
     EventSender,
     RankMessage,
     receive_events,
 )
+from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.store import LocalStore
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.paths import Position
@@ -32,7 +32,7 @@ from hvd_estimators.store.paths import Position
 
 @pytest.fixture(autouse=True)
 def short_grace_period(monkeypatch: Any) -> None:
-    monkeypatch.setattr(events, "_DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "EVENT_DRAIN", 0.1)
     monkeypatch.setattr(graceful_stop, "_SILENT_SECONDS", 0.05)
     monkeypatch.setattr(graceful_stop, "_UNTIL_ASKED_SECONDS", 0.0)
 
@@ -48,8 +48,12 @@ def interrupted(error: BaseException | None, seconds: float | None, save_after: 
 
     timer = threading.Timer(save_after, save)
     try:
-        with contextlib.suppress(BaseException), receive_events(received.put, "127.0.0.1") as env:
-            sender = EventSender(env[EVENTS_VARIABLE])
+        with (
+            contextlib.suppress(BaseException),
+            DriverService("127.0.0.1") as service,
+            receive_events(service, received.put),
+        ):
+            sender = EventSender(service.address)
             if seconds is not None:
                 sender.ask_to_wait(seconds)
             sender.send(RankMessage(0, "asked"))

@@ -15,63 +15,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.rendezvous import hosts
-from hvd_estimators.launch.rendezvous.hosts import (
+from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
+from hvd_estimators.launch.task import addresses
+from hvd_estimators.launch.task.addresses import (
+    HostCandidates,
+    ProbeListener,
+    agree,
     candidate_addresses,
+    choose,
     executor_identity,
     host_identity,
-    listening_environment,
 )
-from hvd_estimators.launch.task import addresses
-from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree, choose
 
 
-def offer(identity, *addresses, name="node"):
-    return HostCandidates(identity, name, [(address, 1) for address in addresses], "nonce")
+def host(*addresses, name="node"):
+    return HostCandidates(name, name, [(address, 1) for address in addresses], "nonce")
 
 
 class TestChoice:
     def test_the_first_address_that_all_others_reached_is_chosen(self):
-        offers = [
-            offer("a", "10.0.0.1", "10.1.0.1"),
-            offer("b", "10.1.0.2"),
-            offer("c", "10.1.0.3"),
-        ]
-        reports = [
-            {1: ["10.1.0.2"], 2: ["10.1.0.3"]},
-            {0: ["10.1.0.1", "10.0.0.1"], 2: ["10.1.0.3"]},
-            {0: ["10.1.0.1"], 1: ["10.1.0.2"]},
-        ]
+        hosts = {
+            "a": host("10.0.0.1", "10.1.0.1"),
+            "b": host("10.1.0.2"),
+            "c": host("10.1.0.3"),
+        }
+        reports = {
+            "a": {"b": ["10.1.0.2"], "c": ["10.1.0.3"]},
+            "b": {"a": ["10.1.0.1", "10.0.0.1"], "c": ["10.1.0.3"]},
+            "c": {"a": ["10.1.0.1"], "b": ["10.1.0.2"]},
+        }
 
-        assert choose(offers, reports) == {0: "10.1.0.1", 1: "10.1.0.2", 2: "10.1.0.3"}
+        assert choose(hosts, reports) == {"a": "10.1.0.1", "b": "10.1.0.2", "c": "10.1.0.3"}
+
+    def test_of_several_addresses_that_all_reach_the_likeliest_is_chosen(self):
+        hosts = {"a": host("10.0.0.1", "10.1.0.1"), "b": host("10.0.0.2", "10.1.0.2")}
+        reports = {"a": {"b": ["10.1.0.2", "10.0.0.2"]}, "b": {"a": ["10.1.0.1", "10.0.0.1"]}}
+
+        assert choose(hosts, reports) == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
     def test_all_addresses_are_of_one_kind(self):
-        offers = [offer("a", "10.0.0.1", "fd00::1"), offer("b", "fd00::2")]
-        reports = [{1: ["fd00::2"]}, {0: ["10.0.0.1", "fd00::1"]}]
+        hosts = {"a": host("10.0.0.1", "fd00::1"), "b": host("fd00::2")}
+        reports = {"a": {"b": ["fd00::2"]}, "b": {"a": ["10.0.0.1", "fd00::1"]}}
 
-        assert choose(offers, reports) == {0: "fd00::1", 1: "fd00::2"}
-
-    def test_tasks_of_one_host_need_not_reach_each_other(self):
-        offers = [offer("a", "10.0.0.1"), offer("a", "10.0.0.1"), offer("b", "10.0.0.2")]
-        reports = [{2: ["10.0.0.2"]}, {}, {0: ["10.0.0.1"]}]
-
-        assert choose(offers, reports) == {0: "10.0.0.1", 2: "10.0.0.2"}
+        assert choose(hosts, reports) == {"a": "fd00::1", "b": "fd00::2"}
 
     def test_who_does_not_reach_whom_is_told(self):
-        offers = [
-            offer("a", "10.0.0.1", name="north"),
-            offer("b", "10.0.0.2", "fd00::2", name="south"),
-            offer("c", "10.0.0.3", name="west"),
-        ]
-        reports = [
-            {1: ["fd00::2"], 2: ["10.0.0.3"]},
-            {0: ["10.0.0.1"], 2: ["10.0.0.3"]},
-            {0: ["10.0.0.1"], 1: []},
-        ]
+        hosts = {
+            "a": host("10.0.0.1", name="north"),
+            "b": host("10.0.0.2", "fd00::2", name="south"),
+            "c": host("10.0.0.3", name="west"),
+        }
+        reports = {
+            "a": {"b": ["fd00::2"], "c": ["10.0.0.3"]},
+            "b": {"a": ["10.0.0.1"], "c": ["10.0.0.3"]},
+            "c": {"a": ["10.0.0.1"], "b": []},
+        }
 
         with pytest.raises(UnreachableError) as raised:
-            choose(offers, reports)
+            choose(hosts, reports)
 
         lines = str(raised.value).splitlines()
         assert "north (10.0.0.1) reaches south (10.0.0.2, fd00::2) at fd00::2 only." in lines
@@ -82,35 +85,35 @@ class TestChoice:
     @given(st.data())
     def test_a_choice_is_reached_by_everybody(self, data):
         number = data.draw(st.integers(2, 5))
-        offers = [
-            offer(str(host), f"10.0.0.{host}", f"10.1.0.{host}", f"fd00::{host + 1}")
-            for host in range(number)
-        ]
-        reports = [
-            {
-                other: data.draw(st.lists(st.sampled_from(offers[other].addresses())))
-                for other in range(number)
-                if other != host
+        hosts = {
+            str(index): host(f"10.0.0.{index}", f"10.1.0.{index}", f"fd00::{index + 1}")
+            for index in range(number)
+        }
+        reports = {
+            reporter: {
+                other: data.draw(st.lists(st.sampled_from(hosts[other].addresses())))
+                for other in hosts
+                if other != reporter
             }
-            for host in range(number)
-        ]
+            for reporter in hosts
+        }
         try:
-            chosen = choose(offers, reports)
+            chosen = choose(hosts, reports)
         except UnreachableError:
             # Then there is no kind of which each host has an address that all others reached.
             for is_6 in (False, True):
                 assert any(
                     not any(
                         (":" in address) == is_6
-                        and all(address in reports[o][host] for o in range(number) if o != host)
-                        for address in offers[host].addresses()
+                        and all(address in reports[o][name] for o in hosts if o != name)
+                        for address in hosts[name].addresses()
                     )
-                    for host in range(number)
+                    for name in hosts
                 )
         else:
             assert len({":" in address for address in chosen.values()}) == 1
-            for host, address in chosen.items():
-                assert all(address in reports[o][host] for o in range(number) if o != host)
+            for name, address in chosen.items():
+                assert all(address in reports[o][name] for o in hosts if o != name)
 
 
 class Hosts:
@@ -118,13 +121,13 @@ class Hosts:
 
     def __init__(self, *given):
         self.listeners = [ProbeListener(addresses) for addresses in given]
-        self.offers = [
-            dataclasses.replace(listener.offer(), identity=str(task), name="node")
+        self.candidates = [
+            dataclasses.replace(listener.candidates(), identity=str(task), name="node")
             for task, listener in enumerate(self.listeners)
         ]
 
     def agree(self):
-        texts, all_told = [""] * len(self.offers), threading.Barrier(len(self.offers))
+        texts, all_told = [""] * len(self.candidates), threading.Barrier(len(self.candidates))
 
         def run(task):
             def exchange(found):
@@ -132,13 +135,13 @@ class Hosts:
                 all_told.wait(30)
                 return [json.loads(text) for text in texts]
 
-            return agree(self.offers, task, exchange)
+            return agree(self.candidates, task, exchange)
 
-        with ThreadPoolExecutor(len(self.offers)) as pool:
+        with ThreadPoolExecutor(len(self.candidates)) as pool:
             for listener in self.listeners:
                 listener.__enter__()
             try:
-                futures = [pool.submit(run, task) for task in range(len(self.offers))]
+                futures = [pool.submit(run, task) for task in range(len(self.candidates))]
                 return [future.result() for future in futures]
             finally:
                 for listener in self.listeners:
@@ -160,9 +163,9 @@ class TestAgreement:
     def test_an_address_where_somebody_else_answers_is_not_taken(self):
         hosts = Hosts(["127.0.0.1", "127.0.0.9"], ["127.0.0.2"])
         elsewhere = ProbeListener(["127.0.0.4"])
-        first = hosts.offers[0]
-        wrong = elsewhere.offer().endpoints[0]
-        hosts.offers[0] = dataclasses.replace(first, endpoints=[wrong, *first.endpoints])
+        first = hosts.candidates[0]
+        wrong = elsewhere.candidates().endpoints[0]
+        hosts.candidates[0] = dataclasses.replace(first, endpoints=[wrong, *first.endpoints])
 
         with elsewhere:
             found = hosts.agree()
@@ -170,27 +173,40 @@ class TestAgreement:
         assert found[0].addresses == ["127.0.0.1", "127.0.0.2"]
 
     def test_an_address_where_nobody_answers_is_waited_for_and_then_left(self, monkeypatch):
-        monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 1.0)
+        monkeypatch.setattr(timeouts, "PROBES", 1.0)
         with socket.socket() as silent:
             # Connections are made, and nobody ever says anything.
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             hosts = Hosts([], ["127.0.0.2"])
-            hosts.offers[0] = dataclasses.replace(hosts.offers[0], endpoints=[silent.getsockname()])
+            hosts.candidates[0] = dataclasses.replace(
+                hosts.candidates[0], endpoints=[silent.getsockname()]
+            )
             with pytest.raises(UnreachableError, match=r"reaches node .* nowhere"):
                 hosts.agree()
 
+    def test_tasks_of_one_host_need_not_reach_each_other(self):
+        hosts = Hosts(["127.0.0.1"], ["127.0.0.2"], ["127.0.0.3"])
+        # The first task answers for both tasks of its host.
+        second = dataclasses.replace(hosts.candidates[1], identity="0", endpoints=[])
+        hosts.candidates[1] = second
+
+        found = hosts.agree()
+
+        assert found[0] == found[1] == found[2]
+        assert found[0].addresses == ["127.0.0.1", "127.0.0.1", "127.0.0.3"]
+
     def test_tasks_on_one_host_use_the_loopback_and_exchange_nothing(self):
         with ProbeListener(["127.0.0.1"]) as first, ProbeListener([], "no network") as second:
-            offers = [first.offer(), second.offer()]
-            places = agree(offers, 0, exchange=None)
+            candidates = [first.candidates(), second.candidates()]
+            places = agree(candidates, 0, exchange=None)
 
         assert places.addresses == ["127.0.0.1", "127.0.0.1"]
         assert places.hosts[0] == places.hosts[1]
 
     def test_a_host_without_any_address_ends_the_job_on_all(self):
         hosts = Hosts(["127.0.0.1"], [])
-        hosts.offers[1] = dataclasses.replace(hosts.offers[1], error="it has no network")
+        hosts.candidates[1] = dataclasses.replace(hosts.candidates[1], error="it has no network")
 
         with pytest.raises(UnreachableError, match="it has no network"):
             hosts.agree()
@@ -221,8 +237,8 @@ class TestCandidates:
         found = {name: [inet(a) for a in entries] for name, entries in interfaces.items()}
         found["eth0"].append(SimpleNamespace(family=psutil.AF_LINK, address="00:16:3e:00:00:01"))
         up = {name: SimpleNamespace(isup=name != "eth2") for name in interfaces}
-        monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: found)
-        monkeypatch.setattr(hosts.psutil, "net_if_stats", lambda: up)
+        monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
+        monkeypatch.setattr(addresses.psutil, "net_if_stats", lambda: up)
 
     @pytest.mark.usefixtures("machine")
     def test_they_are_what_others_might_reach_ipv4_first(self):
@@ -264,8 +280,8 @@ def test_an_executor_is_told_by_its_process_and_by_yarns_container(monkeypatch):
     monkeypatch.delenv("CONTAINER_ID")
     assert executor_identity() == identity
 
-    parent = hosts.os.getppid()
-    monkeypatch.setattr(hosts.os, "getppid", lambda: parent + 1)
+    parent = addresses.os.getppid()
+    monkeypatch.setattr(addresses.os, "getppid", lambda: parent + 1)
     assert executor_identity() != identity
 
 
@@ -273,15 +289,15 @@ def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differ
     monkeypatch,
 ):
     identity = host_identity()
-    print_identity = "from hvd_estimators.launch.rendezvous.hosts import *; print(host_identity())"
+    print_identity = "from hvd_estimators.launch.task.addresses import *; print(host_identity())"
     elsewhere = subprocess.run(
         [sys.executable, "-c", print_identity], capture_output=True, text=True
     )
     assert elsewhere.stdout.strip() == identity, elsewhere.stderr
 
-    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(addresses.socket, "gethostname", lambda: "elsewhere")
     assert host_identity() != identity
     monkeypatch.undo()
     # A container with a network of its own, on the same machine and of the same name.
-    monkeypatch.setattr(hosts.os, "stat", lambda path: SimpleNamespace(st_ino=1))
+    monkeypatch.setattr(addresses.os, "stat", lambda path: SimpleNamespace(st_ino=1))
     assert host_identity() != identity

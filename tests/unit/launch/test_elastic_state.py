@@ -11,7 +11,8 @@ from horovod.common import elastic
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_estimators.launch.rank.user_call import call_without_notifications
-from hvd_estimators.launch.service.elastic_state import COMMITS_VARIABLE, CommitStore, run_in_rank
+from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,8 +32,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         def call(fn: Callable[..., Any], *args: Any, rank: int = 0, again: bool = False) -> Any:
             nonlocal launches
             launches += not again
-            with store.serve("127.0.0.1") as variables, monkeypatch.context() as patch:
-                patch.setenv(COMMITS_VARIABLE, variables[COMMITS_VARIABLE])
+            service = DriverService("127.0.0.1")
+            with service, store.serve(service), monkeypatch.context() as patch:
+                patch.setenv(SERVICE_VARIABLE, service.address)
                 patch.setenv("HOROVOD_RANK", str(rank))
                 return run_in_rank(fn, args, {}, launches - 1)
 
@@ -191,4 +193,4 @@ def test_a_state_of_another_kind_is_told_of(launch: Any, caplog: pytest.LogCaptu
         elastic.run_fn(lambda state: state.commit(), reset)(Other(lambda value: value, lambda: 0))
 
     launch(commits)
-    assert "Other saves nothing that is known here" in caplog.text
+    assert "Other saves no values that can be sent" in caplog.text

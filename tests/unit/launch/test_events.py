@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from hvd_estimators.launch.service.events import (
-    EVENTS_VARIABLE,
     EventSender,
     RankOutput,
     RankProgress,
@@ -19,6 +18,7 @@ from hvd_estimators.launch.service.events import (
     serialized,
 )
 from hvd_estimators.launch.service.output_sinks import print_event
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,8 +31,8 @@ def received():
 @pytest.fixture
 def target(received):
     """Receive events for the length of a test; the value is where they go."""
-    with receive_events(received.put, "127.0.0.1") as env:
-        yield env[EVENTS_VARIABLE]
+    with DriverService("127.0.0.1") as service, receive_events(service, received.put):
+        yield service.address
 
 
 def step(number, rank=0):
@@ -64,9 +64,9 @@ def test_events_arrive_in_order_with_their_values(received, target):
     [("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1")],
 )
 def test_events_are_taken_at_the_drivers_address_alone(received, host, listening):
-    with receive_events(received.put, host) as env:
-        _, port, _ = env[EVENTS_VARIABLE].rsplit(":", 2)
-        with contextlib.closing(EventSender(env[EVENTS_VARIABLE])) as sender:
+    with DriverService(host) as service, receive_events(service, received.put):
+        _, port, _ = service.address.rsplit(":", 2)
+        with contextlib.closing(EventSender(service.address)) as sender:
             sender.send(step(1))
         assert get(received, 1) == [step(1)]
 
@@ -79,7 +79,7 @@ def test_events_are_taken_at_the_drivers_address_alone(received, host, listening
 
 
 def test_a_rank_finds_the_driver_by_its_environment(received, target, monkeypatch):
-    monkeypatch.setenv(EVENTS_VARIABLE, target)
+    monkeypatch.setenv(SERVICE_VARIABLE, target)
 
     with contextlib.closing(EventSender()) as sender:
         sender.send(step(1, rank=1))
@@ -98,8 +98,8 @@ def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
         inside.release()
         handled.put((event.rank, event.step))
 
-    with receive_events(handle, "127.0.0.1") as env:
-        senders = [EventSender(env[EVENTS_VARIABLE]) for _ in range(4)]
+    with DriverService("127.0.0.1") as service, receive_events(service, handle):
+        senders = [EventSender(service.address) for _ in range(4)]
         for number in range(20):
             for rank, sender in enumerate(senders):
                 sender.send(step(number, rank))
@@ -139,8 +139,8 @@ def test_an_event_that_cannot_be_handled_does_not_stop_the_others(caplog):
     def handle(event):
         handled.put(1 / event.step)
 
-    with receive_events(handle, "127.0.0.1") as env:
-        with contextlib.closing(EventSender(env[EVENTS_VARIABLE])) as sender:
+    with DriverService("127.0.0.1") as service, receive_events(service, handle):
+        with contextlib.closing(EventSender(service.address)) as sender:
             sender.send(step(0))
             sender.send(step(2))
         assert get(handled, 1) == [0.5]
@@ -149,7 +149,7 @@ def test_an_event_that_cannot_be_handled_does_not_stop_the_others(caplog):
 
 
 def test_without_a_target_sending_does_nothing(monkeypatch):
-    monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
 
     sender = EventSender()
     sender.send(step(1))
@@ -169,8 +169,8 @@ def test_without_a_listener_sending_does_nothing_and_does_not_wait():
 
 
 def test_a_driver_that_has_gone_does_not_disturb_the_rank():
-    with receive_events(lambda event: None, "127.0.0.1") as env:
-        sender = EventSender(env[EVENTS_VARIABLE])
+    with DriverService("127.0.0.1") as service, receive_events(service, lambda event: None):
+        sender = EventSender(service.address)
 
     for rank in range(1000):
         sender.send(RankOutput(rank, "x" * 1000))
@@ -184,8 +184,8 @@ def test_all_that_ranks_sent_is_handled_before_the_block_ends():
         time.sleep(0.01)
         handled.append(event.step)
 
-    with receive_events(handle, "127.0.0.1") as env:
-        sender = EventSender(env[EVENTS_VARIABLE])
+    with DriverService("127.0.0.1") as service, receive_events(service, handle):
+        sender = EventSender(service.address)
         for number in range(30):
             sender.send(step(number))
         sender.close()
@@ -194,8 +194,8 @@ def test_all_that_ranks_sent_is_handled_before_the_block_ends():
 
 
 def test_a_rank_that_stays_connected_does_not_hold_up_the_driver():
-    with receive_events(lambda event: None, "127.0.0.1") as env:
-        sender = EventSender(env[EVENTS_VARIABLE])
+    with DriverService("127.0.0.1") as service, receive_events(service, lambda event: None):
+        sender = EventSender(service.address)
         sender.send(step(1))
         started = time.monotonic()
 

@@ -15,21 +15,31 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch.rendezvous.channel import Channel, exchange_key, new_secret
-from hvd_estimators.launch.task import exchange as module
-from hvd_estimators.launch.task.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rendezvous.channel import new_secret
+from hvd_estimators.launch.service import exchange as module
+from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 
 pytestmark = pytest.mark.timeout(60)
-
-SECRET = new_secret()
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "_ATTEMPT_SECONDS", 0.5)
-    monkeypatch.setattr(module, "_LATE_SECONDS", 1.0)
-    monkeypatch.setattr(module, "_LATER_SECONDS", 2.0)
-    monkeypatch.setattr(module, "_APART", set())
+    monkeypatch.setattr(timeouts, "EXCHANGE_ATTEMPT", 0.5)
+    monkeypatch.setattr(timeouts, "EXCHANGE_FIRST", 1.0)
+    monkeypatch.setattr(timeouts, "EXCHANGE_LATER", 2.0)
+    monkeypatch.setattr(module, "_UNREACHABLE_FROM", set())
+
+
+@contextlib.contextmanager
+def served(tasks: int = 3, application: str = "app") -> Iterator[str]:
+    """Serve the exchange; the value is the service's address, or empty if it is not used."""
+    with (
+        DriverService("127.0.0.1") as service,
+        ExchangeServer(service, tasks, application) as server,
+    ):
+        yield service.address if server.is_used else ""
 
 
 class Tasks:
@@ -52,9 +62,10 @@ class Tasks:
 
         return SimpleNamespace(partitionId=lambda: task, allGather=gather)
 
-    def run(self, work: Callable[[int, Exchange], Any], places: list[str]) -> list[Any]:
+    def run(self, work: Callable[[int, Exchange], Any], addresses: list[str]) -> list[Any]:
         def task(number: int) -> Any:
-            job: Any = SimpleNamespace(exchange=places[number], secret=SECRET)
+            address = addresses[number]
+            job: Any = SimpleNamespace(service=address, exchanges_over_driver=bool(address))
             return work(number, Exchange(self.context(number), job))
 
         with ThreadPoolExecutor(self.number) as pool:
@@ -72,10 +83,10 @@ EXPECTED = [
 
 def test_all_get_what_all_say_in_the_order_of_the_tasks() -> None:
     tasks = Tasks(3)
-    with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
-        assert tasks.run(twice, [server.place] * 3) == EXPECTED
+    with served() as address:
+        assert tasks.run(twice, [address] * 3) == EXPECTED
     assert tasks.gathered == 0
-    assert not module._APART
+    assert not module._UNREACHABLE_FROM
 
 
 @pytest.mark.parametrize("how", ["refused", "silent", "no name"])
@@ -85,20 +96,22 @@ def test_where_one_task_does_not_reach_the_driver_all_use_sparks_way(how: str) -
         elsewhere.bind(("127.0.0.1", 0))
         if how == "silent":
             elsewhere.listen()
-        wrong = f"127.0.0.1:{elsewhere.getsockname()[1]}"
+        host, port = elsewhere.getsockname()
         if how == "no name":
-            wrong = "no-such-host.invalid:7"
-        with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
+            host = "no-such-host.invalid"
+        wrong = f"{host}:{port}:{'00' * 32}"
+        with served() as address:
             started = time.monotonic()
-            assert tasks.run(twice, [server.place, wrong, server.place]) == EXPECTED
+            assert tasks.run(twice, [address, wrong, address]) == EXPECTED
             assert time.monotonic() - started < 10
     assert tasks.gathered == 2
     # The next job of the application does not try again; another application does.
-    with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
-        assert server.place == ""
-        assert tasks.run(twice, [server.place] * 3) == EXPECTED
+    with served() as address:
+        assert address == ""
+        assert tasks.run(twice, [address] * 3) == EXPECTED
     assert tasks.gathered == 4
-    assert ExchangeServer(SECRET, "127.0.0.1", 3, "another").place
+    with served(application="another") as address:
+        assert address
 
 
 def test_a_task_that_is_only_late_is_told_and_changes_nothing_for_later_jobs() -> None:
@@ -108,10 +121,10 @@ def test_a_task_that_is_only_late_is_told_and_changes_nothing_for_later_jobs() -
         return twice(number, exchange)
 
     tasks = Tasks(3)
-    with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
-        assert tasks.run(work, [server.place] * 3) == EXPECTED
+    with served() as address:
+        assert tasks.run(work, [address] * 3) == EXPECTED
     assert tasks.gathered == 2
-    assert not module._APART
+    assert not module._UNREACHABLE_FROM
 
 
 def test_a_job_that_failed_says_nothing_of_the_network() -> None:
@@ -119,23 +132,24 @@ def test_a_job_that_failed_says_nothing_of_the_network() -> None:
         return exchange._over_driver({}) if number == 0 else None
 
     def fail() -> None:
-        with ExchangeServer(SECRET, "127.0.0.1", 2, "app") as server:
-            assert Tasks(2).run(leave, [server.place] * 2) == [None, None]
+        with served(2) as address:
+            assert Tasks(2).run(leave, [address] * 2) == [None, None]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert not module._APART
+    assert not module._UNREACHABLE_FROM
 
 
 class Cut:
     """Passes connections on to a server, and cuts those that have sent a message at first."""
 
-    def __init__(self, place: str, cuts: int) -> None:
-        self._target = ("127.0.0.1", int(place.rpartition(":")[2]))
+    def __init__(self, address: str, cuts: int) -> None:
+        _, port, secret = address.split(":")
+        self._target = ("127.0.0.1", int(port))
         self._cuts = cuts
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self.place = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}:{secret}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -173,9 +187,9 @@ class Cut:
 
 def test_an_answer_that_gets_lost_is_asked_for_again() -> None:
     tasks = Tasks(3)
-    with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
-        link = Cut(server.place, cuts=2)
-        assert tasks.run(twice, [server.place, link.place, server.place]) == EXPECTED
+    with served() as address:
+        link = Cut(address, cuts=2)
+        assert tasks.run(twice, [address, link.address, address]) == EXPECTED
         link.close()
     assert tasks.gathered == 0
 
@@ -190,25 +204,25 @@ def test_who_was_heard_and_gets_no_answer_does_not_go_another_way() -> None:
             return str(error)
 
     tasks = Tasks(3)
-    with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
-        link = Cut(server.place, cuts=1000)
-        found = tasks.run(work, [server.place, link.place, server.place])
+    with served() as address:
+        link = Cut(address, cuts=1000)
+        found = tasks.run(work, [address, link.address, address])
         link.close()
     assert found[0] == found[2] == EXPECTED[0][0]
-    assert "has lost touch with the driver" in found[1]
+    assert "has lost the connection to the driver" in found[1]
     assert tasks.gathered == 0
 
 
 def test_strangers_are_not_heard_and_change_nothing() -> None:
-    def knock(place: str, secret: bytes) -> None:
-        host, _, port = place.rpartition(":")
-        with socket.create_connection((host, int(port)), 5) as connection:
-            channel = Channel.connect(connection, secret, 5)
-            channel.send({"exchange": 0, "task": 0}, json.dumps({"of": "a stranger"}).encode())
+    def knock(address: str, secret: bytes) -> None:
+        place = address.rpartition(":")[0]
+        with connect_to_driver(f"{place}:{secret.hex()}", 5) as channel:
+            request = {"kind": "exchange", "number": 0, "task": 0}
+            channel.send(request, json.dumps({"of": "a stranger"}).encode())
             channel.receive(0.3)
 
-    with ExchangeServer(SECRET, "127.0.0.1", 3, "app") as server:
-        for secret in (new_secret(), SECRET, exchange_key(new_secret())):
+    with served() as address:
+        for secret in (new_secret(), b""):
             with pytest.raises((ConnectionError, TimeoutError)):
-                knock(server.place, secret)
-        assert Tasks(3).run(twice, [server.place] * 3) == EXPECTED
+                knock(address, secret)
+        assert Tasks(3).run(twice, [address] * 3) == EXPECTED

@@ -116,7 +116,7 @@ def test_a_gigabyte_and_a_line_of_100_megabytes(
     print(f"{backend.__name__}: {seconds:.0f} s, {reader.taken:,} taken, peak {peak[0] >> 20} MiB")
     if backend is SparkBackend and slow_lines:
         # What is on its way when the rank has ended would take this reader a quarter of an hour.
-        assert "it is taken too slowly" in caplog.text
+        assert "it is read too slowly" in caplog.text
     else:
         assert reader.number == 10_000_000
     assert peak[0] < max(before, 300 * 2**20) + 100 * 2**20

@@ -15,7 +15,8 @@ from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign_backends import as_backend
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE, Event, EventSender, RankOutput
+from hvd_estimators.launch.service.events import Event, EventSender, RankOutput
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.horovod_session import horovod_session
@@ -60,7 +61,7 @@ def test_what_its_ranks_report_is_heard_as_from_any_backend() -> None:
     assert heard == [RankOutput(0, "5\n")]
     # Such a backend may print the environment, as Horovod's runner does: it holds no secret.
     assert given.env == {"A": "b"}
-    assert EVENTS_VARIABLE not in os.environ
+    assert SERVICE_VARIABLE not in os.environ
 
 
 def test_a_backend_of_the_time_before_events_keeps_its_checks() -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hvd_estimators.launch.rendezvous import gloo_http
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, PeerLostError
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
@@ -109,7 +109,7 @@ def test_a_body_of_gigabytes_is_not_waited_for(proxy):
 
 
 def test_who_sends_byte_by_byte_is_not_waited_for(proxy, monkeypatch):
-    monkeypatch.setattr(gloo_http, "_REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(timeouts, "GLOO_REQUEST", 0.3)
     port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     started = time.monotonic()
     with (

@@ -13,8 +13,8 @@ from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome, results_in_order
 from hvd_estimators.launch.task import host_checks
 from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import ABORTED
-from hvd_estimators.launch.task.spec import Job
 from hvd_estimators.launch.versions import differences, installed_versions
 
 JOB = Job(
@@ -24,7 +24,7 @@ JOB = Job(
     one_machine=False,
     driver_env={},
     env={},
-    events={},
+    service="",
     driver_path=(),
     executable=None,
     verbose=0,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster import jobs
 
 pytestmark = pytest.mark.timeout(60)
@@ -72,7 +73,7 @@ def test_a_job_that_waits_for_slots_or_is_interrupted_is_cancelled(job, started,
 
 
 def test_a_job_that_does_not_end_is_cancelled(job, monkeypatch):
-    monkeypatch.setattr(jobs, "_IMPORT_JOB_SECONDS", 0.5)
+    monkeypatch.setattr(timeouts, "IMPORT_JOB", 0.5)
     cluster = FakeCluster(30, started=2)
     assert fail(cluster, job, ValueError()) < 5
     assert cluster.cancelled.is_set()

@@ -10,7 +10,8 @@ import pytest
 
 from hvd_estimators import log_to_driver
 from hvd_estimators.launch.service import events
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE, RankMessage, receive_events
+from hvd_estimators.launch.service.events import RankMessage, receive_events
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,8 +22,8 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[object]]:
     found: queue.Queue[object] = queue.Queue()
     monkeypatch.setenv("HOROVOD_RANK", "3")
     events._forget()
-    with receive_events(found.put, "127.0.0.1") as env:
-        monkeypatch.setenv(EVENTS_VARIABLE, env[EVENTS_VARIABLE])
+    with DriverService("127.0.0.1") as service, receive_events(service, found.put):
+        monkeypatch.setenv(SERVICE_VARIABLE, service.address)
         yield found
         if events._current is not None:
             events._current.close()
@@ -66,7 +67,7 @@ def test_a_child_has_a_connection_of_its_own(received: queue.Queue[object]) -> N
 def test_where_nobody_listens_messages_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
     events._forget()
 
     log_to_driver("hello")

@@ -11,7 +11,7 @@ import pytest
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank import output
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.task.environment import task_environment
+from hvd_estimators.launch.task.job import task_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -89,7 +89,7 @@ def test_the_users_log_level_wins(monkeypatch, executor, driver, given, level):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if executor:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", executor)
-    job = SimpleNamespace(driver_env=driver, driver_path=[], events={}, env=given)
+    job = SimpleNamespace(driver_env=driver, driver_path=[], service="", env=given)
     assert task_environment(job).get("TF_CPP_MIN_LOG_LEVEL") == level
     if not driver:
         backend = LocalBackend(1, env=given, warm_start=False)

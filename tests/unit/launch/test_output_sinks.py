@@ -35,9 +35,11 @@ def test_streams_come_to_the_driver_if_they_are_asked_for(
     outlets = Outlets(**files, prefix_output_with_timestamp=False, verbose=verbose)
 
     assert outlets.streams == streams
-    assert outlets.are_apart == bool(given)
+    assert outlets.are_separate == bool(given)
     put: list[tuple[str, list[str]]] = []
-    on_lines, on_error_lines = outlets.takers(lambda stream, lines: put.append((stream, lines)))
+    on_lines, on_error_lines = outlets.line_handlers(
+        lambda stream, lines: put.append((stream, lines))
+    )
     assert (on_error_lines is not None) == bool(given)
     for take in filter(None, (on_lines, on_error_lines)):
         take(["x\n"])

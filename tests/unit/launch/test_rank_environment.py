@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hvd_estimators.launch.rank.environment import shared_environment
-from hvd_estimators.launch.task.spec import Job
+from hvd_estimators.launch.task.job import Job
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_secrets_stay_on_the_driver(name):
         "HOROVOD_LOCAL_SIZE",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR",
         "HOROVOD_ELASTIC",
-        "HVD_ESTIMATORS_EVENTS",
+        "HVD_ESTIMATORS_SERVICE",
         "SLURM_JOB_ID",
         "MASTER_ADDR",
         "WORLD_SIZE",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.launch import relaunch, spark_backend
-from hvd_estimators.launch.service.elastic_state import COMMITS_VARIABLE, commit
+from hvd_estimators.launch.service.elastic_state import CommitStore, commit
+from hvd_estimators.launch.service.server import DriverService
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -64,23 +65,21 @@ class FakeBackend:
     def num_processes(self) -> int:
         return self.num_proc
 
-    def driver_host(self) -> str:
-        return "127.0.0.1"
-
     def task_slots(self) -> int:
         slots = self.cluster.slots
         return slots.pop(0) if len(slots) > 1 else slots[0]
 
-    def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], env: Mapping[str, str]
+    def run_with_commits(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], commits: CommitStore
     ) -> list[Any]:
         self.cluster.launches.append(self.num_proc)
         self.cluster.relaunches.append(args[-1])
         end = self.cluster.ends.pop(0) if self.cluster.ends else self.num_proc
         if isinstance(end, tuple):
-            end, commits = end
-            for number in range(commits):
-                commit(env[COMMITS_VARIABLE], 0, number)
+            end, count = end
+            with DriverService("127.0.0.1") as service, commits.serve(service):
+                for number in range(count):
+                    commit(service.address, 0, number)
         if isinstance(end, BaseException):
             raise end
         return [end]

@@ -27,7 +27,7 @@ PLACE = {"scope": "global", "key": "0"}
 def served(addresses=("127.0.0.1",), ranks=2, patience=PATIENCE):
     with RendezvousServer(SECRET, addresses, patience) as server:
         server.store.expect([f"host-{rank}" for rank in range(ranks)])
-        server.listen()
+        server.listen(addresses[0])
         yield server
 
 
@@ -64,7 +64,7 @@ def test_word_of_a_failure_reaches_the_other_tasks_with_rank_host_and_cause():
 
 def test_two_jobs_do_not_hear_of_each_other():
     with served() as server, RendezvousServer(new_secret(), ["127.0.0.1"], PATIENCE) as other:
-        other.listen()
+        other.listen("127.0.0.1")
         with pytest.raises(PeerLostError, match="has refused connections"):
             link_to(other.endpoints[0]).request("failed", host="h", why="w")
         assert other.store.failure() is None
@@ -76,7 +76,7 @@ def test_nobody_can_connect_before_the_server_listens_nor_to_an_address_that_is_
         for endpoint in server.endpoints:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(endpoint)
-        server.listen(lambda address: address == "127.0.0.2")
+        server.listen("127.0.0.2")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(server.endpoints[0])
         with link_to(server.endpoints[1]) as link:
@@ -199,7 +199,7 @@ from hvd_estimators.launch.rendezvous.server import RendezvousServer
 secret = bytes.fromhex(sys.stdin.readline())
 with RendezvousServer(secret, ["127.0.0.1"], Patience(0.3, 0.6, 1.5, 0.02, 0.05)) as server:
     server.store.expect(["host-0", "host-1"])
-    server.listen()
+    server.listen("127.0.0.1")
     print(server.endpoints[0][1], flush=True)
     server.store.handle({"kind": "done", "rank": 0})
     lost = server.store.wait_for_all()
@@ -306,7 +306,7 @@ def test_a_message_that_was_recorded_on_one_connection_is_not_taken_on_another()
         with socket.create_connection(server.endpoints[0]) as connection:
             channel = Channel.connect(connection, SECRET, 1)
             server.store._failure = None
-            server.store._answered.clear()
+            server.store._answers.clear()
             connection.sendall(sent[0])
             connection.settimeout(10)
             assert connection.recv(1) == b""

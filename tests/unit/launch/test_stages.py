@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.service import stages
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE, RankStage, receive_events
+from hvd_estimators.launch.service.events import RankStage, receive_events
+from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask, Stage, StageReporter
 
 pytestmark = pytest.mark.timeout(90)
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_WARN_AFTER_SECONDS", 0.3)
-    monkeypatch.setattr(stages, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(timeouts, "STAGE_WARNING", 0.3)
+    monkeypatch.setattr(timeouts, "STAGE_POLL", 0.02)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
@@ -114,8 +115,8 @@ def test_a_failing_query_to_spark_does_not_end_the_watch(
 
 def test_a_reporter_sends_each_last_stage_and_closes_once_its_rank_has_joined() -> None:
     received: list[Any] = []
-    with receive_events(received.append, "127.0.0.1") as env:
-        reporter = StageReporter(3, "host", env[EVENTS_VARIABLE], writes_log=False)
+    with DriverService("127.0.0.1") as service, receive_events(service, received.append):
+        reporter = StageReporter(3, "host", service.address, writes_log=False)
         reporter.enter(Stage.IMPORTS)
         wait_until(lambda: received)
         reporter.enter(Stage.RENDEZVOUS, 5)
@@ -151,7 +152,7 @@ def test_a_reporter_whose_driver_is_unreachable_delays_nothing(
 def test_a_local_rank_that_is_stopped_before_it_joins_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stages, "_WARN_AFTER_SECONDS", 2.0)
+    monkeypatch.setattr(timeouts, "STAGE_WARNING", 2.0)
 
     def stop_rank_1() -> int:
         import os

@@ -26,10 +26,9 @@ from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import JobStore
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.launch.warm import client
 from hvd_estimators.launch.warm.client import WarmStart, warm_environment
 
@@ -179,9 +178,9 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from hvd_estimators.launch.warm import client
-from hvd_estimators.launch.rendezvous.hosts import listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import listening_environment
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
-from hvd_estimators.launch.service.events import EVENTS_VARIABLE
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.rank.process import RankProcess
@@ -240,7 +239,7 @@ def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> No
             **ranks_key(new_secret()),
             **stall_environment({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"}),
             "CUDA_VISIBLE_DEVICES": "1",
-            EVENTS_VARIABLE: "where",
+            SERVICE_VARIABLE: "where",
         }
     assert warm_environment({**own, "OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
 

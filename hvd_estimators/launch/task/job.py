@@ -1,0 +1,182 @@
+"""Settings of a job for its Spark barrier tasks, and the entry points of these tasks.
+
+The driver sends a `Job` to the tasks, once per executor. A warm process imports the modules of its
+forked ranks for a second or more. So it starts before the task's own imports, which take some
+tenths of a second. This module is imported before anything else of a task, so it must import
+little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyspark import Broadcast, SparkFiles, TaskContext
+
+from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
+from hvd_estimators.launch.service.server import SERVICE_VARIABLE
+from hvd_estimators.launch.service.stages import Stage, StageReporter
+from hvd_estimators.launch.warm.client import WarmStart, wanted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import SparkContext
+
+__all__ = [
+    "INLINE_BYTES",
+    "AddedFile",
+    "Job",
+    "broadcast",
+    "import_task",
+    "run_task",
+    "task_environment",
+    "warm_start",
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings that every task needs.
+
+    Attributes
+    ----------
+    call : bytes, Broadcast or AddedFile
+        Result of `pickle_call`.
+    max_bytes : int
+        Maximum size of an outcome.
+    secret : bytes
+        Secret with which tasks prove to each other that they belong to this job.
+    one_machine : bool
+        Whether all tasks are known to run on one machine.
+    service : str
+        Address of the driver's service; empty if the job runs no ranks.
+    streams : tuple of str
+        Streams whose lines the driver receives; an empty name means both streams as one.
+    separate_streams : bool
+        Whether ranks have a separate pipe for each stream.
+    modules : tuple of str or None
+        Modules to import in a process that forks ranks; None starts each rank in a fresh process.
+    exchanges_over_driver : bool
+        Whether the driver's service has an `ExchangeServer`.
+    nics : tuple of str
+        Names of the network interfaces to use; empty means any.
+    """
+
+    call: bytes | Broadcast[bytes] | AddedFile = field(repr=False)
+    max_bytes: int
+    secret: bytes = field(repr=False)
+    one_machine: bool
+    driver_env: dict[str, str] = field(repr=False)
+    env: dict[str, str | None] = field(repr=False)
+    service: str = field(repr=False)
+    driver_path: tuple[str, ...]
+    executable: str | None
+    verbose: int
+    streams: tuple[str, ...] = ()
+    separate_streams: bool = False
+    modules: tuple[str, ...] | None = None
+    exchanges_over_driver: bool = False
+    nics: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+# Well below the size at which PySpark turns a function into a broadcast variable.
+INLINE_BYTES = 2**19
+"""Maximum size, in bytes, of a call that is sent with the job itself."""
+
+
+@dataclass(frozen=True)
+class AddedFile:
+    """File added to a Spark Connect session, as tasks receive it.
+
+    Attributes
+    ----------
+    name : str
+        The file's name.
+    """
+
+    name: str
+
+    @property
+    def value(self) -> bytes:
+        """The file's content. Runs in a task."""
+        return Path(SparkFiles.get(self.name)).read_bytes()
+
+
+@contextlib.contextmanager
+def broadcast(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[bytes]]:
+    """Yield a call in the form that tasks receive; free its disk space when the block ends.
+
+    PySpark itself broadcasts a function above 1 MiB, whose file remains as long as the application.
+    """
+    if len(call) <= INLINE_BYTES:
+        yield call
+        return
+    variable = context.broadcast(call)
+    try:
+        yield variable
+    finally:
+        variable.destroy()
+
+
+def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
+    """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    context = TaskContext.get()
+    assert context is not None
+    stages = StageReporter(
+        context.partitionId(),
+        socket.gethostname(),
+        job.service,
+        writes_log=not job.one_machine,
+    )
+    try:
+        stages.enter(Stage.IMPORTS)
+        _prepare_warm_start(job)
+        from hvd_estimators.launch.task.run import run_rank
+
+        yield from run_rank(job, stages)
+    finally:
+        stages.close()
+
+
+def import_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
+    """Let this executor import the modules of forked ranks. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    _prepare_warm_start(job)
+    yield from ()
+
+
+def _prepare_warm_start(job: Job) -> None:
+    """Start the process that imports the modules of forked ranks, if ranks are forked."""
+    start = warm_start(job)
+    if start is not None:
+        start.prepare(job.executable or sys.executable, task_environment(job))
+
+
+def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment of a rank, including the rank's own variables."""
+    return child_environment(
+        DEFAULTS,
+        os.environ,
+        job.driver_env,
+        {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+        *own,
+        {SERVICE_VARIABLE: job.service or None},
+        job.env,
+    )
+
+
+def warm_start(job: Job) -> WarmStart | None:
+    """Return the warm start that forks this rank, or None for a fresh process."""
+    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
+        return None
+    return WarmStart.of_executor(job.modules)
