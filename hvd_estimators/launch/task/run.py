@@ -12,7 +12,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,27 +23,17 @@ from pyspark import BarrierTaskContext
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
-from hvd_estimators.launch.rank.environment import (
-    assign_ranks,
-    rank_environment,
-)
+from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
-from hvd_estimators.launch.rank.process import RankProcess
-from hvd_estimators.launch.rank.supervisor import failure_of, supervise
-from hvd_estimators.launch.rendezvous.channel import ranks_key
+from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
     PeerLostError,
     RemoteRendezvousClient,
     RendezvousClient,
 )
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.hosts import (
-    INTERFACE_VARIABLE,
-    LOOPBACK,
-    listening_environment,
-)
+from hvd_estimators.launch.rendezvous.hosts import INTERFACE_VARIABLE, LOOPBACK
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.service.stages import Stage, StageReporter
@@ -312,17 +302,30 @@ def _linked_outcome(
     except PeerLostError as error:
         outcome = _not_run(slot.rank, slot.hostname, "lost", f"Not started because {error}.")
         return replace(outcome, lost=(error.failure.rank, error.failure.host))
-    joining = (Stage.HOROVOD_INIT, Stage.HOROVOD_JOINED)
-    with GlooProxy(link, *(functools.partial(stages.enter, stage) for stage in joining)) as proxy:
-        env = task_environment(
-            job,
-            rank_environment(slot),
-            listening_environment(address),
-            proxy.environment(),
-            ranks_key(job.secret),
+    stages.enter(Stage.PROCESS_START)
+    launcher = RankLauncher(
+        job.call if isinstance(job.call, bytes) else job.call.value,
+        job.secret,
+        functools.partial(task_environment, job),
+        job.executable,
+        warm_start(job),
+    )
+    with (
+        TaskOutput(slot.rank, job) as output,
+        launcher.start(
+            slot,
+            address,
+            link,
             gpu_variables(context, job, slot),
-        )
-        return _supervise(slot.rank, slot.hostname, job, env, link, stages)
+            (output.on_lines, output.on_error_lines),
+            on_start=lambda: stages.enter(Stage.RANK_PROCESS),
+            on_init=lambda: stages.enter(Stage.HOROVOD_INIT),
+            on_joined=lambda: stages.enter(Stage.HOROVOD_JOINED),
+        ) as process,
+    ):
+        (outcome,) = supervise([process], link.failure)
+        output.log_error(outcome)
+    return outcome
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
@@ -350,27 +353,3 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
         f"{max_bytes / 2**20:,.1f} MiB of each rank. {LESS_RESULTS}"
     )
     return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
-
-
-def _supervise(
-    rank: int,
-    host: str,
-    job: Job,
-    env: Mapping[str, str],
-    link: RendezvousClient,
-    stages: StageReporter,
-) -> RankOutcome:
-    """Run the rank's process, and end it if another rank fails."""
-    stages.enter(Stage.PROCESS_START)
-    call = job.call if isinstance(job.call, bytes) else job.call.value
-    start = warm_start(job)
-    with (
-        TaskOutput(rank, job) as output,
-        RankProcess(
-            *(rank, host, call, env, output.on_lines, job.executable, output.on_error_lines, start),
-            on_start=lambda: stages.enter(Stage.RANK_PROCESS),
-        ) as process,
-    ):
-        (outcome,) = supervise([process], link.failure)
-        output.log_error(outcome)
-    return outcome
