@@ -1,4 +1,4 @@
-"""Identify the owner of a lease or a temporary folder, and check if the owner is alive.
+"""Identify processes, such as owners of leases and temporary folders, and check if they are alive.
 
 The operating system reports on processes of this machine only. Processes on other machines write
 heartbeats, see `hvd_estimators.store.leases`.
@@ -12,9 +12,63 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
+__all__ = [
+    "ProcessIdentity",
+    "ProcessStat",
+    "is_dead",
+    "is_here",
+    "pid_exists",
+    "process_stat",
+    "this_process",
+]
 
-__all__ = ["ProcessIdentity", "is_dead", "is_here", "this_process"]
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """Status of a process from ``/proc/PID/stat``; see proc(5).
+
+    Attributes
+    ----------
+    name : str
+        Name of the program, at most 15 characters.
+    state : str
+        State as one letter; ``Z`` is a zombie, ``T`` a process that a signal has stopped.
+    parent : int
+        Process ID of the parent.
+    started : str
+        Start time in ticks of the machine's clock.
+    """
+
+    name: str
+    state: str
+    parent: int
+    started: str
+
+
+def process_stat(pid: int) -> ProcessStat:
+    """Read the status of a process of this machine. Linux only.
+
+    Raises
+    ------
+    OSError
+        If there is no such process, or no ``/proc``.
+    """
+    # PID (name) state parent ...; the name may contain any character.
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return ProcessStat(before.partition("(")[2], fields[0], int(fields[1]), fields[19])
+
+
+def pid_exists(pid: int) -> bool:
+    """Return whether a process of this machine has a process ID, even another user's process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @dataclass(frozen=True)
@@ -45,7 +99,9 @@ class ProcessIdentity:
 
 def this_process() -> ProcessIdentity:
     """Return the identity of this process."""
-    return ProcessIdentity(_machine(), os.getpid(), _started(os.getpid()), socket.gethostname())
+    machine, pid = _machine(), os.getpid()
+    started = process_stat(pid).started if machine else ""
+    return ProcessIdentity(machine, pid, started, socket.gethostname())
 
 
 def is_dead(owner: ProcessIdentity | None) -> bool:
@@ -53,9 +109,11 @@ def is_dead(owner: ProcessIdentity | None) -> bool:
     if owner is None or not is_here(owner):
         return False
     try:
-        return not psutil.pid_exists(owner.pid) or _started(owner.pid) not in ("", owner.started)
-    except psutil.NoSuchProcess:
-        return True
+        stat = process_stat(owner.pid)
+    except OSError:
+        # /proc may hide other users' processes.
+        return not pid_exists(owner.pid)
+    return stat.state in "ZX" or stat.started != owner.started
 
 
 def is_here(owner: ProcessIdentity) -> bool:
@@ -70,18 +128,3 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _started(pid: int) -> str:
-    """Return a process's start time; empty if it cannot be read, "ended" for a zombie."""
-    try:
-        # The name can contain any characters. After the name, the state is first and the start time
-        # 20th.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError as error:
-        if Path("/proc/self/stat").exists() and not psutil.pid_exists(pid):
-            raise psutil.NoSuchProcess(pid) from error
-        return ""
-    except OSError:
-        return ""
-    return "ended" if fields[0] in "ZX" else fields[19]

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from horovod.runner.common.util.hosts import SlotInfo
+
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
 from hvd_estimators.launch.rank.environment import (
@@ -18,15 +20,14 @@ from hvd_estimators.launch.rank.environment import (
     assign_ranks,
     child_environment,
     python_path,
-    rank_environment,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.rank.supervisor import supervise
-from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
+from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
+from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK, GlooProxy, listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
@@ -129,15 +130,6 @@ class LocalBackend(Backend):
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)
         watch = LaunchWatch(self._num_proc, host)
-        threads = max((os.cpu_count() or 1) // self._num_proc, 1)
-        base = {
-            "OMP_NUM_THREADS": str(threads),
-            **DEFAULTS,
-            **os.environ,
-            "PYTHONPATH": python_path(sys.path),
-        }
-        key = ranks_key(new_secret())
-        given = {**os.environ, **self._env, **(env or {})}
         # This process detects the end of ranks itself, so the store's `silence` is infinite.
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
@@ -145,54 +137,43 @@ class LocalBackend(Backend):
         with contextlib.ExitStack() as stack:
             service = stack.enter_context(DriverService(self.driver_host()))
             stack.enter_context(receive_events(service, handler))
-            proxies = [
-                stack.enter_context(
-                    GlooProxy(
-                        LocalRendezvousClient(store, slot.rank),
-                        *(
-                            functools.partial(watch.record_rank, slot.rank, stage)
-                            for stage in (Stage.HOROVOD_INIT, Stage.HOROVOD_JOINED)
-                        ),
-                    )
-                )
-                for slot in slots
-            ]
             relays = [
                 stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))
                 for slot in slots
             ]
             stack.enter_context(watch)
-            line_handlers = [self._outlets.line_handlers(relay.put) for relay in relays]
-            ranks = [
-                stack.enter_context(
-                    RankProcess(
-                        slot.rank,
-                        slot.hostname,
-                        call,
-                        child_environment(
-                            base,
-                            rank_environment(slot),
-                            listening_environment(LOOPBACK),
-                            proxy.environment(),
-                            rank_gpus([], [], slot.local_rank, slot.local_size, given),
-                            key,
-                            service.environment(),
-                            self._env,
-                            env,
-                        ),
-                        on_lines,
-                        on_error_lines=on_error_lines,
-                        warm=warm,
-                        on_start=functools.partial(
-                            watch.record_rank, slot.rank, Stage.RANK_PROCESS
-                        ),
-                    )
+            environment = functools.partial(self._environment, service, env or {})
+            launcher = RankLauncher(call, new_secret(), environment, warm=warm)
+            given = {**os.environ, **self._env, **(env or {})}
+
+            def start(slot: SlotInfo, relay: Relay) -> RankProcess:
+                enter = functools.partial(watch.record_rank, slot.rank)
+                rank = launcher.start(
+                    slot,
+                    LOOPBACK,
+                    LocalRendezvousClient(store, slot.rank),
+                    rank_gpus([], [], slot.local_rank, slot.local_size, given),
+                    self._outlets.line_handlers(relay.put),
+                    on_start=lambda: enter(Stage.RANK_PROCESS),
+                    on_init=lambda: enter(Stage.HOROVOD_INIT),
+                    on_joined=lambda: enter(Stage.HOROVOD_JOINED),
                 )
-                for slot, proxy, (on_lines, on_error_lines) in zip(
-                    slots, proxies, line_handlers, strict=True
-                )
-            ]
-            return results_in_order(supervise(ranks))
+                return stack.enter_context(rank)
+
+            return results_in_order(supervise(list(map(start, slots, relays))))
+
+    def _environment(
+        self,
+        service: DriverService,
+        env: Mapping[str, str | None],
+        *of_rank: Mapping[str, str],
+    ) -> dict[str, str]:
+        threads = max((os.cpu_count() or 1) // self._num_proc, 1)
+        return child_environment(
+            {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ},
+            {"PYTHONPATH": python_path(sys.path)},
+            *(*of_rank, service.environment(), self._env, env),
+        )
 
 
 def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]]], None]:

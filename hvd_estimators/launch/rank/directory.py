@@ -13,14 +13,12 @@ import getpass
 import json
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
-
-from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
+from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, pid_exists, this_process
+from hvd_estimators._util.temp_files import delete_abandoned
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
 
@@ -66,27 +64,16 @@ def use_own_temporary_folder() -> None:
 
 def sweep(parent: str) -> None:
     """Delete this user's rank directories whose rank and parent have certainly both ended."""
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                is_own = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
-                if (
-                    is_own
-                    and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                    and is_dead(ProcessIdentity(**json.loads(Path(entry, _OWNER_FILE).read_text())))
-                    and not _is_running(Path(entry, PID_FILE))
-                ):
-                    shutil.rmtree(entry, ignore_errors=True)
+
+    def is_abandoned(folder: Path) -> bool:
+        if not is_dead(ProcessIdentity(**json.loads((folder / _OWNER_FILE).read_text()))):
+            return False
+        try:
+            return not pid_exists(int((folder / PID_FILE).read_text()))
+        except FileNotFoundError:
+            return True  # the rank had not started, and cannot start without its parent
+
+    delete_abandoned(parent, _PREFIX, is_abandoned)
 
 
-@functools.lru_cache(maxsize=1)
-def _sweep_once(parent: str) -> None:
-    sweep(parent)
-
-
-def _is_running(pid_file: Path) -> bool:
-    """Return whether a process with the rank's process ID exists."""
-    try:
-        return bool(psutil.pid_exists(int(pid_file.read_text())))
-    except FileNotFoundError:
-        return False  # the rank had not started, and cannot start without its parent
+_sweep_once = functools.lru_cache(maxsize=1)(sweep)

@@ -26,6 +26,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators.launch.rank.graceful_stop import grace_asked
 
 __all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
@@ -188,11 +189,10 @@ def _end_descendants() -> None:
 def _descendants(ancestor: int) -> list[int]:
     """Return the IDs of all descendants of a process. Linux only."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # PID (name) state parent ...; the name may contain any character.
-            parent = path.read_bytes().rpartition(b")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(path.parent.name))
+            pid = int(path.name)
+            children.setdefault(process_stat(pid).parent, []).append(pid)
     found: list[int] = []
     waiting = [ancestor]
     while waiting:

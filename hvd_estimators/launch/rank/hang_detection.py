@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 
 __all__ = [
@@ -250,12 +251,10 @@ def _whole(text: str | None) -> int:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process; False if the state is unknown."""
     try:
-        # PID (name) state ...; the name may contain any character.
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
+        # A lower-case t means that a debugger holds the process.
+        return process_stat(pid).state == "T"
+    except OSError:
         return False
-    # A lower-case t means that a debugger holds the process.
-    return state == b"T"
 
 
 class StallWatch:

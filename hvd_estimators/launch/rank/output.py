@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
@@ -161,7 +162,7 @@ class Relay:
 
     The queue holds about 8 MiB of lines. When it is full, the caller of `put` waits for at most
     five seconds, a budget that refills by a tenth of the elapsed time. After that, lines are
-    omitted until half of the queue has been delivered, and a line reports how many.
+    dropped until half of the queue has been delivered, and a line reports how many.
 
     Parameters
     ----------
@@ -176,29 +177,31 @@ class Relay:
         self, deliver: Callable[[Sequence[tuple[str, str]]], None], *, one_by_one: bool = False
     ) -> None:
         self._batch_bytes = 1 if one_by_one else _BATCH_BYTES
-        self._deliver: Callable[[Sequence[tuple[str, str]]], None] | None = deliver
+        self._deliver = _until_failure(deliver)
         self._changed = threading.Condition()
-        self._waiting: collections.deque[tuple[str, str]] = collections.deque()
+        self._queue: collections.deque[tuple[str, str]] = collections.deque()
         self._bytes = 0
-        self._left_out: dict[str, int] = {}
-        self._drops = False
-        self._ending = False
+        self._dropped: collections.Counter[str] = collections.Counter()
+        self._is_closed = False
         self._patience = RateLimiter(_PATIENCE_SECONDS, _PATIENCE_SHARE)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def put(self, stream: str, lines: Sequence[str]) -> None:
-        """Queue all lines of a stream, or omit all of them if they do not fit."""
+        """Queue all lines of a stream, or drop all of them if they do not fit."""
+        size = sum(map(_size, lines))
         with self._changed:
-            if self._ending:
-                return
-            if not self._has_room(sum(map(_size, lines))):
-                self._left_out[stream] = self._left_out.get(stream, 0) + len(lines)
-                return
-            self._note_what_is_left_out()
-            for line in lines:
-                self._append(stream, line)
-            self._changed.notify_all()
+            if not self._dropped and not self._has_room(size):
+                started = time.monotonic()
+                self._changed.wait_for(lambda: self._has_room(size), self._patience.left())
+                self._patience.use(time.monotonic() - started)
+            if not self._has_room(size):
+                self._dropped[stream] += len(lines)
+            elif not self._is_closed:
+                self._queue_notes()
+                self._queue.extend((stream, line) for line in lines)
+                self._bytes += size
+                self._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -212,76 +215,72 @@ class Relay:
         self.close()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Wait for the delivery of all lines, for a limited time; omit the remaining lines."""
+        """Wait for the delivery of all lines, for a limited time; drop the remaining lines."""
         with self._changed:
-            self._ending = True
+            self._is_closed = True
             self._changed.notify_all()
         self._thread.join(seconds)
         if self._thread.is_alive():
             with self._changed:
-                for stream, _ in self._waiting:
-                    self._left_out[stream] = self._left_out.get(stream, 0) + 1
-                self._waiting.clear()
+                self._dropped.update(stream for stream, _ in self._queue)
+                self._queue.clear()
                 self._bytes = 0
             self._thread.join(_NOTE_SECONDS)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether so many more bytes fit in the queue, possibly after a wait."""
-        most = _MOST_BYTES // 2 if self._drops else _MOST_BYTES
+        limit = _MOST_BYTES // 2 if self._dropped else _MOST_BYTES
+        # A single batch may exceed the limit, for example one of many empty lines.
+        return self._bytes + size <= limit or not self._queue or self._is_closed
 
-        def fits() -> bool:
-            # A single batch may exceed the limit, for example one of many empty lines.
-            return self._bytes + size <= most or not self._waiting
-
-        if fits():
-            self._drops = False
-        elif not self._drops:
-            started = time.monotonic()
-            self._changed.wait_for(lambda: fits() or self._ending, self._patience.left())
-            self._patience.use(time.monotonic() - started)
-            self._drops = not fits()
-        return not self._drops
-
-    def _append(self, stream: str, line: str) -> None:
-        self._waiting.append((stream, line))
-        self._bytes += _size(line)
-
-    def _note_what_is_left_out(self) -> None:
-        for stream, count in self._left_out.items():
-            self._append(stream, lines_left_out(count))
-        self._left_out.clear()
+    def _queue_notes(self) -> None:
+        """Queue a line for each stream with dropped lines."""
+        for stream, count in self._dropped.items():
+            self._queue.append((stream, lines_left_out(count)))
+            self._bytes += _size(self._queue[-1][1])
+        self._dropped.clear()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._ending)
-                if not self._waiting:
-                    self._note_what_is_left_out()
-                if not self._waiting:
-                    return
-                batch = self._next_batch()
-                self._changed.notify_all()
-            if self._deliver is None:
-                continue
-            try:
-                self._deliver(batch)
-            except Exception:
-                # The printing process would block if its output were not read.
-                self._deliver = None
-                logger.warning("The output of a rank cannot be passed on", exc_info=True)
+        while batch := self._next_batch():
+            self._deliver(batch)
 
     def _next_batch(self) -> list[tuple[str, str]]:
+        """Wait for lines, and return some of them; none after the last ones."""
         batch: list[tuple[str, str]] = []
         size = 0
-        while self._waiting and size < self._batch_bytes:
-            batch.append(self._waiting.popleft())
-            size += _size(batch[-1][1])
-        self._bytes -= size
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            if not self._queue:
+                self._queue_notes()
+            while self._queue and size < self._batch_bytes:
+                batch.append(self._queue.popleft())
+                size += _size(batch[-1][1])
+            self._bytes -= size
+            self._changed.notify_all()
         return batch
 
 
 def _size(line: str) -> int:
     return len(line) + _LINE_BYTES
+
+
+def _until_failure(deliver: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that passes lines on until an error, which it logs.
+
+    A rank would block on printing if the reader of its output failed.
+    """
+    is_failed = False
+
+    def attempt(lines: Any) -> None:
+        nonlocal is_failed
+        if is_failed:
+            return
+        try:
+            deliver(lines)
+        except Exception:
+            is_failed = True
+            logger.warning("The output of a rank cannot be passed on", exc_info=True)
+
+    return attempt
 
 
 _LINE_CHARS = 8192
@@ -339,21 +338,19 @@ class _Tail:
     """The last lines of a text, limited in number and length."""
 
     def __init__(self) -> None:
-        self._lines: collections.deque[str] = collections.deque()
-        self._chars = self._left_out = 0
+        self._lines: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._count = 0
 
     def add(self, lines: Sequence[str]) -> None:
-        kept = lines[-_TAIL_LINES:]
-        self._left_out += len(lines) - len(kept)
-        self._lines.extend(kept)
-        self._chars += sum(map(len, kept))
-        while len(self._lines) > _TAIL_LINES or self._chars > _TAIL_CHARS:
-            self._chars -= len(self._lines.popleft())
-            self._left_out += 1
+        self._lines.extend(lines)
+        self._count += len(lines)
 
     def text(self) -> str:
-        before = f"[... {self._left_out:,} lines left out ...]\n" if self._left_out else ""
-        return before + "".join(self._lines)
+        lines = list(self._lines)
+        while sum(map(len, lines)) > _TAIL_CHARS:
+            del lines[0]
+        left_out = self._count - len(lines)
+        return (lines_left_out(left_out) if left_out else "") + "".join(lines)
 
 
 class _Stream:
@@ -448,20 +445,14 @@ class OutputReader:
             stream.add(b"", final=True)
 
     def _taker(self, on_lines: Callable[[list[str]], None] | None) -> Callable[[list[str]], None]:
+        pass_on = _until_failure(on_lines or (lambda lines: None))
+
         def take(lines: list[str]) -> None:
-            nonlocal on_lines
             if self._select is not None:
                 lines = self._select(lines)
-            if not lines:
-                return
-            with self._lock:
-                self._tail.add(lines)
-            if on_lines is not None:
-                try:
-                    on_lines(lines)
-                except Exception:
-                    # The rank would block on printing if its output were not read.
-                    on_lines = None
-                    logger.warning("The output of a rank cannot be passed on", exc_info=True)
+            if lines:
+                with self._lock:
+                    self._tail.add(lines)
+                pass_on(lines)
 
         return take

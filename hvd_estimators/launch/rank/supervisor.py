@@ -1,20 +1,110 @@
-"""Supervision of rank processes: ends the remaining ranks when one rank of the job fails."""
+"""Start and supervision of ranks, for all backends.
+
+`RankLauncher` assembles a rank's process. `supervise` ends the remaining ranks when one rank of the
+job fails.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from horovod.runner.common.util.hosts import SlotInfo
+
+from hvd_estimators.launch.rank.environment import rank_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess
+from hvd_estimators.launch.rendezvous.channel import ranks_key
+from hvd_estimators.launch.rendezvous.client import RendezvousClient
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import Failure
+from hvd_estimators.launch.warm.client import WarmStart
 
-__all__ = ["failure_of", "supervise"]
+__all__ = ["RankLauncher", "failure_of", "supervise"]
 
 _POLL_SECONDS = 0.05
 # A rank whose peer failed usually ends by itself, with an error that is worth reporting.
 _GRACE_SECONDS = 3.0
+
+LineHandlers = tuple[Callable[[list[str]], None] | None, Callable[[list[str]], None] | None]
+
+
+@dataclass(frozen=True)
+class RankLauncher:
+    """Start of a job's ranks as children of this process.
+
+    Attributes
+    ----------
+    call : bytes
+        The pickled call, from `hvd_estimators.launch.rank.process.pickle_call`.
+    secret : bytes
+        The job's secret.
+    environment : callable
+        Returns a rank's complete environment, given the variables that the rank alone has. The
+        user's variables take precedence over these.
+    executable : str, optional
+        The Python executable. Default: the executable of this process.
+    warm : WarmStart, optional
+        Fork ranks from this warm process, if possible.
+    """
+
+    call: bytes
+    secret: bytes
+    environment: Callable[..., dict[str, str]]
+    executable: str | None = None
+    warm: WarmStart | None = None
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        slot: SlotInfo,
+        address: str,
+        client: RendezvousClient,
+        gpus: Mapping[str, str],
+        line_handlers: LineHandlers,
+        *,
+        on_start: Callable[[], None],
+        on_init: Callable[[], None],
+        on_joined: Callable[[], None],
+    ) -> Iterator[RankProcess]:
+        """Start one rank, and end it and its descendants when the block ends.
+
+        Parameters
+        ----------
+        slot : SlotInfo
+            The rank's number, host and neighbours.
+        address : str
+            The address on which the rank listens.
+        client : RendezvousClient
+            Connection to the job's rendezvous.
+        gpus : mapping
+            The variables that restrict the rank to its GPUs.
+        line_handlers : (callable or None, callable or None)
+            Handlers of the rank's output; see ``on_lines`` and ``on_error_lines`` of `RankProcess`.
+        on_start : callable
+            Called when the process runs this package's code.
+        on_init, on_joined : callable
+            Called when ``hvd.init()`` begins and ends; see `GlooProxy`.
+        """
+        with GlooProxy(client, on_init, on_joined) as proxy:
+            env = self.environment(
+                rank_environment(slot),
+                listening_environment(address),
+                proxy.environment(),
+                ranks_key(self.secret),
+                gpus,
+            )
+            on_lines, on_error_lines = line_handlers
+            with RankProcess(
+                *(slot.rank, slot.hostname, self.call, env, on_lines),
+                executable=self.executable,
+                on_error_lines=on_error_lines,
+                warm=self.warm,
+                on_start=on_start,
+            ) as process:
+                yield process
 
 
 def supervise(

@@ -23,24 +23,17 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
+from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
-from hvd_estimators.launch.rank.process import RankProcess
-from hvd_estimators.launch.rank.supervisor import failure_of, supervise
-from hvd_estimators.launch.rendezvous.channel import ranks_key
+from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
     PeerLostError,
     RemoteRendezvousClient,
     RendezvousClient,
 )
-from hvd_estimators.launch.rendezvous.gloo_http import (
-    INTERFACE_VARIABLE,
-    LOOPBACK,
-    GlooProxy,
-    listening_environment,
-)
+from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankOutput
 from hvd_estimators.launch.service.exchange import Exchange
@@ -292,29 +285,30 @@ def _run_process(
     except PeerLostError as error:
         outcome = _not_run(slot.rank, slot.hostname, "lost", f"Not started because {error}.")
         return replace(outcome, lost=(error.failure.rank, error.failure.host))
-    joining = (Stage.HOROVOD_INIT, Stage.HOROVOD_JOINED)
-    with GlooProxy(client, *(functools.partial(stages.enter, stage) for stage in joining)) as proxy:
-        env = task_environment(
-            job,
-            rank_environment(slot),
-            listening_environment(address),
-            proxy.environment(),
-            ranks_key(job.secret),
+    stages.enter(Stage.PROCESS_START)
+    launcher = RankLauncher(
+        job.call if isinstance(job.call, bytes) else job.call.value,
+        job.secret,
+        functools.partial(task_environment, job),
+        job.executable,
+        warm_start(job),
+    )
+    with (
+        TaskOutput(slot.rank, job) as output,
+        launcher.start(
+            slot,
+            address,
+            client,
             gpu_variables(context, job, slot),
-        )
-        stages.enter(Stage.PROCESS_START)
-        call = job.call if isinstance(job.call, bytes) else job.call.value
-        with (
-            TaskOutput(slot.rank, job) as output,
-            RankProcess(
-                *(slot.rank, slot.hostname, call, env, output.on_lines),
-                *(job.executable, output.on_error_lines, warm_start(job)),
-                on_start=lambda: stages.enter(Stage.RANK_PROCESS),
-            ) as process,
-        ):
-            (outcome,) = supervise([process], client.failure)
-            output.log_error(outcome)
-        return outcome
+            (output.on_lines, output.on_error_lines),
+            on_start=lambda: stages.enter(Stage.RANK_PROCESS),
+            on_init=lambda: stages.enter(Stage.HOROVOD_INIT),
+            on_joined=lambda: stages.enter(Stage.HOROVOD_JOINED),
+        ) as process,
+    ):
+        (outcome,) = supervise([process], client.failure)
+        output.log_error(outcome)
+    return outcome
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:

@@ -29,6 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_estimators._util.process_identity import process_stat
+
 __all__ = [
     "ANSWER_SECONDS",
     "WARM_START_VARIABLE",
@@ -37,7 +39,6 @@ __all__ = [
     "address_of",
     "connected",
     "is_alive",
-    "process_facts",
     "sockets_folder",
     "wanted",
     "warm_environment",
@@ -79,19 +80,11 @@ def address_of(folder: int, name: str) -> str:
     return f"/proc/self/fd/{folder}/{name}"
 
 
-def process_facts(pid: int) -> tuple[str, int, int]:
-    """Return the name, the parent's ID and the start time of a process."""
-    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    before, _, after = text.rpartition(")")
-    fields = after.split()
-    return before.partition("(")[2], int(fields[1]), int(fields[19])
-
-
 def is_alive(owner: str) -> bool:
     """Return whether the owner that a socket's name specifies is still alive."""
     pid, _, started = owner.partition(".")
     try:
-        return process_facts(int(pid))[2] == int(started)
+        return process_stat(int(pid)).started == started
     except (OSError, ValueError):
         return False
 
@@ -226,9 +219,9 @@ class WarmStart:
     def of_executor(cls, modules: Sequence[str]) -> WarmStart:
         """Return a warm start owned by Spark's Python daemon and the executor's JVM."""
         parent = os.getppid()
-        name, above = process_facts(parent)[:2]
+        above = process_stat(parent)
         # Without a daemon, the JVM starts Python itself.
-        return cls(modules, [parent] if name == "java" else [parent, above])
+        return cls(modules, [parent] if above.name == "java" else [parent, above.parent])
 
     def prepare(self, executable: str, env: Mapping[str, str]) -> None:
         """Start the warm process, if none exists, so that it imports modules in advance."""
@@ -370,7 +363,7 @@ class WarmStart:
                 os.unlink(name, dir_fd=folder)
 
     def _owner_name(self) -> str:
-        return f"{self.owners[0]}.{process_facts(self.owners[0])[2]}"
+        return f"{self.owners[0]}.{process_stat(self.owners[0]).started}"
 
     def _name(self, executable: str, env: Mapping[str, str], cwd: str) -> str:
         limits = [
