@@ -6,6 +6,7 @@ Used by the trainer on the ranks, by the dry run on the driver, and by ``transfo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ __all__ = [
     "require_tensors",
     "select_outputs",
     "selection",
+    "snapshot",
     "tensor_batches",
     "with_form",
 ]
@@ -84,7 +86,7 @@ def select_outputs(
     missing = [label for label in labels if label not in tensors]
     raise ShapeError(
         f"label_cols: the model returns {type(outputs).__name__} with the outputs "
-        f"{', '.join(map(str, tensors)) or 'none'}, and none of them is named {', '.join(missing)}."
+        f"{', '.join(map(str, tensors)) or 'none'}, but no output is named {', '.join(missing)}."
         " Set outputs to the names of one output per label, name label columns and outputs alike, "
         "or return a tuple in the order of label_cols."
     )
@@ -358,3 +360,26 @@ def with_form(
         return module(*inputs)
     named = dict(zip(names, inputs, strict=True))
     return module(named) if form == "dict" else module(**named)
+
+
+def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
+    """Return a copy of a value's dicts, lists and tuples, with copies of its tensors on the CPU.
+
+    Tensors that share memory, such as tied weights of layers, share memory in the copy.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return value.detach().to("cpu", copy=True)
+        place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if place not in memo or not value.numel():
+            memo[place] = value.detach().to("cpu", copy=True)
+        return memo[place]
+    if isinstance(value, dict):
+        # copy.copy keeps attributes, such as the versions of layers on Module.state_dict().
+        made = copy.copy(value)
+        made.update((key, snapshot(entry, memo)) for key, entry in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(entry, memo) for entry in value)
+    return value
