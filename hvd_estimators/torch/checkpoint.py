@@ -80,7 +80,7 @@ class RunCheckpoints:
         self._rank, self._size = rank, size
         self._module = module
         self._optimizer = optimizer
-        self._initial_buffers = non_persistent_buffers(module)
+        self._fleeting = non_persistent_buffers(module)
         self._trainable = {name: p.requires_grad for name, p in module.named_parameters()}
         self._streams, self._buffers = TorchStreams(device), BufferState(module)
         parts = (self._streams, self._buffers)
@@ -140,8 +140,8 @@ class RunCheckpoints:
         assert self.state is not None
         sums = self.state.parts["measures"]
         states = self._metric_states or [[] for _ in sums]
-        partial = [{"sums": a, "metrics": b} for a, b in zip(sums, states, strict=True)]
-        return partial[self._rank :: self._size]
+        found = [{"sums": a, "metrics": b} for a, b in zip(sums, states, strict=True)]
+        return found[self._rank :: self._size]
 
     def save(
         self,
@@ -183,7 +183,7 @@ class RunCheckpoints:
             return False
         data = self._spec.data
         streams = capture_by_shard(self.shards, self._streams.capture)
-        buffers = ShardBuffers(self._module, self.shards, self._initial_buffers)
+        buffers = ShardBuffers(self._module, self.shards, self._fleeting)
         own = streams, measured, buffers.digests, is_adding_up
         gathered = exchange.gather(own, "checkpoint")
         of_streams, of_measured, digests, pending = zip(*gathered, strict=True)
