@@ -379,22 +379,13 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
     DataError
         If a rank would train on one row and the model cannot.
     """
-    sizes = _batch_sizes(data)
+    sizes = data.train_batch_sizes()
     if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
         raise DataError(
             "Batch normalization cannot train on a batch of one row, and "
             f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
             f"{data.train_plan.num_shards} ranks). Set another batch_size."
         )
-
-
-def _batch_sizes(data: DataSpec) -> list[int]:
-    plan = data.train_plan
-    return [
-        size
-        for shard in range(plan.num_shards)
-        for size in plan.batch_sizes(shard, data.batch_size)
-    ]
 
 
 def check_batches(
@@ -426,19 +417,12 @@ def check_batches(
     ParamError
         If a rank runs several virtual shards, which the function or the model does not support.
     """
-    plan = data.train_plan
     if own_step:
         data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
+        data.require_rows_in_batches("train_minibatch_fn")
     # Horovod's SyncBatchNorm, which knows only ranks.
     if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
-    sizes = _batch_sizes(data)
-    if own_step and 0 in sizes:
-        raise DataError(
-            "train_minibatch_fn needs a row on every rank in every step, and there are "
-            f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
-            "each rank has rows in every step."
-        )
     if all_rows:
         check_one_row(module, data, one_row)
 

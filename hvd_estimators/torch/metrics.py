@@ -171,13 +171,13 @@ def _merge_over_ranks(
 def _merge(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
     """Reduce states by the metric's reductions, as torchmetrics does over ``torch.distributed``."""
     # A rank without rows has the state of a new metric. Wrappers do not count their updates.
-    seen = [part for part in parts if part["updates"]] or parts
-    metric._update_count = sum(part["updates"] for part in seen)
+    updated = [part for part in parts if part["updates"]] or parts
+    metric._update_count = sum(part["updates"] for part in updated)
     metric._computed = None
     for state, reduction in metric._reductions.items():
-        values = [part["states"][state] for part in seen]
+        values = [part["states"][state] for part in updated]
         if values:
-            setattr(metric, state, _on(metric.device, _reduced(values, reduction, seen)))
+            setattr(metric, state, _on(metric.device, _reduced(values, reduction, updated)))
 
 
 def _reduced(values: Sequence[Any], reduction: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
@@ -258,21 +258,22 @@ class Metrics:
         self._upstream = [
             [f"group_{number}_{label}" for label in label_cols] for number in range(len(groups))
         ]
-        self._taken = {_LOSS}
+        self._used_names = {_LOSS}
         self._groups: list[dict[str, _Member]] = []
         for number, group in enumerate(groups):
             members: dict[str, _Member] = {}
             for index, label in enumerate(label_cols):
                 metric = group[0] if len(group) == 1 else group[index]
                 prefix = f"{label}_" if len(label_cols) > 1 else ""
-                wanted = prefix + (_name_of(metric) or f"metric_{number}")
+                member_name = prefix + (_name_of(metric) or f"metric_{number}")
                 if upstream_names:
-                    wanted = self._upstream[number][index]
-                    prefix = f"{wanted}_"
+                    member_name = self._upstream[number][index]
+                    prefix = f"{member_name}_"
                 keys = None
                 if isinstance(metric, torch.nn.ModuleDict):
-                    keys = {key: _free(prefix + key, self._taken) for key in metric}
-                members[_free(wanted, self._taken)] = _Member(metric, index, prefix, keys)
+                    keys = {key: _unused(prefix + key, self._used_names) for key in metric}
+                member_name = _unused(member_name, self._used_names)
+                members[member_name] = _Member(metric, index, prefix, keys)
             self._groups.append(members)
 
     @property
@@ -306,16 +307,15 @@ class Metrics:
         with torch.no_grad():
             for name, member in self._members():
                 if not has_state(member.metric):
-                    output, label = _compared(evaluation, member)
-                    measured[name] = torch.as_tensor(
-                        member.metric(output, label), device=output.device
-                    )
+                    output = evaluation.outputs[member.index].detach()
+                    value = member.metric(output, evaluation.labels[member.index])
+                    measured[name] = torch.as_tensor(value, device=output.device)
         return measured
 
     @property
     def have_state(self) -> bool:
         """Return whether any of the metrics is a torchmetrics object."""
-        return any(has_state(member.metric) for _, member in self._members())
+        return any(True for _ in self.with_state())
 
     def with_state(self) -> Iterator[tuple[str, Any, int]]:
         """Yield name, metric and output position of each torchmetrics metric."""
@@ -325,7 +325,7 @@ class Metrics:
 
     def by_group(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return values as one dict per group; a metric's named values become separate entries."""
-        taken = set(self._taken)
+        used = set(self._used_names)
         groups = []
         for group in self._groups:
             found: dict[str, Any] = {}
@@ -338,7 +338,7 @@ class Metrics:
                     continue
                 for key, entry in value.items():
                     known = None if member.keys is None else member.keys.get(key)
-                    found[known or _free(member.prefix + key, taken)] = entry
+                    found[known or _unused(member.prefix + key, used)] = entry
             groups.append(found)
         return groups
 
@@ -418,7 +418,7 @@ class EpochMetricStates:
                 continue
             merged = _new(metric).to(self._device)
             merge_metrics(merged, found)
-            values[name] = _plain(merged.compute())
+            values[name] = _as_numbers(merged.compute())
         return values
 
 
@@ -519,13 +519,9 @@ class MetricSums:
 
 
 def _new(metric: Any) -> Any:
-    copied = copy.deepcopy(metric)
-    copied.reset()
-    return copied
-
-
-def _compared(evaluation: Evaluation, member: _Member) -> tuple[torch.Tensor, torch.Tensor]:
-    return evaluation.outputs[member.index].detach(), evaluation.labels[member.index]
+    new = copy.deepcopy(metric)
+    new.reset()
+    return new
 
 
 def _name_of(metric: Any) -> str | None:
@@ -542,13 +538,13 @@ def _name_of(metric: Any) -> str | None:
     return None if name == "<lambda>" else name.removeprefix(_VALIDATION) or name
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _unused(name: str, used: set[str]) -> str:
     """Return an unused name, with a number if needed, and mark it as used."""
-    free, number = name, 2
-    while free in taken:
-        free, number = f"{name}_{number}", number + 1
-    taken.add(free)
-    return free
+    unused, number = name, 2
+    while unused in used:
+        unused, number = f"{name}_{number}", number + 1
+    used.add(unused)
+    return unused
 
 
 def _has_scalar_values(metric: Any) -> bool:
@@ -585,10 +581,10 @@ def _as_class_numbers(name: str, label: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-def _plain(value: Any) -> Any:
+def _as_numbers(value: Any) -> Any:
     """Convert a metric's value to numbers, or to lists and dicts of numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _as_numbers(entry) for key, entry in value.items()}
+    return [_as_numbers(entry) for entry in value] if isinstance(value, (list, tuple)) else value

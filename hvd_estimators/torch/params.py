@@ -29,7 +29,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.shard_state import reductions_of
 from hvd_estimators.torch.stateful import StatefulObjects, has_state, is_loadable
-from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, selection
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 __all__ = ["TorchParams"]
 
@@ -287,7 +287,7 @@ class TorchParams(HorovodEstimator):
             label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
             dtypes=get("column_dtypes"),
             input_form=get("input_form"),
-            outputs=selection(get("outputs")),
+            outputs=get("outputs"),
             pairs=bool(get("label_cols")) and not self._is_joint,
         )
 
