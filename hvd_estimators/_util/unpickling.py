@@ -68,6 +68,7 @@ _MOVED = {
     "hvd_estimators.store.dbfs": "hvd_estimators.store.local",
     "hvd_estimators.torch.joint_loss": "hvd_estimators.torch.objective",
     "hvd_estimators.torch.outputs": "hvd_estimators.torch.tensors",
+    "hvd_estimators.torch.pickling": "hvd_estimators.torch.serialization",
 }
 """Former modules of classes in saved estimators and models, to their modules now (2026-11-25)."""
 

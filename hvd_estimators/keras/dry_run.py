@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Columns
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.callback_rules import check_monitors, judges_by_name
@@ -131,25 +131,12 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
     ParamError
         If a rank runs several shards and a layer of the model does not support this.
     """
-    plan = data.train_plan
     if synchronized_layers(model):
         data.require_one_shard_per_rank(
             "model", "over which BatchNormalization(synchronized=True) takes no statistics"
         )
-    sizes = [
-        size
-        for shard in range(plan.num_shards)
-        for size in plan.batch_sizes(shard, data.batch_size)
-    ]
-    has_batch_norm = any(
-        isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)
-    )
-    if has_batch_norm and 0 in sizes:
-        raise DataError(
-            "Batch normalization needs a row on every rank in every step, and there are "
-            f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
-            "the rows can be shared out."
-        )
+    if any(isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)):
+        data.require_rows_in_batches("Batch normalization")
 
 
 def text_remedy(columns: Columns, inputs: Any) -> str:

@@ -14,9 +14,9 @@ from torchmetrics import Metric
 from hvd_estimators.lightning.collectives import gather_objects
 from hvd_estimators.lightning.package import LightningModule
 from hvd_estimators.torch.collectives import PendingSum
-from hvd_estimators.torch.loss import StepShare
+from hvd_estimators.torch.loss import Evaluation, StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates
-from hvd_estimators.torch.objective import Evaluation, Objective, RankObjective
+from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.serialization import load_optimizer, load_with_references
 from hvd_estimators.torch.tensors import Batch
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec

@@ -30,10 +30,15 @@ from hvd_estimators.torch.collectives import check_same_weights
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.metrics import metric_states, restore_metrics
 from hvd_estimators.torch.serialization import group_names
-from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.snapshot import ShardBuffers, non_persistent_buffers, snapshot
+from hvd_estimators.torch.shard_state import (
+    BufferReducer,
+    BufferState,
+    ShardBuffers,
+    TorchStreams,
+    non_persistent_buffers,
+)
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
-from hvd_estimators.torch.transfer import on_cpu
+from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
@@ -87,7 +92,7 @@ class PartialEpoch:
         """Return this rank's state within the epoch, as picklable values."""
         module = trainer.lightning_module
         return {
-            "callback_metrics": on_cpu(dict(trainer.callback_metrics)),
+            "callback_metrics": snapshot(dict(trainer.callback_metrics)),
             "metrics": metric_states(module),
             "stand_in": None if self._loader is None else self._loader.stand_in(),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
@@ -305,7 +310,7 @@ class RunCheckpoint(Callback):
         self._due = self._stops = False
         self._steps = 0
         self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
-        self._fleeting: Mapping[str, bytes] = {}
+        self._fleeting: Mapping[str, str] = {}
         self._gradients: Mapping[str, torch.Tensor] | None = None
         self._states: Sequence[dict[str, Any]] = ()
         self._stateful_states: Mapping[str, Any] = {}
@@ -453,9 +458,9 @@ class RunCheckpoint(Callback):
         ]
         # After training the strategy no longer has these gradients.
         if self._gradients is None:
-            checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())
+            checkpoint[_GRADIENTS] = snapshot(_averager(trainer).unused_gradients())
         else:
-            checkpoint[_GRADIENTS] = on_cpu(self._gradients)
+            checkpoint[_GRADIENTS] = snapshot(self._gradients)
         return checkpoint
 
     def _begin(self, trainer: Trainer) -> None:

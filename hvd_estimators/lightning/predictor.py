@@ -104,7 +104,7 @@ class LightningPredictor(ModulePredictor):
             return call_with_leading(self._module.predict_step, batch, 0)
         return self._spec.call(self._module, inputs)
 
-    def _wanted(self) -> str:
+    def _expected_inputs(self) -> str:
         return input_forms(self._names, self._spec.input_shapes)
 
 

@@ -47,8 +47,12 @@ from hvd_estimators.store.paths import Position
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.collectives import choose_device, exchange, sum_over_ranks, weight_digests
 from hvd_estimators.torch.serialization import load_module, trained_file
-from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.snapshot import ShardBuffers
+from hvd_estimators.torch.shard_state import (
+    BufferReducer,
+    BufferState,
+    ShardBuffers,
+    TorchStreams,
+)
 from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.horovod_session import horovod_session

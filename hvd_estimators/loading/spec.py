@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import ShardPlan
 from hvd_estimators.loading.reader import DataModule
 from hvd_estimators.loading.transform import RowFunction, Transformation
@@ -154,6 +154,36 @@ class DataSpec:
                 f"{name}: the run began with {self.num_shards} ranks, and with {self.num_ranks} "
                 f"a rank takes batches of several in turn for one step, {reason}. Set "
                 f"num_proc={self.num_shards}, or another run_id."
+            )
+
+    def train_batch_sizes(self) -> list[int]:
+        """Return the number of rows in each batch of an epoch, over all shards."""
+        plan = self.train_plan
+        return [
+            size
+            for shard in range(plan.num_shards)
+            for size in plan.batch_sizes(shard, self.batch_size)
+        ]
+
+    def require_rows_in_batches(self, owner: str) -> None:
+        """Reject training batches without rows. Runs on the driver.
+
+        Parameters
+        ----------
+        owner : str
+            Feature that needs the rows, for the message.
+
+        Raises
+        ------
+        DataError
+            If a batch has no rows.
+        """
+        sizes = self.train_batch_sizes()
+        if 0 in sizes:
+            raise DataError(
+                f"{owner} needs a row on every rank in every step, and there are {sum(sizes)} rows "
+                f"for {self.num_shards} ranks. Set num_proc or batch_size so that each rank has "
+                "rows in every step."
             )
 
     def rows_after(self, epoch: int, batches: int) -> int:

@@ -11,18 +11,20 @@ import torch
 from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.serialization import (
     load_optimizer_state,
+    load_state,
     optimizer_content,
     restore_optimizer,
+    save_state,
 )
-from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.snapshot import (
+from hvd_estimators.torch.shard_state import (
+    BufferReducer,
+    BufferState,
     ShardBuffers,
-    load_file,
+    TorchStreams,
     non_persistent_buffers,
-    save_file,
-    snapshot,
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
+from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
@@ -219,7 +221,7 @@ class RunCheckpoints:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
             saved["buffer_bases"] = self.buffers.bases
             saved = snapshot(saved)
-        self.writer.save(state, lambda file: save_file(saved, file), is_copy=batches > 0)
+        self.writer.save(state, lambda file: save_state(saved, file), is_copy=batches > 0)
         return True
 
     def content(self) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class RunCheckpoints:
         spec, saved = self._spec, self._saved
 
         def load(file: IO[bytes]) -> None:
-            saved.update(load_file(file))
+            saved.update(load_state(file))
             self._module.load_state_dict(saved["model"])
             self._metric_states = saved.pop("metrics", [])
             options = saved["optimizer"]["param_groups"]

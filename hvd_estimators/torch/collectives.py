@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -24,20 +24,12 @@ __all__ = [
     "check_same_weights",
     "choose_device",
     "exchange",
-    "gather_numbers",
     "not_finite",
     "sum_over_ranks",
     "sum_tensor",
+    "tensor_digest",
     "weight_digests",
 ]
-
-
-def gather_numbers(value: int, name: str) -> list[int]:
-    """All-gather one integer or flag per rank, in rank order."""
-    gathered: Sequence[int] = hvd.allgather(
-        torch.tensor([value], dtype=torch.int64), name=name
-    ).tolist()
-    return list(gathered)
 
 
 def _gather_bytes(document: Bytes, name: str) -> Bytes:
@@ -127,12 +119,11 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     """
     visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
     index = gpu_index(visible, hvd.local_rank())
-    has_gpu = gather_numbers(index is not None, "cuda")
-    check_gpus([bool(has) for has in has_gpu])
+    gpus = exchange.gather(None if index is None else own_gpu(index), "hvd_estimators.gpus")
+    check_gpus([gpu is not None for gpu in gpus])
     if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)
-    gpus = exchange.gather(own_gpu(index), "hvd_estimators.gpus")
     line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
         tell_driver(line, verbose)
@@ -223,7 +214,7 @@ class PendingSum:
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
     """Return a digest of each parameter by name; equal digests mean equal bits."""
-    return {name: _digest(parameter) for name, parameter in module.named_parameters()}
+    return {name: tensor_digest(parameter) for name, parameter in module.named_parameters()}
 
 
 def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
@@ -239,6 +230,7 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
         check_equal_weights(gathered, epoch, run)
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's bits."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]

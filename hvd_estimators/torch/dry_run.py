@@ -29,8 +29,7 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.learning_rate import set_optimizer_mode
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.objective import JointLoss, Objective
-from hvd_estimators.torch.pickling import Pickler
-from hvd_estimators.torch.serialization import without_compile_notes
+from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
 from hvd_estimators.torch.tensors import Batch, Selected, TensorSpec, require_tensors
 
 __all__ = [
@@ -67,7 +66,7 @@ def copied(value: T) -> T:
     return loaded
 
 
-class _Copier(Pickler):
+class _Copier(OptimizerPickler):
     """Pickler that stores references to copies of tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -90,15 +89,6 @@ class _Copier(Pickler):
             # The original must stay alive, so that no other object gets its id.
             self._alive.append(original)
         return self._positions[id(obj)]
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return an object's pickle reduction. Called by pickle."""
-        if isinstance(obj, torch.optim.Optimizer):
-            # Optimizer.__getstate__ omits attributes of subclasses. A scheduler wraps step() on the
-            # object.
-            held = {name: value for name, value in vars(obj).items() if name != "step"}
-            return object.__new__, (type(obj),), held
-        return super().reducer_override(obj)
 
     def _copies(self, obj: Any) -> Iterator[tuple[Any, Any]]:
         """Yield an object and its copy; for TorchScript, also its parameters and their copies."""
@@ -167,7 +157,7 @@ def check_modes(module: torch.nn.Module) -> None:
             except TypeError:
                 raise ParamError(
                     f"model: {type(part).__name__}.{method}{signature}"
-                    f"{f' of its part {name!r}' if name else ''} takes the place of "
+                    f"{f' of its part {name!r}' if name else ''} overrides "
                     f"torch.nn.Module.{method}, which sets the mode of a module and is called "
                     f"with{' mode' if method == 'train' else 'out arguments'}. Rename it."
                 ) from None
@@ -190,8 +180,8 @@ def output_shapes(
             raw = tensors.call(module, inputs)
     except Exception as error:
         raise ShapeError(
-            f"{_not_taken(error, tensors, inputs)} Or set output_shapes, such as [[1]] for a "
-            "model with one output of one number, where it cannot run on the driver."
+            f"{_not_taken(error, tensors, inputs)} If it cannot run on the driver, set "
+            "output_shapes, such as [[1]] for a model with one output of one number."
         ) from error
     return [tuple(output.shape[1:]) for output in tensors.select(raw)]
 
@@ -201,9 +191,9 @@ def _not_taken(error: Exception, tensors: TensorSpec, inputs: Sequence[torch.Ten
     return (
         f"The model cannot take the feature columns. It was called with {given} and raised "
         f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
-        "input_shapes (such as [[-1, 1]]) where it expects other shapes, or column_dtypes (such "
-        "as {'features': 'float64'}) where it expects other types; input_form='dict' or 'keyword' "
-        "gives it the columns by name."
+        "input_shapes (such as [[-1, 1]]) if it expects other shapes, or column_dtypes (such as "
+        "{'features': 'float64'}) if it expects other types. input_form='dict' or 'keyword' "
+        "passes the columns by name."
     )
 
 
@@ -389,22 +379,13 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
     DataError
         If a rank would train on one row and the model cannot.
     """
-    sizes = _batch_sizes(data)
+    sizes = data.train_batch_sizes()
     if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
         raise DataError(
             "Batch normalization cannot train on a batch of one row, and "
             f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
             f"{data.train_plan.num_shards} ranks). Set another batch_size."
         )
-
-
-def _batch_sizes(data: DataSpec) -> list[int]:
-    plan = data.train_plan
-    return [
-        size
-        for shard in range(plan.num_shards)
-        for size in plan.batch_sizes(shard, data.batch_size)
-    ]
 
 
 def check_batches(
@@ -436,19 +417,12 @@ def check_batches(
     ParamError
         If a rank runs several virtual shards, which the function or the model does not support.
     """
-    plan = data.train_plan
     if own_step:
         data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
+        data.require_rows_in_batches("train_minibatch_fn")
     # Horovod's SyncBatchNorm, which knows only ranks.
     if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
-    sizes = _batch_sizes(data)
-    if own_step and 0 in sizes:
-        raise DataError(
-            "train_minibatch_fn needs a row on every rank in every step, and there are "
-            f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
-            "the rows can be shared out."
-        )
     if all_rows:
         check_one_row(module, data, one_row)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.nn.parameter import is_lazy
+
 from hvd_estimators.data.arrays import Columns
-from hvd_estimators.fitting.run import RunResults
+from hvd_estimators.fitting.run import RunResults, named
 from hvd_estimators.fitting.trial import Trial, repeated
 from hvd_estimators.history import as_records
 from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
-from hvd_estimators.torch.fingerprint import model_fingerprint
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
@@ -18,6 +21,7 @@ from hvd_estimators.torch.serialization import (
     load_optimizer,
     load_trained,
     module_file,
+    plain_module,
     restore_optimizer,
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
@@ -83,7 +87,7 @@ class TorchEstimator(TorchParams):
 
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault
-        return model_fingerprint(get("model"), get("optimizer"), get("learning_rate") is not None)
+        return _model_fingerprint(get("model"), get("optimizer"), get("learning_rate") is not None)
 
     def _check_checkpoint(self, path: str, trial: Trial) -> None:
         check_state(self.getOrDefault("store"), path)
@@ -138,3 +142,45 @@ class TorchEstimator(TorchParams):
             "loss_constructors": get("loss_constructors"),
             **super()._get_model_kwargs(**fitted),
         }
+
+
+def _model_fingerprint(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, other_rate: bool
+) -> dict[str, Any]:
+    """Return the fingerprint: layers, shapes of weights, and the optimizer's options.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model. A compiled module has the fingerprint of the original module.
+    optimizer : torch.optim.Optimizer or None
+        None if the module creates the optimizer on the ranks.
+    other_rate : bool
+        Whether a param replaces the optimizer's learning rate.
+    """
+    module = plain_module(module)
+    identity: dict[str, Any] = {
+        "class": named(type(module)),
+        # Remove memory addresses, which may appear for functions among a module's attributes.
+        "layers": re.sub(r" at 0x[0-9a-f]+", "", repr(module)),
+        "weights": [
+            [name, None if is_lazy(value) else list(value.shape), str(value.dtype)]
+            for name, value in module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    if optimizer is not None:
+        # The param that replaces the optimizer's rate is one of the run settings.
+        left_out = {"params", "initial_lr"} | ({"lr"} if other_rate else set())
+        identity["optimizer"] = named(type(optimizer))
+        identity["options"] = {
+            f"group {number}": {
+                key: named(_number(value)) for key, value in group.items() if key not in left_out
+            }
+            for number, group in enumerate(optimizer.param_groups)
+        }
+    return identity
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

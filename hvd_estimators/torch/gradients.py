@@ -225,7 +225,7 @@ class GradientAverager:
         if bucket.in_flight:
             raise RuntimeError(
                 "The gradient of a parameter came twice in one backward pass. Set "
-                "use_reentrant=False where torch.utils.checkpoint is used."
+                "use_reentrant=False in calls of torch.utils.checkpoint."
             )
         bucket.waiting -= 1
         if bucket.waiting == 0:

@@ -25,6 +25,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_tensor
 
 __all__ = [
+    "Evaluation",
     "Loss",
     "LossPart",
     "LossParts",
@@ -243,6 +244,39 @@ def as_stated(value: Any, owner: str) -> tuple[Any, Any]:
     if isinstance(denominator, torch.Tensor):
         denominator = denominator.detach().reshape(()).double()
     return loss, denominator
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of a model for a batch.
+
+    Attributes
+    ----------
+    loss : torch.Tensor
+        Loss of the batch alone, sample weights included; a scalar.
+    outputs, labels : list of torch.Tensor
+        One per label, in the shapes in which metrics compare them. If one loss takes all outputs
+        and labels, their numbers may differ.
+    rows : int
+        Rows of the batch.
+    counted : torch.Tensor or None
+        Numerators and denominators of the loss, see `Loss.counted`; None for a mean over rows.
+    step_loss : torch.Tensor or None
+        Loss for the backward pass, see `Loss.over_ranks`; None if the caller runs no backward pass.
+    stated : torch.Tensor, float or None
+        Denominator that the user's function states.
+    is_row_mean : bool
+        Whether the loss is a mean over rows.
+    """
+
+    loss: torch.Tensor
+    outputs: Sequence[torch.Tensor]
+    labels: Sequence[torch.Tensor]
+    rows: int
+    counted: torch.Tensor | None = None
+    step_loss: torch.Tensor | None = None
+    stated: Any = None
+    is_row_mean: bool = True
 
 
 class LossParts:

@@ -1,9 +1,9 @@
-"""Metrics of a torch module: functions, and torchmetrics objects merged over the ranks.
+"""Losses and metrics of an epoch: functions, and torchmetrics objects merged over the ranks.
 
-Values of functions are averaged over rows. torchmetrics objects count in their own states, which
-are merged over the ranks at the end of an epoch; torchmetrics itself supports only
-``torch.distributed``. This module does not import torchmetrics, which only users of its metrics
-need.
+The loss and the values of functions are summed over rows on each rank, with one reduction at the
+end of an epoch. torchmetrics objects count in their own states, which are merged over the ranks
+then; torchmetrics itself supports only ``torch.distributed``. This module does not import
+torchmetrics, which only users of its metrics need.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import horovod.torch as hvd
 import torch
 
-from hvd_estimators.torch.transfer import on_cpu
+from hvd_estimators.torch.collectives import exchange
+from hvd_estimators.torch.loss import Evaluation
+from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.spec import EpochMetrics
 
 __all__ = [
     "EpochMetricStates",
     "Metric",
+    "MetricSums",
     "Metrics",
     "connect_metrics",
     "has_state",
@@ -32,21 +36,29 @@ __all__ = [
     "restore_metrics",
 ]
 
+Metric = Callable[..., Any]
+
 MetricStates = Mapping[str, Mapping[str, Any]]
 """Metric name to its ``states``, its number of ``updates``, and its ``computed`` value."""
+
+_LOSS = "loss"
+_VALIDATION = "val_"
 
 
 def has_state(metric: Any) -> bool:
     """Return whether an object is a torchmetrics metric or a collection of such metrics."""
+    return _is_a(metric, "Metric") or _is_a(metric, "MetricCollection")
+
+
+def _is_a(value: Any, name: str) -> bool:
+    """Return whether a value is an instance of a torchmetrics class."""
     torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return False
-    return isinstance(metric, (torchmetrics.Metric, torchmetrics.MetricCollection))
+    return torchmetrics is not None and isinstance(value, getattr(torchmetrics, name))
 
 
 def named_metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the metrics in a module, or in a metric itself, with their names."""
-    return ((name, part) for name, part in module.named_modules() if _is_metric(part))
+    return ((name, part) for name, part in module.named_modules() if _is_a(part, "Metric"))
 
 
 def connect_metrics(
@@ -87,7 +99,7 @@ def connect_metrics(
 def metric_states(module: torch.nn.Module) -> dict[str, Any]:
     """Return the state of each metric in a module by name, on the CPU."""
     for part in module.modules():
-        if _is_collection(part):
+        if _is_a(part, "MetricCollection"):
             # A collection updates one of several metrics with equal states. values() updates the
             # others.
             collection: Any = part
@@ -142,9 +154,9 @@ def restore_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> N
 
 def _state(metric: Any) -> dict[str, Any]:
     return {
-        "states": on_cpu(metric.metric_state),
+        "states": snapshot(metric.metric_state),
         "updates": metric.update_count,
-        "computed": on_cpu(metric._computed),
+        "computed": snapshot(metric._computed),
     }
 
 
@@ -159,13 +171,13 @@ def _merge_over_ranks(
 def _merge(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
     """Reduce states by the metric's reductions, as torchmetrics does over ``torch.distributed``."""
     # A rank without rows has the state of a new metric. Wrappers do not count their updates.
-    seen = [part for part in parts if part["updates"]] or parts
-    metric._update_count = sum(part["updates"] for part in seen)
+    updated = [part for part in parts if part["updates"]] or parts
+    metric._update_count = sum(part["updates"] for part in updated)
     metric._computed = None
     for state, reduction in metric._reductions.items():
-        values = [part["states"][state] for part in seen]
+        values = [part["states"][state] for part in updated]
         if values:
-            setattr(metric, state, _on(metric.device, _reduced(values, reduction, seen)))
+            setattr(metric, state, _on(metric.device, _reduced(values, reduction, updated)))
 
 
 def _reduced(values: Sequence[Any], reduction: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
@@ -174,7 +186,8 @@ def _reduced(values: Sequence[Any], reduction: Any, parts: Sequence[Mapping[str,
     if isinstance(values[0], list):
         joined = [entry for value in values for entry in value]
         return joined if reduction is None or not joined else reduction(joined)
-    if reduction is _dim_zero_mean() and any(part["updates"] for part in parts):
+    mean = sys.modules["torchmetrics"].utilities.dim_zero_mean
+    if reduction is mean and any(part["updates"] for part in parts):
         weights = torch.tensor([float(part["updates"]) for part in parts], dtype=torch.float64)
         stacked = torch.stack([value.double() for value in values])
         return torch.tensordot(weights / weights.sum(), stacked, 1).to(values[0].dtype)
@@ -188,47 +201,12 @@ def _on(device: torch.device, value: Any) -> Any:
     return [_on(device, entry) for entry in value] if isinstance(value, list) else value
 
 
-def _is_metric(part: Any) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(part, torchmetrics.Metric)
-
-
-def _is_collection(part: Any) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(part, torchmetrics.MetricCollection)
-
-
-def _dim_zero_mean() -> Any:
-    return sys.modules["torchmetrics"].utilities.dim_zero_mean
-
-
 def _always() -> bool:
     return True
 
 
 def _never() -> bool:
     return False
-
-
-Metric = Callable[..., Any]
-
-
-_LOSS = "loss"
-
-
-_VALIDATION = "val_"
-
-
-class Compared(Protocol):
-    """Results of a batch that metrics compare."""
-
-    @property
-    def outputs(self) -> Sequence[torch.Tensor]:
-        """Outputs, one per label."""
-
-    @property
-    def labels(self) -> Sequence[torch.Tensor]:
-        """Labels."""
 
 
 @dataclass(frozen=True)
@@ -280,21 +258,22 @@ class Metrics:
         self._upstream = [
             [f"group_{number}_{label}" for label in label_cols] for number in range(len(groups))
         ]
-        self._taken = {_LOSS}
+        self._used_names = {_LOSS}
         self._groups: list[dict[str, _Member]] = []
         for number, group in enumerate(groups):
             members: dict[str, _Member] = {}
             for index, label in enumerate(label_cols):
                 metric = group[0] if len(group) == 1 else group[index]
                 prefix = f"{label}_" if len(label_cols) > 1 else ""
-                wanted = prefix + (_name_of(metric) or f"metric_{number}")
+                member_name = prefix + (_name_of(metric) or f"metric_{number}")
                 if upstream_names:
-                    wanted = self._upstream[number][index]
-                    prefix = f"{wanted}_"
+                    member_name = self._upstream[number][index]
+                    prefix = f"{member_name}_"
                 keys = None
                 if isinstance(metric, torch.nn.ModuleDict):
-                    keys = {key: _free(prefix + key, self._taken) for key in metric}
-                members[_free(wanted, self._taken)] = _Member(metric, index, prefix, keys)
+                    keys = {key: _unused(prefix + key, self._used_names) for key in metric}
+                member_name = _unused(member_name, self._used_names)
+                members[member_name] = _Member(metric, index, prefix, keys)
             self._groups.append(members)
 
     @property
@@ -322,22 +301,21 @@ class Metrics:
             if member.keys is None and old != new
         }
 
-    def __call__(self, evaluation: Compared) -> dict[str, torch.Tensor]:
+    def __call__(self, evaluation: Evaluation) -> dict[str, torch.Tensor]:
         """Return the value of each function for a batch, by name."""
         measured: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, member in self._members():
                 if not has_state(member.metric):
-                    output, label = _compared(evaluation, member)
-                    measured[name] = torch.as_tensor(
-                        member.metric(output, label), device=output.device
-                    )
+                    output = evaluation.outputs[member.index].detach()
+                    value = member.metric(output, evaluation.labels[member.index])
+                    measured[name] = torch.as_tensor(value, device=output.device)
         return measured
 
     @property
     def have_state(self) -> bool:
         """Return whether any of the metrics is a torchmetrics object."""
-        return any(has_state(member.metric) for _, member in self._members())
+        return any(True for _ in self.with_state())
 
     def with_state(self) -> Iterator[tuple[str, Any, int]]:
         """Yield name, metric and output position of each torchmetrics metric."""
@@ -347,7 +325,7 @@ class Metrics:
 
     def by_group(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return values as one dict per group; a metric's named values become separate entries."""
-        taken = set(self._taken)
+        used = set(self._used_names)
         groups = []
         for group in self._groups:
             found: dict[str, Any] = {}
@@ -360,7 +338,7 @@ class Metrics:
                     continue
                 for key, entry in value.items():
                     known = None if member.keys is None else member.keys.get(key)
-                    found[known or _free(member.prefix + key, taken)] = entry
+                    found[known or _unused(member.prefix + key, used)] = entry
             groups.append(found)
         return groups
 
@@ -398,7 +376,7 @@ class EpochMetricStates:
         self._earlier: list[Mapping[str, Any]] = []
         self._device = torch.device("cpu")
 
-    def update(self, evaluation: Compared) -> None:
+    def update(self, evaluation: Evaluation) -> None:
         """Count a batch."""
         with torch.no_grad():
             for name, metric, index in self._metrics.with_state():
@@ -440,18 +418,110 @@ class EpochMetricStates:
                 continue
             merged = _new(metric).to(self._device)
             merge_metrics(merged, found)
-            values[name] = _plain(merged.compute())
+            values[name] = _as_numbers(merged.compute())
         return values
 
 
+class MetricSums:
+    """Sums of the loss and the metrics over batches.
+
+    The epoch's loss is the sum of its numerators over the sum of its denominators, over all rows.
+    Values of metric functions are weighted by rows. Metrics of torchmetrics count in their own
+    states.
+
+    Parameters
+    ----------
+    metrics : Metrics
+        Metrics besides the loss.
+    loss_parts : int
+        Number of denominators of the loss, see `Loss.counted`.
+    """
+
+    def __init__(self, metrics: Metrics, loss_parts: int = 1) -> None:
+        self._metrics = metrics
+        self._parts = loss_parts
+        self._names = metrics.function_names
+        self._states = EpochMetricStates(metrics)
+        self._sums: torch.Tensor | None = None
+        self._rows = 0
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Add a batch."""
+        rows = evaluation.rows
+        self._rows += rows
+        # Sums stay on the GPU, so that steps do not wait for them. The values are converted to
+        # float64 before the multiplication.
+        measured = [
+            value.reshape(1).double() * rows for value in self._metrics(evaluation).values()
+        ]
+        counted = evaluation.counted
+        if counted is None:
+            loss = evaluation.loss.detach().reshape(1).double()
+            counted = torch.cat([loss * rows, torch.full_like(loss, rows)])
+        total = torch.cat([counted.reshape(-1), *measured])
+        if self._sums is None:
+            self._sums = total
+        elif self._sums.device == total.device:
+            self._sums += total
+        else:  # after a restart
+            self._sums = self._sums.to(total.device) + total
+        self._states.update(evaluation)
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's sums and states so far, for `restore`."""
+        return {"sums": self._own().numpy(), "metrics": self._states.capture()}
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Resume from the `state` results of the ranks that this rank replaces."""
+        if states:
+            rows, *_ = sums = sum(state["sums"] for state in states)
+            self._rows = int(rows)
+            self._sums = torch.from_numpy(sums[1:].copy())
+        self._states.restore([part for state in states for part in state["metrics"]])
+
+    def means(self) -> dict[str, float]:
+        """Return this rank's means so far, of the loss and of metric functions."""
+        return self._means(self._own())
+
+    def reduced(self, name: str) -> dict[str, Any]:
+        """Return the values over the rows of all ranks. Called by all ranks at the same time."""
+        means = self._means(hvd.allreduce(self._own(), name=f"measures.{name}", op=hvd.Sum))
+        if not self._metrics.have_state:
+            return means
+        ranks = exchange.gather(self._states.capture(), f"measures.{name}.states")
+        return {**means, **self._states.values([part for rank in ranks for part in rank])}
+
+    def as_record(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values as an epoch's record: the loss, and one dict per group of metrics."""
+        return {"loss": values["loss"], "all_metrics": self._metrics.by_group(values)}
+
+    def _own(self) -> torch.Tensor:
+        counts = torch.tensor([self._rows], dtype=torch.float64)
+        if self._sums is None:
+            sums = torch.zeros(2 * self._parts + len(self._names), dtype=torch.float64)
+            return torch.cat([counts, sums])
+        return torch.cat([counts, self._sums.cpu()])
+
+    def _means(self, sums: torch.Tensor) -> dict[str, float]:
+        rows, *totals = sums.tolist()
+        if not rows:
+            return dict.fromkeys(("loss", *self._names), float("nan"))
+        parts = self._parts
+        # A sum has the denominator 0.
+        loss = sum(
+            numerator / denominator if denominator else numerator
+            for numerator, denominator in zip(
+                totals[:parts], totals[parts : 2 * parts], strict=True
+            )
+        )
+        metrics = zip(self._names, totals[2 * parts :], strict=True)
+        return {"loss": loss, **{name: total / rows for name, total in metrics}}
+
+
 def _new(metric: Any) -> Any:
-    copied = copy.deepcopy(metric)
-    copied.reset()
-    return copied
-
-
-def _compared(evaluation: Compared, member: _Member) -> tuple[torch.Tensor, torch.Tensor]:
-    return evaluation.outputs[member.index].detach(), evaluation.labels[member.index]
+    new = copy.deepcopy(metric)
+    new.reset()
+    return new
 
 
 def _name_of(metric: Any) -> str | None:
@@ -468,13 +538,13 @@ def _name_of(metric: Any) -> str | None:
     return None if name == "<lambda>" else name.removeprefix(_VALIDATION) or name
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _unused(name: str, used: set[str]) -> str:
     """Return an unused name, with a number if needed, and mark it as used."""
-    free, number = name, 2
-    while free in taken:
-        free, number = f"{name}_{number}", number + 1
-    taken.add(free)
-    return free
+    unused, number = name, 2
+    while unused in used:
+        unused, number = f"{name}_{number}", number + 1
+    used.add(unused)
+    return unused
 
 
 def _has_scalar_values(metric: Any) -> bool:
@@ -505,16 +575,16 @@ def _as_class_numbers(name: str, label: torch.Tensor) -> torch.Tensor:
     different = label[numbers != label]
     if different.numel():
         raise ValueError(
-            f"metrics: {name} takes numbers of classes as labels, found {different[0].item()}. "
+            f"metrics: {name} takes class numbers as labels, found {different[0].item()}. "
             "Set another metric, or a function that rounds the labels."
         )
     return numbers
 
 
-def _plain(value: Any) -> Any:
+def _as_numbers(value: Any) -> Any:
     """Convert a metric's value to numbers, or to lists and dicts of numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _as_numbers(entry) for key, entry in value.items()}
+    return [_as_numbers(entry) for entry in value] if isinstance(value, (list, tuple)) else value

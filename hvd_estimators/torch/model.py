@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -211,7 +212,9 @@ class TorchModel(HorovodModel):
 
     def _extra_files(self) -> dict[str, bytes]:
         """Return the weights as a plain ``torch.save`` file, for use without this package."""
-        return {"weights.pt": save_state(plain_module(self.getOrDefault("model")).state_dict())}
+        weights = io.BytesIO()
+        save_state(plain_module(self.getOrDefault("model")).state_dict(), weights)
+        return {"weights.pt": weights.getvalue()}
 
 
 def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:

@@ -17,6 +17,7 @@ from hvd_estimators._util.call_arguments import call_with_known, call_with_leadi
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import PendingSum, sum_tensor
 from hvd_estimators.torch.loss import (
+    Evaluation,
     Loss,
     LossPart,
     LossParts,
@@ -31,7 +32,6 @@ from hvd_estimators.torch.tensors import Batch, TensorSpec
 __all__ = [
     "LEAVES_BACKWARD",
     "LOSS_FORMS",
-    "Evaluation",
     "JointLoss",
     "Objective",
     "RankObjective",
@@ -212,39 +212,6 @@ class Objective:
         if self.joint:
             return RankObjective(self, JointLoss(on_device[0]), device)
         return RankObjective(self, Loss(on_device, self.loss_weights), device)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Results of a model for a batch.
-
-    Attributes
-    ----------
-    loss : torch.Tensor
-        Loss of the batch alone, sample weights included; a scalar.
-    outputs, labels : list of torch.Tensor
-        One per label, in the shapes in which metrics compare them. If one loss takes all outputs
-        and labels, their numbers may differ.
-    rows : int
-        Rows of the batch.
-    counted : torch.Tensor or None
-        Numerators and denominators of the loss, see `Loss.counted`; None for a mean over rows.
-    step_loss : torch.Tensor or None
-        Loss for the backward pass, see `Loss.over_ranks`; None if the caller runs no backward pass.
-    stated : torch.Tensor, float or None
-        Denominator that the user's function states.
-    is_row_mean : bool
-        Whether the loss is a mean over rows.
-    """
-
-    loss: torch.Tensor
-    outputs: Sequence[torch.Tensor]
-    labels: Sequence[torch.Tensor]
-    rows: int
-    counted: torch.Tensor | None = None
-    step_loss: torch.Tensor | None = None
-    stated: Any = None
-    is_row_mean: bool = True
 
 
 class RankObjective:

@@ -20,21 +20,16 @@ from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
 from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
-from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import (
+    Pickler,
     dump_optimizer,
     dump_with_references,
     load_optimizer,
     plain_module,
 )
 from hvd_estimators.torch.shard_state import reductions_of
-from hvd_estimators.torch.stateful import (
-    StatefulObjects,
-    has_state,
-    is_loadable,
-    used_by_function,
-)
-from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, selection
+from hvd_estimators.torch.stateful import StatefulObjects, has_state, is_loadable
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 __all__ = ["TorchParams"]
 
@@ -142,7 +137,7 @@ class TorchParams(HorovodEstimator):
         unknown = sorted(dtypes.keys() - {*needed})
         if unknown and self._transformation() is None:
             raise ParamError(
-                f"column_dtypes: {unknown[0]!r} is none of the columns that are read. Set one of "
+                f"column_dtypes: {unknown[0]!r} is not a column that is read. Set one of "
                 f"{', '.join(map(repr, needed))}.{did_you_mean(unknown[0], needed)}"
             )
 
@@ -180,8 +175,8 @@ class TorchParams(HorovodEstimator):
         if needed:
             raise ParamError(
                 f"optimizer: {type(get('optimizer')).__name__}.step() needs {needed}, with which "
-                "it runs the model as often as it wants to. A step here has one forward and one "
-                "backward pass for each of its batches. Set another optimizer, or a "
+                "it runs the model repeatedly. Here a step has one forward and one backward pass "
+                "per batch. Set another optimizer, or a "
                 "train_minibatch_fn that calls optimizer.step(closure)."
             )
         if (
@@ -190,16 +185,16 @@ class TorchParams(HorovodEstimator):
             and _has_scheduler(get("optimizer"))
         ):
             logger.warning(
-                "optimizer: a learning rate scheduler was made for it, which nothing steps here: "
-                "its learning rate stays %s. Make the scheduler in a callback's on_train_begin(), "
-                "or step it in a train_minibatch_fn, with stateful=[scheduler].",
+                "optimizer: it has a learning rate scheduler that nothing steps here, so its "
+                "learning rate stays %s. Create the scheduler in a callback's on_train_begin(), or "
+                "step it in a train_minibatch_fn, with stateful=[scheduler].",
                 ", ".join(str(group.get("lr")) for group in get("optimizer").param_groups),
             )
         dump_optimizer(get("optimizer"), get("model"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
             logger.warning(
-                "model: what model.compile() did is lost when a module is sent to the ranks, and "
-                "they train it without. Give torch.compile(model) instead."
+                "model: model.compile() has no effect on the ranks, because pickling drops it. Set "
+                "model=torch.compile(model) instead."
             )
         reductions_of(plain_module(get("model")), get("buffer_reduction"))
         self._check_losses()
@@ -234,8 +229,8 @@ class TorchParams(HorovodEstimator):
         if loss is None and constructors is None:
             if get("train_minibatch_fn") is None or get("validation") is not None:
                 raise ParamError(
-                    "Set either loss or loss_constructors. Only a train_minibatch_fn that computes "
-                    "its own needs none, without validation."
+                    "Set either loss or loss_constructors. A train_minibatch_fn that computes its "
+                    "own loss needs neither, without validation."
                 )
             return
         if self._is_joint:
@@ -292,7 +287,7 @@ class TorchParams(HorovodEstimator):
             label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
             dtypes=get("column_dtypes"),
             input_form=get("input_form"),
-            outputs=selection(get("outputs")),
+            outputs=get("outputs"),
             pairs=bool(get("label_cols")) and not self._is_joint,
         )
 
@@ -341,29 +336,18 @@ class TorchParams(HorovodEstimator):
         return dump_with_references(given, get("model"), get("optimizer"), stateful)
 
     def _warn_of_undeclared_state(self) -> None:
-        """Warn if checkpoints may lack state that train_minibatch_fn uses."""
+        """Warn if train_minibatch_fn is set and no object with a state is declared."""
         get = self.getOrDefault
-        step, stateful = get("train_minibatch_fn"), get("stateful")
-        if step is None or stateful == []:
+        if get("train_minibatch_fn") is None or get("stateful") is not None:
             return
-        model, optimizer = plain_module(get("model")), get("optimizer")
-        given = {name: get(name) for name in ("stateful", "train_minibatch_fn", "callbacks")}
-        declared = [found for _, found in StatefulObjects(given, model, (optimizer,)).items()]
-        known = {id(part) for part in (get("model"), *model.modules(), optimizer, *declared)}
-        used = {n: v for n, v in used_by_function(step).items() if id(v) not in known}
-        if used:
-            listed = ", ".join(f"{name} ({type(value).__name__})" for name, value in used.items())
+        given = {name: get(name) for name in ("train_minibatch_fn", "callbacks")}
+        declared = StatefulObjects(given, plain_module(get("model")), (get("optimizer"),))
+        if not any(declared.items()):
             logger.warning(
-                "train_minibatch_fn uses %s, whose state no checkpoint holds: a resumed run "
-                "starts with the state from before training. Set stateful=[%s].",
-                listed,
-                ", ".join(used),
-            )
-        elif stateful is None and not declared:
-            logger.warning(
-                "train_minibatch_fn is set and stateful is not: if the function uses objects with "
-                "a state, such as a scheduler or a GradScaler, no checkpoint holds it. Set "
-                "stateful=[...] to these objects, or stateful=[] if there are none."
+                "train_minibatch_fn is set and stateful is not. If the function uses objects with "
+                "state, such as a scheduler or a GradScaler, checkpoints do not hold their state, "
+                "and a resumed run starts with the state from before training. Set stateful=[...] "
+                "to these objects, or stateful=[] if there are none."
             )
 
     def _per_label(self, name: str) -> list[Any]:
@@ -466,7 +450,7 @@ def _check_hook(callback: Any, hook: str, arguments: tuple[str, ...]) -> None:
         other = ""
         for framework, estimator in _OTHER_FRAMEWORKS.items():
             if any(base.__module__.split(".")[0] == framework for base in kind.__mro__):
-                other = f" It is a callback of {framework}'s, which {estimator} takes."
+                other = f" It is a callback for {framework}. Use {estimator}."
         raise ParamError(
             f"callbacks: {kind.__name__}.{hook}{signature} cannot be called as {documented} with "
             f"keyword arguments: {error}.{other}"

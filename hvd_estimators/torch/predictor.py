@@ -18,7 +18,7 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.tensors import Selected, TensorSpec, require_tensors, selection
+from hvd_estimators.torch.tensors import Selected, TensorSpec, require_tensors
 from hvd_estimators.torch.transfer import Copy, cuda_copies
 
 __all__ = [
@@ -61,7 +61,7 @@ class Forward:
         self._precision = precision
         # Inference mode records nothing for autograd, and not all modules work without autograd.
         self._needs_autograd = False
-        self._fetch: Copy = cuda_copies(self.device) if self.overlaps else _as_they_are
+        self._fetch: Copy = cuda_copies(self.device) if self.overlaps else _unchanged
         self._return = cuda_returns(self.device) if self.overlaps else _arrays
 
     def placed(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -149,7 +149,7 @@ def cuda_returns(device: torch.device) -> Callable[[Sequence[torch.Tensor]], Fin
     return begin
 
 
-def _as_they_are(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+def _unchanged(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     return lambda: list(tensors)
 
 
@@ -217,7 +217,7 @@ class ModulePredictor(abc.ABC):
         """Start a prediction, and return a function that waits for the outputs and returns them."""
         given: dict[str, Any] = dict(zip(self._names, arrays, strict=True))
         with contextlib.ExitStack() as stack:
-            failing = naming_inputs(lambda: described(given), self._wanted)
+            failing = naming_inputs(lambda: described(given), self._expected_inputs)
             stack.enter_context(failing)
             inputs = self._inputs(arrays)
             given = dict(zip(self._names, inputs, strict=True))
@@ -225,7 +225,7 @@ class ModulePredictor(abc.ABC):
 
         def outputs() -> list[Array]:
             # Errors of a GPU surface when the process waits for it.
-            with naming_inputs(lambda: described(given), self._wanted):
+            with naming_inputs(lambda: described(given), self._expected_inputs):
                 return finish()
 
         return outputs
@@ -238,7 +238,7 @@ class ModulePredictor(abc.ABC):
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         """Call the module."""
 
-    def _wanted(self) -> str:
+    def _expected_inputs(self) -> str:
         """Return the expected inputs of the module as text; empty if they are not known."""
         return ""
 
@@ -278,7 +278,7 @@ class TorchPredictor(ModulePredictor):
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         return self._spec.call(self._module, inputs)
 
-    def _wanted(self) -> str:
+    def _expected_inputs(self) -> str:
         return input_forms(self._names, self._spec.input_shapes)
 
 
@@ -297,7 +297,7 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
         input_shapes=tuple(map(tuple, given)) if given else None,
         dtypes=get("column_dtypes") or {},
         input_form=get("input_form") or "positional",
-        outputs=selection(get("outputs")),
+        outputs=get("outputs"),
         pairs=get("loss_form") != "joint",
     )
 

@@ -39,7 +39,7 @@ def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, 
     except pickle.UnpicklingError as error:
         raise StoreError(
             "The checkpoint holds more than tensors and plain values, and loading these runs code "
-            "from the file. If you trust who wrote it, load it with safe=False."
+            "from the file. If you trust its author, load it with safe=False."
         ) from error
     return content
 

@@ -1,9 +1,17 @@
-"""Serialization of modules and optimizers; a loaded optimizer is bound to its module."""
+"""Serialization of modules and optimizers; a loaded optimizer is bound to its module.
+
+Modules are pickled by value. ``torch.nn.utils.parametrize``, on which ``weight_norm``,
+``spectral_norm`` and ``orthogonal`` are based, gives a module a class that raises when it is
+pickled. `Pickler` recreates such a module from its original class, and restores the
+parametrizations with the other attributes. The module is also a ``pickle_module`` for
+``torch.save``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
 import importlib
 import io
@@ -13,19 +21,22 @@ import pickle
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import IO, Any
 
 import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from hvd_estimators._util import unpickling
 from hvd_estimators._util.temp_files import LazyFile, LocalFile
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.torch import pickling
 
 __all__ = [
+    "OptimizerPickler",
+    "Pickler",
     "dump_module",
     "dump_optimizer",
     "dump_with_references",
@@ -42,7 +53,6 @@ __all__ = [
     "plain_module",
     "restore_optimizer",
     "save_state",
-    "state_file",
     "trained_file",
     "without_compile_notes",
 ]
@@ -50,6 +60,72 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 2**25
+
+
+class Pickler(cloudpickle.Pickler):
+    """Pickler like cloudpickle's that also supports modules with parametrizations."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return an object's pickle reduction. Called by pickle."""
+        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
+            given = parametrize.type_before_parametrizations(obj)
+            # In Python 3.11 and later, all objects have __getstate__.
+            get_state = getattr(given, "__getstate__", None)
+            state = dict(vars(obj)) if get_state is None else get_state(obj)
+            tensors: Any = obj.parametrizations
+            return _parametrized, (given, tuple(tensors)), state
+        if isinstance(obj, FunctionType) and _calls_hooks(obj):
+            return _itself, (obj.__wrapped__,)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+def _calls_hooks(function: FunctionType) -> bool:
+    """Return whether torch has wrapped the ``step`` of an optimizer class to call hooks.
+
+    A pickled wrapper would contain a copy of torch's hook table, and would not call a rank's hooks.
+    Torch wraps the function again when an object of the class is created or unpickled.
+    """
+    wrap = torch.optim.Optimizer.profile_hook_step
+    return function.__globals__ is wrap.__globals__ and hasattr(function, "hooked")
+
+
+def _itself(function: FunctionType) -> FunctionType:
+    return function
+
+
+class OptimizerPickler(Pickler):
+    """Pickler that saves all attributes of optimizers; torch drops unknown attributes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return an object's pickle reduction. Called by pickle."""
+        if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
+            return copyreg.__newobj__, (type(obj),), _optimizer_state(obj)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer uses torch's pickling, which drops custom attributes."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return kind.__getstate__ is base.__getstate__ and kind.__reduce_ex__ is base.__reduce_ex__
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes, without the hooks that belong to this process."""
+    plain = torch.optim.Optimizer([torch.zeros(1)], {})
+    bookkeeping = vars(plain).keys() - plain.__getstate__().keys()
+    # A scheduler replaces step() on the object.
+    left_out = bookkeeping | {"step"}
+    return {name: value for name, value in vars(optimizer).items() if name not in left_out}
+
+
+def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
+    """Return a module with some parametrized tensors and without other attributes."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    for name in names:
+        module.register_buffer(name, torch.zeros(()))
+        parametrize.register_parametrization(module, name, torch.nn.Identity(), unsafe=True)
+    return module
 
 
 def plain_module(module: torch.nn.Module) -> torch.nn.Module:
@@ -128,8 +204,8 @@ def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
             return
         except Exception as error:
             logger.warning(
-                "model: what torch.compile was told cannot be sent to other processes (%s: %s). "
-                "They run the module as it is, without compiling it.",
+                "model: the options of torch.compile cannot be sent to other processes (%s: %s). "
+                "They run the module without compiling it.",
                 type(error).__name__,
                 error,
             )
@@ -152,7 +228,8 @@ def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
 
 def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
     """Pickle a module, without intermediate copies of the tensors."""
-    torch.save(module, file, pickle_module=pickling, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    pickle_module = sys.modules[__name__]
+    torch.save(module, file, pickle_module=pickle_module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _opened(document: bytes | os.PathLike[str]) -> IO[bytes]:
@@ -176,30 +253,41 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
             if id(parameter) not in names:
                 raise ParamError(
                     f"optimizer: it holds a parameter of shape {tuple(parameter.shape)} that is "
-                    "not one of the model's. Make the optimizer from model.parameters() of the "
-                    "very model that is given. In a grid over model, give each model with its own "
-                    "optimizer: {estimator.model: net, estimator.optimizer: optimizer}."
+                    "not one of the model's. Create the optimizer from model.parameters() of "
+                    "this model. In a grid over model, give each model with its own optimizer: "
+                    "{estimator.model: net, estimator.optimizer: optimizer}."
                 )
 
-    class Pickler(pickling.OptimizerPickler):
-        def persistent_id(self, obj: Any) -> str | None:
-            return names.get(id(obj)) if isinstance(obj, torch.nn.Parameter) else None
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(optimizer)
-    return buffer.getvalue()
+    return _dump(optimizer, names)
 
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
     parameters = dict(plain_module(module).named_parameters())
-
-    class Named(unpickling.Unpickler):
-        def persistent_load(self, pid: Any) -> torch.nn.Parameter:
-            return parameters[pid]
-
-    optimizer: torch.optim.Optimizer = Named(io.BytesIO(document)).load()
+    optimizer: torch.optim.Optimizer = _load(document, parameters)
     return optimizer
+
+
+def _dump(value: Any, references: Mapping[int, Any]) -> bytes:
+    """Pickle a value, with references in place of objects, by their id."""
+
+    class Referring(OptimizerPickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return references.get(id(obj))
+
+    buffer = io.BytesIO()
+    Referring(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _load(document: bytes, referents: Mapping[Any, Any]) -> Any:
+    """Load a pickle with references to these objects."""
+
+    class Referred(unpickling.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            return referents[pid]
+
+    return Referred(io.BytesIO(document)).load()
 
 
 def optimizer_content(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
@@ -279,28 +367,18 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
                 loaded[name] = value.to(found.device, copy=True)
 
 
-def save_state(state: dict[str, Any]) -> bytes:
-    """Serialize tensors and plain values with ``torch.save``.
+def save_state(state: Mapping[str, Any], file: IO[bytes] | str) -> None:
+    """Write tensors and plain values with ``torch.save``, for `load_state`.
 
     NumPy scalars, which an optimizer's options may hold, are converted: `load_state` would reject
     them.
     """
-    buffer = io.BytesIO()
-    torch.save(to_python(state), buffer)
-    return buffer.getvalue()
+    torch.save(to_python(state), file)
 
 
-def state_file(state: dict[str, Any]) -> LocalFile:
-    """Write tensors and plain values to a file, as `save_state` does."""
-    local = LocalFile()
-    torch.save(to_python(state), local.path)
-    return local
-
-
-def load_state(document: bytes | LocalFile) -> dict[str, Any]:
-    """Load the result of `save_state` or `state_file`, on the CPU. Runs no code from the file."""
-    with _opened(document) as file:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+def load_state(file: IO[bytes] | str) -> dict[str, Any]:
+    """Load a file that `save_state` wrote, on the CPU. Runs no code from the file."""
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
 
 
@@ -333,30 +411,24 @@ def dump_with_references(
             references[id(entry)] = ("global", *place)
     references.update((id(part), (kind, name)) for kind, name, part in _parts_of(module))
     references[id(optimizer)] = ("optimizer", "")
-
-    class Pickler(pickling.OptimizerPickler):
-        def persistent_id(self, obj: Any) -> tuple[str, ...] | None:
-            return references.get(id(obj))
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
+    return _dump(value, references)
 
 
 def load_with_references(
     document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Any:
     """Load the result of `dump_with_references`, with references to this model and optimizer."""
-    parts = {(kind, name): part for kind, name, part in _parts_of(module)}
+    parts = _Referents({(kind, name): part for kind, name, part in _parts_of(module)})
     parts["optimizer", ""] = optimizer
+    return _load(document, parts)
 
-    class Named(unpickling.Unpickler):
-        def persistent_load(self, pid: Any) -> Any:
-            if pid[0] == "global":
-                return getattr(importlib.import_module(pid[1]), pid[2])
-            return parts[pid]
 
-    return Named(io.BytesIO(document)).load()
+class _Referents(dict[tuple[str, ...], Any]):
+    """Objects by their references; a global variable is imported."""
+
+    def __missing__(self, key: tuple[str, ...]) -> Any:
+        _, module, variable = key
+        return getattr(importlib.import_module(module), variable)
 
 
 def _parts_of(module: torch.nn.Module) -> list[tuple[str, str, Any]]:
@@ -417,7 +489,9 @@ def trained_file(
         state["lost"] = _unpicklable(inner) or [f"{type(error).__name__}: {error}"]
     # The user's extra state may be of any type; the pickled module holds it.
     state["model"] = {n: v for n, v in state["model"].items() if isinstance(v, torch.Tensor)}
-    return state_file(state)
+    local = LocalFile()
+    save_state(state, local.path)
+    return local
 
 
 def load_trained(
@@ -432,20 +506,14 @@ def load_trained(
     given : callable
         Returns a copy of the original module. The copy gets the weights if the file has no module.
     """
-    found = load_state(state)
+    found = load_state(state.path)
     if "script" in found:
         return load_module(found["script"]), found
     if "module" in found:
-        tensors = found["tensors"]
-
-        class Named(unpickling.Unpickler):
-            def persistent_load(self, pid: Any) -> Any:
-                return tensors[pid]
-
-        return Named(io.BytesIO(found["module"])).load(), found
+        return _load(found["module"], found["tensors"]), found
     logger.warning(
-        "The trained module cannot be pickled because of %s. The model that was given comes back "
-        "with the trained weights; other attributes are as before training.",
+        "The trained module cannot be pickled because of %s. The returned model has the trained "
+        "weights. Its other attributes are those from before training.",
         ", ".join(found["lost"]),
     )
     module = given()
@@ -456,7 +524,7 @@ def load_trained(
 def _pickled_trained(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> bytes:
     names = {id(tensor): name for name, tensor in tensors.items()}
 
-    class Pickler(pickling.Pickler):
+    class TrainedPickler(Pickler):
         def persistent_id(self, obj: Any) -> str | None:
             return names.get(id(obj))
 
@@ -468,7 +536,7 @@ def _pickled_trained(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor
 
     def dump(value: torch.nn.Module) -> bytes:
         buffer = io.BytesIO()
-        Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        TrainedPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         return buffer.getvalue()
 
     inner = plain_module(module)

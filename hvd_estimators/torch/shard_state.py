@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.torch.collectives import batch_norm_statistics
+from hvd_estimators.torch.collectives import batch_norm_statistics, exchange, tensor_digest
 from hvd_estimators.training.buffer_reduction import find_buffers
-from hvd_estimators.training.shard_state import HostStreams, ShardStates
+from hvd_estimators.training.shard_state import (
+    HostStreams,
+    ShardStates,
+    capture_by_shard,
+    of_shards,
+)
 
-__all__ = ["BufferReducer", "BufferState", "TorchStreams", "reductions_of"]
+__all__ = [
+    "BufferReducer",
+    "BufferState",
+    "ShardBuffers",
+    "TorchStreams",
+    "non_persistent_buffers",
+    "reductions_of",
+]
 
 
 class TorchStreams(HostStreams):
@@ -65,6 +77,70 @@ class BufferState:
             for name, buffer in self._module.named_buffers():
                 if name in state and state[name].shape == buffer.shape:
                     buffer.copy_(state[name])
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> dict[str, str]:
+    """Return digests of the buffers that a module's ``state_dict()`` omits, by name."""
+    saved = module.state_dict().keys()
+    return {n: tensor_digest(value) for n, value in module.named_buffers() if n not in saved}
+
+
+class ShardBuffers:
+    """Buffers of the shards that a rank runs, at one moment.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Module with the buffers.
+    shards : ShardStates
+        The shards.
+    initial : mapping
+        `non_persistent_buffers` result from the start of training. Of these buffers, too, changed
+        ones are saved.
+
+    Attributes
+    ----------
+    digests : mapping
+        Shard to digests of its buffers by name. `unequal` needs the digests of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        shards: ShardStates,
+        initial: Mapping[str, str] | None = None,
+    ) -> None:
+        self._shards = shards
+        self._initial = initial or {}
+        # A rank with several virtual shards has only one module.
+        copies = BufferState(module).capture
+        self._own = capture_by_shard(
+            shards, copies if shards.passes > 1 else lambda: dict(module.named_buffers())
+        )
+        saved = module.state_dict().keys() | self._initial.keys()
+        self.digests = {
+            shard: {name: tensor_digest(value) for name, value in buffers.items() if name in saved}
+            for shard, buffers in self._own.items()
+        }
+
+    def unequal(
+        self, gathered: Sequence[Mapping[int, Mapping[str, str]]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Return differing buffers by shard, from the digests of all ranks. Called by all ranks."""
+        shards = self._shards
+        found = of_shards(gathered, shards.num_shards)
+        needed = [
+            name
+            for name, first in found[0].items()
+            if any(of_shard[name] != self._initial.get(name, first) for of_shard in found)
+        ]
+        if not needed:
+            return [{} for _ in found]
+        own = {
+            shard: {name: buffers[name].cpu() for name in needed}
+            for shard, buffers in self._own.items()
+        }
+        return list(of_shards(exchange.gather(own, "checkpoint.buffers"), shards.num_shards))
 
 
 class BufferReducer:

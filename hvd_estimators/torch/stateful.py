@@ -14,16 +14,16 @@ import inspect
 import io
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
 
 from hvd_estimators._util.to_python import to_python
-from hvd_estimators.torch.snapshot import load_file, save_file
+from hvd_estimators.torch.serialization import load_state, save_state
 
-__all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable", "used_by_function"]
+__all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable"]
 
 logger = logging.getLogger(__name__)
 
@@ -246,56 +246,11 @@ def is_loadable(state: Any) -> bool:
         return all(map(is_loadable, state))
     file = io.BytesIO()
     try:
-        save_file({"state": state}, file)
+        save_state({"state": state}, file)
         file.seek(0)
-        load_file(file)
+        load_state(file)
     except Exception as error:
         logger.debug("A state cannot be loaded", exc_info=error)
-        return False
-    return True
-
-
-def used_by_function(function: Any) -> dict[str, Any]:
-    """Return the stateful objects that a function's closure and global variables name.
-
-    The result is an incomplete hint for a warning. Nested functions are searched, called functions
-    are not.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not isinstance(function, FunctionType):
-        return {}
-    named = {
-        name: cell.cell_contents
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        )
-        if _is_set(cell)
-    }
-    for name in _names_in(function.__code__):
-        if name in function.__globals__:
-            named.setdefault(name, function.__globals__[name])
-    return {name: value for name, value in named.items() if has_state(value) and _holds(value)}
-
-
-def _holds(value: Any) -> bool:
-    try:
-        return bool(value.state_dict())
-    except Exception:
-        return True
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
         return False
     return True
 

@@ -6,6 +6,7 @@ Used by the trainer on the ranks, by the dry run on the driver, and by ``transfo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ __all__ = [
     "TensorSpec",
     "require_tensors",
     "select_outputs",
-    "selection",
+    "snapshot",
     "tensor_batches",
     "with_form",
 ]
@@ -66,7 +67,7 @@ def select_outputs(
     if isinstance(outputs, Selected):
         return outputs
     if selection is not None:
-        return Selected(_output(outputs, place) for place in selection)
+        return Selected(_output(outputs, position) for position in selection)
     named = _named(outputs)
     if named is None:
         return Selected(_present(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
@@ -84,7 +85,7 @@ def select_outputs(
     missing = [label for label in labels if label not in tensors]
     raise ShapeError(
         f"label_cols: the model returns {type(outputs).__name__} with the outputs "
-        f"{', '.join(map(str, tensors)) or 'none'}, and none of them is named {', '.join(missing)}."
+        f"{', '.join(map(str, tensors)) or 'none'}, but no output is named {', '.join(missing)}."
         " Set outputs to the names of one output per label, name label columns and outputs alike, "
         "or return a tuple in the order of label_cols."
     )
@@ -108,32 +109,27 @@ def require_tensors(selected: Selected, outputs: Any) -> Selected:
     return selected
 
 
-def selection(given: Sequence[int | str] | None) -> tuple[int | str, ...] | None:
-    """Return the param ``outputs`` in the form that `select_outputs` takes."""
-    return None if given is None else tuple(given)
-
-
-def _output(outputs: Any, place: int | str) -> Any:
+def _output(outputs: Any, position: int | str) -> Any:
     """Return the output at a position, or with a name."""
     named = _named(outputs)
-    if isinstance(place, str):
-        if named is not None and place in named:
-            return named[place]
-        known = "no names" if named is None else f"the names {', '.join(map(str, named))}"
+    if isinstance(position, str):
+        if named is not None and position in named:
+            return named[position]
+        names = "no names" if named is None else f"the names {', '.join(map(str, named))}"
         raise ShapeError(
-            f"outputs: found {place!r}, and the model returns {_described(outputs)} with {known}. "
-            "Set names that it has, or positions, such as outputs=[0]."
+            f"outputs: found {position!r}, and the model returns {_described(outputs)} with "
+            f"{names}. Set names that it has, or positions, such as outputs=[0]."
         )
     if named is not None:
         values = list(named.values())
     else:
         values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-    if place >= len(values):
+    if position >= len(values):
         raise ShapeError(
-            f"outputs: found position {place}, and the model returns {_described(outputs)}, whose "
-            f"positions are 0 to {len(values) - 1}. Set outputs to some of these."
+            f"outputs: found position {position}, and the model returns {_described(outputs)}, "
+            f"whose positions are 0 to {len(values) - 1}. Set outputs to some of these."
         )
-    return values[place]
+    return values[position]
 
 
 def _described(outputs: Any) -> str:
@@ -182,7 +178,7 @@ class TensorSpec:
         Column name to the name of a torch dtype; other columns become float32.
     input_form : str
         Form of the module's inputs, see `with_form`.
-    outputs : tuple of (int or str), or None
+    outputs : sequence of (int or str), or None
         Positions or names of the outputs that are predictions, see `select_outputs`.
     pairs : bool
         Whether each prediction pairs with a label. False if one loss takes all outputs.
@@ -195,7 +191,7 @@ class TensorSpec:
     label_shapes: tuple[tuple[int, ...], ...] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     input_form: str = "positional"
-    outputs: tuple[int | str, ...] | None = None
+    outputs: Sequence[int | str] | None = None
     pairs: bool = True
 
     def call(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
@@ -358,3 +354,26 @@ def with_form(
         return module(*inputs)
     named = dict(zip(names, inputs, strict=True))
     return module(named) if form == "dict" else module(**named)
+
+
+def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
+    """Return a copy of a value's dicts, lists and tuples, with copies of its tensors on the CPU.
+
+    Tensors that share memory, such as tied weights of layers, share memory in the copy.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return value.detach().to("cpu", copy=True)
+        position = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if position not in memo or not value.numel():
+            memo[position] = value.detach().to("cpu", copy=True)
+        return memo[position]
+    if isinstance(value, dict):
+        # copy.copy keeps attributes, such as the versions of layers on Module.state_dict().
+        made = copy.copy(value)
+        made.update((key, snapshot(entry, memo)) for key, entry in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(entry, memo) for entry in value)
+    return value

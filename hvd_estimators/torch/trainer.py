@@ -29,7 +29,7 @@ from hvd_estimators.torch.collectives import (
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
-from hvd_estimators.torch.metric_sums import MetricSums
+from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD
 from hvd_estimators.torch.serialization import (
     load_module,

@@ -17,7 +17,7 @@ import torch
 from hvd_estimators.loading.blocks import BufferPool, fresh_buffer
 from hvd_estimators.loading.interleave import Prefetch
 
-__all__ = ["ahead_of_use", "cuda_copies", "gpu_memory", "on_cpu"]
+__all__ = ["ahead_of_use", "cuda_copies", "gpu_memory"]
 
 # Blocks have a few MiB, or are one batch. Only the buffer for shuffling rows is larger.
 _MOST_LOCKED_BYTES = 64 * 2**20
@@ -101,14 +101,3 @@ def cuda_copies(device: torch.device) -> Copy:
         return finish
 
     return begin
-
-
-def on_cpu(value: Any) -> Any:
-    """Return a tensor, or lists, tuples and dicts of tensors, on the CPU and without graphs."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: on_cpu(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [on_cpu(entry) for entry in value]
-    return tuple(map(on_cpu, value)) if type(value) is tuple else value

@@ -17,7 +17,7 @@ from torch.nn import functional
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
-from hvd_estimators.torch.metric_sums import MetricSums
+from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.weighted_batches import WeightedBatches

@@ -83,9 +83,9 @@ def test_an_optimizer_that_a_scheduler_has_is_taken(params, kind, caplog):
     check({**params, "optimizer": optimizer})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     check({**params, "optimizer": optimizer, "train_minibatch_fn": print, "stateful": [scheduler]})
-    assert "scheduler was made for it" not in caplog.text
+    assert "learning rate scheduler" not in caplog.text
     check({**params, "optimizer": optimizer})
-    assert "its learning rate stays 0.05. Make the scheduler in a callback" in caplog.text
+    assert "its learning rate stays 0.05. Create the scheduler in a callback" in caplog.text
 
 
 class EndsWithMore:
@@ -123,8 +123,8 @@ def test_callbacks_that_cannot_be_called_as_documented_are_refused(params):
         ),
         (BeginsWithOthers(), r"as on_train_begin\(module, optimizer\) .* 'model'"),
         (Attribute(), r"expected on_epoch_begin\(epoch\) of Attribute to be a method"),
-        (EarlyStopping("loss"), r"EarlyStopping.on_train_end\(.* LightningEstimator takes"),
-        (keras.callbacks.EarlyStopping(), r"EarlyStopping.on_train_begin\(.* KerasEstimator takes"),
+        (EarlyStopping("loss"), r"EarlyStopping.on_train_end\(.* Use LightningEstimator"),
+        (keras.callbacks.EarlyStopping(), r"EarlyStopping.on_train_begin\(.* Use KerasEstimator"),
     ):
         with pytest.raises(ParamError, match=f"callbacks: .*{message}"):
             check({**params, "callbacks": [callback]})

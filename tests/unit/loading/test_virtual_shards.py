@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import ColumnSpec, RowGroup
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import plan_shards, virtual_shards
 from hvd_estimators.loading.reader import DataModule, PlannedDataModule
 from hvd_estimators.loading.readers import check_shards, open_data_module
@@ -200,3 +200,9 @@ def test_who_can_play_several_shards() -> None:
         check_shards(Users, 4, 3, "mine")
     with pytest.raises(ParamError, match="data_module"):
         open_data_module(job([9], 2, 1, data_module=Users), 0, 2, epoch=0, epochs=1)
+
+
+def test_batches_without_rows_are_rejected_for_features_that_need_rows() -> None:
+    job([8], 4, 2).require_rows_in_batches("x")
+    with pytest.raises(DataError, match=r"x needs a row on every rank .* 6 rows for 4 ranks"):
+        job([6], 4, 1).require_rows_in_batches("x")

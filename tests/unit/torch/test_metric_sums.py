@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.metric_sums import MetricSums
-from hvd_estimators.torch.metrics import Metrics
-from hvd_estimators.torch.objective import Evaluation
+from hvd_estimators.torch.loss import Evaluation, Loss
+from hvd_estimators.torch.metrics import Metrics, MetricSums
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 

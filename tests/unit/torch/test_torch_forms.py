@@ -168,7 +168,7 @@ def test_a_module_that_was_compiled_in_place_is_said_to_train_without(caplog: An
         feature_cols=["x"],
         label_cols=["y"],
     )._check_training()
-    assert "Give torch.compile(model) instead" in caplog.text
+    assert "Set model=torch.compile(model) instead" in caplog.text
 
 
 def test_a_compiled_module_that_cannot_travel_comes_as_the_plain_one(caplog: Any) -> None:

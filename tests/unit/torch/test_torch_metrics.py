@@ -14,13 +14,13 @@ import torchmetrics
 from sklearn.metrics import f1_score, precision_score, roc_auc_score
 from torchmetrics import wrappers
 
+from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.metrics import (
     EpochMetricStates,
     Metrics,
     metric_states,
     restore_metrics,
 )
-from hvd_estimators.torch.objective import Evaluation
 from hvd_estimators.training.spec import EpochMetrics
 
 CLASSES = 4
@@ -260,7 +260,7 @@ def test_labels_of_a_metric_are_integers_only_where_they_are_classes() -> None:
     states.update(evaluation(torch.zeros(2), torch.zeros(2)))
     assert seen == [torch.float32]
     states = EpochMetricStates(Metrics([[torchmetrics.AUROC("binary")]], ["y"]))
-    with pytest.raises(ValueError, match=r"BinaryAUROC takes numbers of classes .* found 0\.5"):
+    with pytest.raises(ValueError, match=r"BinaryAUROC takes class numbers .* found 0\.5"):
         states.update(evaluation(torch.zeros(2), torch.tensor([1.0, 0.5])))
 
 

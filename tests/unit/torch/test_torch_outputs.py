@@ -70,7 +70,7 @@ def test_outputs_that_a_model_lacks_are_errors_that_name_those_that_it_has() -> 
             select_outputs(outputs, [], selection)
     with pytest.raises(ShapeError, match=r"tuple of NoneType.*outputs"):
         require_tensors(select_outputs((ONE, None), ["y"], [1]), (ONE, None))
-    with pytest.raises(ShapeError, match=r"none of them is named y. Set outputs"):
+    with pytest.raises(ShapeError, match=r"no output is named y. Set outputs"):
         select_outputs({"a": ONE, "b": TWO}, ["y"])
 
 

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import (
+    Pickler,
     dump_module,
     dump_optimizer,
     dump_with_references,
@@ -29,6 +29,13 @@ from hvd_estimators.torch.serialization import (
     restore_optimizer,
     save_state,
 )
+
+
+def saved(state):
+    file = io.BytesIO()
+    save_state(state, file)
+    file.seek(0)
+    return file
 
 
 class Tied(torch.nn.Module):
@@ -237,15 +244,15 @@ def test_state_survives_and_can_be_read_by_torch_alone():
     step(module, optimizer)
     history = [{"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "validation": None}]
 
-    document = save_state(
+    file = saved(
         {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
     )
 
-    state = load_state(document)
+    state = load_state(file)
     assert state["history"] == history
     assert state["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
     other = network()
-    other.load_state_dict(torch.load(io.BytesIO(document), weights_only=True)["model"])
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True)["model"])
     for name, value in module.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=0)
 
@@ -255,10 +262,10 @@ def test_loading_state_runs_no_code_from_the_file(tmp_path):
         def __reduce__(self):
             return open, (str(tmp_path / "touched"), "w")
 
-    document = save_state({"model": Evil()})
+    file = saved({"model": Evil()})
 
     with pytest.raises(pickle.UnpicklingError):
-        load_state(document)
+        load_state(file)
     assert not (tmp_path / "touched").exists()
 
 
@@ -268,7 +275,7 @@ def test_an_optimizer_made_with_numpys_scalars_is_saved_and_loaded():
     optimizer = torch.optim.SGD(net.parameters(), lr=rates[0], momentum=np.float32(0.5))
     step(net, optimizer)
 
-    state = load_state(save_state({"optimizer": optimizer.state_dict(), "steps": np.int64(1)}))
+    state = load_state(saved({"optimizer": optimizer.state_dict(), "steps": np.int64(1)}))
 
     assert state["steps"] == 1
     loaded = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -371,10 +378,10 @@ def test_an_optimizer_that_was_saved_steps_bit_for_bit_as_one_that_was_not(kind,
     train(whole, whole_optimizer, range(5))
     first, first_optimizer = make()
     train(first, first_optimizer, range(3))
-    saved = load_state(save_state(first_optimizer.state_dict()))
+    state = load_state(saved(first_optimizer.state_dict()))
     again, optimizer = make()
     again.load_state_dict(first.state_dict())
-    load_optimizer_state(optimizer, saved)
+    load_optimizer_state(optimizer, state)
     train(again, optimizer, range(3, 5))
     for found, expected in zip(again.parameters(), whole.parameters(), strict=True):
         assert torch.equal(found, expected)

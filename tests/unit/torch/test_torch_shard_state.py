@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch import snapshot as snapshot_module
-from hvd_estimators.torch.shard_state import BufferState
-from hvd_estimators.torch.snapshot import (
-    ShardBuffers,
-    load_file,
-    non_persistent_buffers,
-    save_file,
-    snapshot,
-)
+from hvd_estimators.torch import shard_state
+from hvd_estimators.torch.serialization import load_state, save_state
+from hvd_estimators.torch.shard_state import BufferState, ShardBuffers, non_persistent_buffers
+from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.shard_state import ShardStates
 
 
@@ -63,7 +58,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     threads = Threads(size)
-    monkeypatch.setattr(snapshot_module, "exchange", threads)
+    monkeypatch.setattr(shard_state, "exchange", threads)
     num_shards = 3
 
     def unequal(net: Net, shards: ShardStates) -> Any:
@@ -124,8 +119,8 @@ def test_a_copy_changes_no_more_and_has_what_is_shared_once() -> None:
     assert made["model"]["0.weight"] is made["model"]["1.weight"]
     assert made["model"]._metadata == given["model"]._metadata
     file = io.BytesIO()
-    save_file(made, file)
+    save_state(made, file)
     file.seek(0)
-    loaded = load_file(file)
+    loaded = load_state(file)
     assert loaded["list"][0][1] == 1.5
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(2))
