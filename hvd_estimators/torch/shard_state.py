@@ -10,8 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hvd_estimators.torch.collectives import batch_norm_statistics
-from hvd_estimators.training.buffer_reduction import find_buffers
-from hvd_estimators.training.shard_state import HostStreams, ShardStates
+from hvd_estimators.training.shard_state import HostStreams, ShardStates, find_buffers
 
 __all__ = ["BufferReducer", "BufferState", "TorchStreams", "reductions_of"]
 
