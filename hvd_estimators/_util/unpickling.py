@@ -56,7 +56,7 @@ _MOVED = {
     "hvd_estimators.launch.foreign": "hvd_estimators.launch.foreign_backends",
     "hvd_estimators.launch.local": "hvd_estimators.launch.local_backend",
     "hvd_estimators.launch.spark": "hvd_estimators.launch.spark_backend",
-    "hvd_estimators.lightning.exact": "hvd_estimators.lightning.weighted_strategy",
+    "hvd_estimators.lightning.exact": "hvd_estimators.lightning.strategy",
     "hvd_estimators.lightning.flavor": "hvd_estimators.lightning.package",
     "hvd_estimators.lightning.undecided": "hvd_estimators.lightning.package",
     "hvd_estimators.loading.readers.arrow": "hvd_estimators.loading.arrow",

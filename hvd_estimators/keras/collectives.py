@@ -18,9 +18,8 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.training.buffer_reduction import find_buffers
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
-from hvd_estimators.training.shard_state import ShardStates
+from hvd_estimators.training.shard_state import ShardStates, find_buffers
 
 __all__ = [
     "GradientAverager",

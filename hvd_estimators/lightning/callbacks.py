@@ -1,4 +1,4 @@
-"""The trainer's own callbacks: history, progress, NaN checks and stopping.
+"""The trainer's own callbacks: history, progress, NaN checks, stopping, and hooks of Lightning 1.
 
 The callbacks work with either Lightning package; `of_flavor` makes the classes.
 """
@@ -12,25 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import Callback, Checkpoint, is_lightning, patch_method
 from hvd_estimators.lightning.results import results_of
 from hvd_estimators.torch.collectives import not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.shard_state import BufferReducer
-from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics
+from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["EpochRecorder", "TerminateOnNaN", "agree_on_stopping", "steps_taken"]
+__all__ = [
+    "EpochEnds",
+    "EpochRecorder",
+    "TerminateOnNaN",
+    "agree_on_stopping",
+    "has_epoch_ends",
+    "steps_taken",
+    "without_epoch_ends",
+]
 
 _ATTRIBUTE = "should_stop"
 
@@ -130,7 +138,6 @@ def _names(member: Any) -> Iterator[tuple[str, ...]]:
         ]
 
 
-@outside_inference_mode
 def _any_rank(wanted: bool) -> bool:
     return sum_over_ranks(float(wanted), name="should_stop") > 0
 
@@ -273,12 +280,12 @@ class TerminateOnNaN(Callback):
 
     Parameters
     ----------
-    check : NanCheck
+    control : StepControl
         Shares the result with the other ranks.
     """
 
-    def __init__(self, check: NanCheck) -> None:
-        self._check = check
+    def __init__(self, control: StepControl) -> None:
+        self._control = control
         self._steps = 0
         self._losses: list[torch.Tensor] = []
 
@@ -303,7 +310,7 @@ class TerminateOnNaN(Callback):
         if self._steps != before:
             found = not_finite(pl_module, self._losses)
             self._losses = []
-            self._check.after_step(self._steps, trainer.current_epoch, *found)
+            self._control.check_finite(self._steps, trainer.current_epoch, *found)
 
 
 def steps_taken(trainer: Trainer) -> int:
@@ -311,3 +318,102 @@ def steps_taken(trainer: Trainer) -> int:
     if trainer.global_step or trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.total_batch_idx + 1
+
+
+# Lightning 2 rejects these hooks. Library modules written for ``horovod.spark`` define them and
+# cannot be changed.
+_EPOCH_END_HOOKS = ("training_epoch_end", "validation_epoch_end")
+
+
+def has_epoch_ends(module: LightningModule) -> bool:
+    """Return whether a module has one of the hooks."""
+    return any(callable(getattr(module, name, None)) for name in _EPOCH_END_HOOKS)
+
+
+@contextlib.contextmanager
+def without_epoch_ends(module: LightningModule) -> Iterator[None]:
+    """Hide the hooks until the block ends, because the Trainer raises if it finds them."""
+    attributes = vars(module)
+    own = {name: attributes[name] for name in _EPOCH_END_HOOKS if name in attributes}
+    attributes.update(dict.fromkeys(_EPOCH_END_HOOKS))
+    try:
+        yield
+    finally:
+        for name in _EPOCH_END_HOOKS:
+            del attributes[name]
+        attributes.update(own)
+
+
+class EpochEnds(Callback):
+    """Call a module's epoch-end hooks with the epoch's step outputs, as Lightning 1 did.
+
+    ``training_epoch_end`` gets a list with one dict per batch, with the key ``loss``.
+    ``validation_epoch_end`` gets the return values of ``validation_step`` that are not None, in one
+    list per loader if there are several loaders. Both hooks get only the rank's own batches. In a
+    resumed run they get only the batches since the run was resumed.
+
+    Parameters
+    ----------
+    module : LightningModule
+        The module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._hooks = {name: getattr(module, name, None) for name in _EPOCH_END_HOOKS}
+        self._trained: list[Any] = []
+        self._validated: dict[int, list[Any]] = {}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start an epoch."""
+        self._trained = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Store the output of a training step."""
+        if outputs is None or _has_no_rows(trainer):
+            return
+        if self._hooks["training_epoch_end"] is not None:
+            self._trained.append(_detached(outputs))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Call the module's hook, if it exists."""
+        hook = self._hooks["training_epoch_end"]
+        if hook is not None:
+            hook(self._trained)
+        self._trained = []
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start a validation."""
+        self._validated = {}
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Store the output of a validation step."""
+        if self._hooks["validation_epoch_end"] is not None:
+            of_loader = self._validated.setdefault(dataloader_idx, [])
+            if outputs is not None and not _has_no_rows(trainer):
+                of_loader.append(_detached(outputs))
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Call the module's hook, if it exists."""
+        hook = self._hooks["validation_epoch_end"]
+        if hook is not None:
+            outputs = [self._validated[index] for index in sorted(self._validated)]
+            hook(outputs[0] if len(outputs) == 1 else outputs)
+        self._validated = {}
+
+
+def _has_no_rows(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "has_no_rows", False))
+
+
+def _detached(outputs: Any) -> Any:
+    return apply_to_collection(outputs, torch.Tensor, torch.Tensor.detach)

@@ -24,9 +24,8 @@ from hvd_estimators.lightning.loaders import BatchForm, UsersDataOptions, is_lig
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
 from hvd_estimators.lightning.predictor import forward_inputs
-from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
-from hvd_estimators.lightning.trainer import train
-from hvd_estimators.lightning.trainer_args import adapted_trainer_args
+from hvd_estimators.lightning.trainer import LightningTrainSpec, train
+from hvd_estimators.lightning.trainer_args import TrainerObjects, adapted_trainer_args
 from hvd_estimators.torch.dry_run import check_one_row
 from hvd_estimators.torch.serialization import (
     dump_module,

@@ -140,7 +140,7 @@ TensorBatch = Mapping[str, torch.Tensor]
 
 
 # The minimum for batch normalization.
-_STAND_IN_ROWS = 2
+_PLACEHOLDER_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Share:
     totals: PendingSum | None = None
 
     @property
-    def is_stand_in(self) -> bool:
+    def is_placeholder(self) -> bool:
         """True if the rank has no rows in this step and uses a placeholder batch of weight zero."""
         return self.rows == 0
 
@@ -206,20 +206,22 @@ class _Loader:
         self.share = Share(0)
         self._form = form
         self._steps = steps
-        self._stand_in: TensorBatch | None = None
+        self._placeholder: TensorBatch | None = None
 
     def __len__(self) -> int:
         return self._steps
 
-    def stand_in(self) -> TensorBatch | None:
+    def placeholder(self) -> TensorBatch | None:
         """Return the rows, on the CPU, that would replace an empty next batch."""
-        if self._stand_in is None:
+        if self._placeholder is None:
             return None
-        return {n: tensor[:_STAND_IN_ROWS].cpu().clone() for n, tensor in self._stand_in.items()}
+        return {
+            n: tensor[:_PLACEHOLDER_ROWS].cpu().clone() for n, tensor in self._placeholder.items()
+        }
 
-    def lend(self, rows: TensorBatch | None) -> None:
+    def set_placeholder(self, rows: TensorBatch | None) -> None:
         """Set the rows that replace an empty first batch."""
-        self._stand_in = rows
+        self._placeholder = rows
 
     def _give(
         self,
@@ -235,9 +237,9 @@ class _Loader:
         """
         rows = 0 if batch is None else _rows(batch)
         if batch is not None and rows:
-            self._stand_in = batch
-        elif self._stand_in is not None:
-            batch = {name: tensor[:_STAND_IN_ROWS] for name, tensor in self._stand_in.items()}
+            self._placeholder = batch
+        elif self._placeholder is not None:
+            batch = {name: tensor[:_PLACEHOLDER_ROWS] for name, tensor in self._placeholder.items()}
         else:
             raise RuntimeError("A data module gave this rank no rows at all.")
         self.share = Share(rows, factor, passes, totals)
@@ -296,14 +298,14 @@ class TrainLoader(_Loader):
         self._totals = totals
         self._done = done
         self._position = 0 if same else done
-        self._kept: list[Window] | None = [] if same else None
+        self._first_epoch: list[Window] | None = [] if same else None
         self._batches = batches
         self._passes_per_step = passes_per_step
         self._shards = shards
 
     def __iter__(self) -> Iterator[TensorBatch]:
-        if self._kept:
-            yield from self._again(self._kept)
+        if self._first_epoch:
+            yield from self._again(self._first_epoch)
             return
         done, self._done = self._done, 0
         # The Trainer may have stopped before the end of the epoch (limit_train_batches).
@@ -313,12 +315,12 @@ class TrainLoader(_Loader):
         while left:
             passes = self._passes_per_step()
             window = self._next_window(min(passes, left))
-            if self._kept is not None:
-                self._kept.append(window)
+            if self._first_epoch is not None:
+                self._first_epoch.append(window)
             for batch, factor in window.batches:
                 self._shards.enter((self._steps - left) % self._shards.passes)
                 left -= 1
-                if self._steps - left <= done and self._kept is not None:
+                if self._steps - left <= done and self._first_epoch is not None:
                     continue
                 # Lightning divides each loss by the number of passes.
                 yield self._give(batch, factor * passes, passes, window.totals)
@@ -377,13 +379,13 @@ class ValidationLoader(_Loader):
     def _batches(self) -> Generator[TensorBatch, None, None]:
         yield from tensor_batches(self._data.val_chunks(), self._device)
 
-    def lend_rows(self) -> None:
+    def share_placeholder(self) -> None:
         """Set another rank's rows as placeholder on ranks without rows. Called by all ranks."""
         with contextlib.closing(self._batches()) as batches:
             first = next((batch for batch in batches if _rows(batch)), None)
-        self._stand_in = first
-        offers = exchange.gather(self.stand_in(), "validation_rows")
-        self.lend(next((rows for rows in offers if rows is not None), None))
+        self._placeholder = first
+        of_ranks = exchange.gather(self.placeholder(), "validation_rows")
+        self.set_placeholder(next((rows for rows in of_ranks if rows is not None), None))
 
 
 def make_loaders(
@@ -435,7 +437,7 @@ def make_loaders(
     validation = ValidationLoader(module, form, steps, device)
     of_ranks = [virtual_shards(data.num_shards, rank, size) for rank in range(size)]
     if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):
-        validation.lend_rows()
+        validation.share_placeholder()
     return train, validation
 
 

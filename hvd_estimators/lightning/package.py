@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     )
 else:
 
-    def _stand_in(name: str, path: str) -> type:
+    def _placeholder(name: str, path: str) -> type:
         return type(name, (), {"__module__": __name__, "lightning_base": path})
 
-    Callback = _stand_in("Callback", "Callback")
-    Checkpoint = _stand_in("Checkpoint", "callbacks.Checkpoint")
-    CheckpointIO = _stand_in("CheckpointIO", "fabric.plugins.CheckpointIO")
-    ClusterEnvironment = _stand_in("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
-    LightningModule = _stand_in("LightningModule", "LightningModule")
-    ParallelStrategy = _stand_in("ParallelStrategy", "strategies.ParallelStrategy")
-    ResultCollection = _stand_in(
+    Callback = _placeholder("Callback", "Callback")
+    Checkpoint = _placeholder("Checkpoint", "callbacks.Checkpoint")
+    CheckpointIO = _placeholder("CheckpointIO", "fabric.plugins.CheckpointIO")
+    ClusterEnvironment = _placeholder("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
+    LightningModule = _placeholder("LightningModule", "LightningModule")
+    ParallelStrategy = _placeholder("ParallelStrategy", "strategies.ParallelStrategy")
+    ResultCollection = _placeholder(
         "ResultCollection", "trainer.connectors.logger_connector.result._ResultCollection"
     )
 

@@ -1,22 +1,29 @@
-"""Logged values, and their reduction over the ranks."""
+"""Logged values and their reduction over the ranks; steps without effect on them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
+from torchmetrics import Metric
 
-from hvd_estimators.lightning.collectives import gather_objects
 from hvd_estimators.lightning.package import Flavor, ResultCollection, of_flavor, patch_method
+from hvd_estimators.torch.collectives import exchange
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
+    from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
-__all__ = ["RankResults", "reduce_results", "results_of"]
+__all__ = [
+    "RankResults",
+    "lists_with_lengths",
+    "reduce_results",
+    "results_of",
+    "without_effects",
+]
 
 
 class RankResults(ResultCollection):
@@ -102,7 +109,7 @@ class RankResults(ResultCollection):
             Whether to skip values of the epoch, because it has not ended.
         """
         own = self._own(only_steps)
-        ranks = [own] if hvd.size() == 1 else gather_objects(own)
+        ranks = [own] if hvd.size() == 1 else exchange.gather(own, "lightning.results")
         for key in sorted(self):
             if not (only_steps and self[key].meta.on_epoch):
                 self._take(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
@@ -282,3 +289,68 @@ def reduce_results(
     undo.enter_context(patch_method(connector, "on_epoch_end", before=reduce))
     undo.enter_context(patch_method(module, "on_train_epoch_end", after=reduce))
     return undo.close
+
+
+def lists_with_lengths(
+    module: torch.nn.Module, callbacks: Iterable[Any]
+) -> list[tuple[list[Any], int]]:
+    """Return the lists in attributes of a module and of the user's callbacks, with their lengths.
+
+    Lists can be nested in lists and dicts.
+    """
+    objects = [part for part in module.modules() if not isinstance(part, Metric)]
+    objects += [c for c in callbacks if not _is_library(type(c))]
+    lists: list[tuple[list[Any], int]] = []
+    for entry in objects:
+        attributes = getattr(entry, "__dict__", {})
+        lists += _lists_in([v for v in attributes.values() if isinstance(v, (list, dict))], 2)
+    return lists
+
+
+def _is_library(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in ("lightning", "pytorch_lightning", "hvd_estimators")
+
+
+def _lists_in(values: Iterable[Any], depth: int) -> Iterator[tuple[list[Any], int]]:
+    for value in values:
+        if isinstance(value, list):
+            yield value, len(value)
+        if depth and isinstance(value, (list, dict)):
+            inner = value.values() if isinstance(value, dict) else value
+            yield from _lists_in([v for v in inner if isinstance(v, (list, dict))], depth - 1)
+
+
+@contextlib.contextmanager
+def without_effects(module: LightningModule, results: ResultCollection | None) -> Iterator[None]:
+    """Undo a step's changes to logged values, metrics and buffers."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [
+        (metric, metric._copy_state_dict(), metric._update_count)
+        for metric in module.modules()
+        if isinstance(metric, Metric)
+    ]
+    logged = {
+        key: (metric.value, getattr(metric, "cumulated_batch_size", None))
+        for key, metric in (results or {}).items()
+        if metric.is_tensor
+    }
+    yield
+    for buffer, value in buffers:
+        # Bypass autograd: the backward pass, whose gradients have weight zero, runs later.
+        buffer.data.copy_(value)
+    for metric, state, count in metrics:
+        for name, before in state.items():
+            setattr(metric, name, before)
+        metric._update_count, metric._computed = count, None
+    for key, metric in (results or {}).items():
+        if not metric.is_tensor:
+            continue
+        if key in logged:
+            metric.value = logged[key][0]
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = logged[key][1]
+        elif metric.meta.on_epoch:
+            # Retain a value that is logged for the first time, as the value of zero rows.
+            metric.reset()
+            metric.has_reset = False

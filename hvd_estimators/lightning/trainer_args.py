@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,19 +15,46 @@ from hvd_estimators.fitting.dry_run import traceless
 from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
-from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
-from hvd_estimators.lightning.weighted_strategy import WeightedStrategy
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
+    from hvd_estimators.lightning.strategy import WeightedStrategy
+    from hvd_estimators.lightning.trainer import LightningTrainSpec
+
 __all__ = [
+    "TrainerObjects",
     "adapted_trainer_args",
     "check_module",
     "check_objects",
     "check_trainer_args",
     "trainer_arguments",
 ]
+
+
+@dataclass(frozen=True)
+class TrainerObjects:
+    """The user's objects for Lightning's Trainer.
+
+    The objects are serialized together, because they may refer to each other. They are pickled even
+    if a backend does not pickle, because training changes them.
+
+    Attributes
+    ----------
+    callbacks : tuple of Callback
+        Lightning callbacks.
+    logger : Logger, sequence of Logger, bool or None
+        The run's loggers.
+    profiler : Profiler, str or None
+        The run's profiler.
+    arguments : mapping
+        Further arguments of the Trainer.
+    """
+
+    callbacks: tuple[Any, ...]
+    logger: Any
+    profiler: Any
+    arguments: Mapping[str, Any]
 
 
 def trainer_arguments(

@@ -13,7 +13,7 @@ from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import tell_driver
-from hvd_estimators.training.weight_digests import check_equal_weights
+from hvd_estimators.training.spec import check_equal_weights
 
 __all__ = [
     "CARRIED_AS",
@@ -24,7 +24,10 @@ __all__ = [
     "check_same_weights",
     "choose_device",
     "exchange",
+    "gather_numbers",
+    "gather_tensor",
     "not_finite",
+    "reduce_tensor",
     "sum_over_ranks",
     "sum_tensor",
     "tensor_digest",
@@ -38,7 +41,18 @@ def _gather_bytes(document: Bytes, name: str) -> Bytes:
     return gathered
 
 
-exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
+# Lightning validates in inference mode. Horovod's own thread cannot write to tensors created in it.
+_outside_inference_mode = torch.inference_mode(False)
+
+
+class _TensorExchange(ObjectExchange):
+    """Exchange of objects that may contain tensors; also works in inference mode."""
+
+    gather = _outside_inference_mode(ObjectExchange.gather)
+    broadcast = _outside_inference_mode(ObjectExchange.broadcast)
+
+
+exchange = _TensorExchange(hvd.rank, hvd.size, _gather_bytes)
 
 
 def average_batch_norm(module: torch.nn.Module) -> None:
@@ -156,6 +170,7 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
             tensor.copy_(carried[name])
 
 
+@_outside_inference_mode
 def sum_over_ranks(value: float, name: str = "step_weight") -> float:
     """Sum one number per rank, exactly in 64 bits. Called by all ranks.
 
@@ -168,6 +183,37 @@ def sum_over_ranks(value: float, name: str = "step_weight") -> float:
     """
     own = torch.tensor([value], dtype=torch.float64)
     return float(hvd.allreduce(own, name=name, op=hvd.Sum))
+
+
+def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce a tensor of any dtype with ``mean``, ``avg``, ``sum``, ``min`` or ``max``.
+
+    Called by all ranks. The mean of integers is a float64 tensor, because it may not be an integer.
+    """
+    reductions = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+    reductions["mean"] = reductions["avg"] = hvd.Average
+    if op not in reductions:
+        raise ValueError(
+            f"reduce_op: expected one of 'mean', 'sum', 'min' and 'max', found {op!r}."
+        )
+    if op in ("mean", "avg") and not tensor.is_floating_point():
+        tensor = tensor.double()
+    with torch.inference_mode(False):
+        reduced: torch.Tensor = hvd.allreduce(_carried(tensor).contiguous(), op=reductions[op])
+        return reduced.to(tensor.dtype)
+
+
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Stack the ranks' tensors of any dtype along a new first dimension. Called by all ranks."""
+    with torch.inference_mode(False):
+        gathered: torch.Tensor = hvd.allgather(_carried(tensor).unsqueeze(0).contiguous())
+        return gathered.to(tensor.dtype)
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that Horovod can transport and write to."""
+    usable = tensor.clone() if tensor.is_inference() else tensor
+    return usable.to(CARRIED_AS.get(tensor.dtype, tensor.dtype))
 
 
 def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:

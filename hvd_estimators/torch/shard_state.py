@@ -10,11 +10,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hvd_estimators.torch.collectives import batch_norm_statistics, exchange, tensor_digest
-from hvd_estimators.training.buffer_reduction import find_buffers
 from hvd_estimators.training.shard_state import (
     HostStreams,
     ShardStates,
     capture_by_shard,
+    find_buffers,
     of_shards,
 )
 

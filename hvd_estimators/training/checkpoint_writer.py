@@ -8,7 +8,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import IO, Any, NamedTuple
@@ -38,9 +38,15 @@ from hvd_estimators.training.run_state import (
     read_archive,
     write_archive,
 )
-from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.shard_state import (
+    ShardStates,
+    StatePart,
+    capture_by_shard,
+    of_shards,
+)
+from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics, TrainSpec
 
-__all__ = ["CheckpointWriter", "restore"]
+__all__ = ["CheckpointWriter", "gather_state", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -347,4 +353,60 @@ def restore(
         with describing_damage(info.path):
             state = read_archive(file)
             load(file)
+    if rank == 0:
+        rows = f" and {state.rows} rows of the next" if state.rows else ""
+        logger.info("Resuming run %s after %d epochs%s", run.run_id, state.epoch, rows)
     return state
+
+
+def gather_state(
+    spec: TrainSpec,
+    history: Sequence[EpochMetrics],
+    batches: int,
+    shards: ShardStates,
+    streams: StatePart,
+    exchange: ObjectExchange,
+    own: Any,
+    *,
+    stopped: bool = False,
+) -> tuple[RunState, list[Any]]:
+    """Gather the state of a run at a position in training. All ranks must call it.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        The training job.
+    history : sequence of EpochMetrics
+        Records of the completed epochs.
+    batches : int
+        A shard's completed batches in the next epoch.
+    shards : ShardStates
+        The shards that this rank runs.
+    streams : StatePart
+        The random streams of the shard that the rank currently runs.
+    exchange : ObjectExchange
+        Gathers the states.
+    own : object
+        Further state of this rank.
+    stopped : bool
+        Whether a callback has stopped training.
+
+    Returns
+    -------
+    RunState
+        The state, without `RunState.parts`.
+    list
+        ``own`` of each rank.
+    """
+    gathered = exchange.gather((capture_by_shard(shards, streams.capture), own), "checkpoint")
+    captured, of_ranks = zip(*gathered, strict=True)
+    data, epoch = spec.data, len(history)
+    state = RunState(
+        epoch,
+        data.rows_after(epoch, batches),
+        data.num_shards,
+        tuple(history),
+        of_shards(captured, data.num_shards),
+        stopped=stopped,
+    )
+    return state, list(of_ranks)

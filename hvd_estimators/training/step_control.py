@@ -1,4 +1,4 @@
-"""Stop requests: ranks agree on a step, checkpoint there, and stop together.
+"""Decisions of all ranks between steps: to checkpoint, to stop on request, or to end on NaN.
 
 A process that wants a rank to end sends SIGTERM. It can be the rank's guardian, if the task or the
 driver has ended. It can also be the scheduler of a cluster that preempts a machine. The ranks of a
@@ -15,32 +15,48 @@ Runs on the ranks; imports no framework.
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import TrainingInterruptedError
+from hvd_estimators.exceptions import NotFiniteError, TrainingInterruptedError
 from hvd_estimators.launch.rank.graceful_stop import asking_for_grace, mute_if_unheard
 from hvd_estimators.launch.rank.hang_detection import seconds_without_progress
+from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = [
+    "NanCheck",
+    "StepControl",
     "StopRequest",
     "interrupted",
     "stopped_before",
     "without_further_epochs",
 ]
+
+# A sum over the ranks, to agree on stop requests, at most about this often.
+_SECONDS_BETWEEN = 1.0
+
+# Preempting schedulers leave 15 seconds or more. A step that makes no progress for this time is
+# lost.
+_SECONDS_HUNG = 8.0
+
+# The sum encodes two numbers, exactly in float64 for up to 65,535 ranks.
+_MOST_STEPS = 2**16
+_ASKED = 2.0**32
+
+_MOST_NAMED = 5
 
 
 S = TypeVar("S", bound=TrainSpec)
@@ -68,22 +84,107 @@ def stopped_before(spec: TrainSpec, state: RunState | None) -> bool:
     return state is not None and state.stopped and not spec.resume_stopped
 
 
-logger = logging.getLogger(__name__)
+class SumOverRanks(Protocol):
+    """Function that sums one number per rank, exactly in 64 bits. All ranks call it."""
+
+    def __call__(self, value: float, name: str) -> float:
+        """Return the sum; ``name`` names the reduction."""
 
 
-_SECONDS_BETWEEN = 1.0
+class StepControl:
+    """Checkpoints that are due, stop requests and the NaN check, as a context manager on each rank.
 
+    In the block, SIGTERM counts as a stop request, see `StopRequest`.
 
-# Preempting schedulers leave 15 seconds or more. A step that makes no progress for this time is
-# lost.
-_SECONDS_HUNG = 8.0
+    Parameters
+    ----------
+    spec : TrainSpec
+        The training job.
+    rank, size : int
+        This rank, and the number of ranks.
+    sum_over_ranks : callable
+        See `SumOverRanks`.
+    exchange : ObjectExchange
+        See `NanCheck`.
+    """
 
+    def __init__(
+        self,
+        spec: TrainSpec,
+        rank: int,
+        size: int,
+        sum_over_ranks: SumOverRanks,
+        exchange: ObjectExchange,
+    ) -> None:
+        self._options = spec.checkpoints
+        self._has_checkpoints = spec.run.checkpoints_path is not None
+        self._stop = StopRequest(functools.partial(sum_over_ranks, name="stop_request"), size)
+        not_finite = functools.partial(sum_over_ranks, name="not_finite")
+        self._nan_check = NanCheck(rank, size, not_finite, exchange)
+        self._is_due = self._stops = False
 
-# The sum encodes two numbers, exactly in float64 for up to 65,535 ranks.
-_MOST_STEPS = 2**16
+    def __enter__(self) -> Self:
+        self._stop.__enter__()
+        return self
 
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stop.__exit__(*exc_info)
 
-_ASKED = 2.0**32
+    def check_finite(
+        self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
+    ) -> None:
+        """End training if a value is not finite on any rank; see `NanCheck.after_step`."""
+        self._nan_check.after_step(step, epoch, loss, parameters)
+
+    def after_step(
+        self, epoch: int, batches: int, steps: Iterable[int], save: Callable[[], bool]
+    ) -> None:
+        """Save the run if a checkpoint is due or a stop is requested, and then stop on request.
+
+        All ranks must call it equally often, but not after the last step of an epoch: the end of
+        the epoch follows.
+
+        Parameters
+        ----------
+        epoch, batches : int
+            The epoch, from 0, and a shard's completed batches in it.
+        steps : iterable of int
+            The run's optimizer steps since the previous call, from 1.
+        save : callable
+            Saves the run on all ranks. If it returns False, because gradients still accumulate, it
+            is called again after the next step.
+
+        Raises
+        ------
+        TrainingInterruptedError
+            If a rank was asked to stop.
+        """
+        self._is_due = any(map(self._options.due_after, steps)) or self._is_due
+        self._stops = self._stop.after_step() or self._stops
+        if not (self._is_due or self._stops):
+            return
+        if self._has_checkpoints and not save():
+            return
+        self._is_due = False
+        if self._stops:
+            raise interrupted(epoch, batches, self._has_checkpoints)
+
+    def after_epoch(self, epochs: int) -> None:
+        """Stop on request after an epoch whose checkpoint was saved. All ranks must call it.
+
+        Parameters
+        ----------
+        epochs : int
+            Number of completed epochs.
+
+        Raises
+        ------
+        TrainingInterruptedError
+            If a rank was asked to stop.
+        """
+        self._is_due = False
+        if self._stop.after_step() or self._stops:
+            raise interrupted(epochs, 0, self._has_checkpoints)
 
 
 class StopRequest:
@@ -264,4 +365,85 @@ def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
     return TrainingInterruptedError(
         f"The ranks were asked to end (SIGTERM), and have stopped in epoch {epoch} after step "
         f"{step}. {kept}"
+    )
+
+
+class NanCheck:
+    """Checks after each step if training can continue, with the same answer on all ranks.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank, and the number of ranks.
+    sum_over_ranks : callable
+        Sums one number per rank. All ranks call it.
+    exchange : ObjectExchange
+        Gathers the names of parameters that are not finite. Used only if there are any, or if a
+        loss is not finite.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        sum_over_ranks: Callable[[float], float],
+        exchange: ObjectExchange,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._sum_over_ranks = sum_over_ranks
+        self._exchange = exchange
+
+    def after_step(
+        self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
+    ) -> None:
+        """End training if a value is not finite on any rank. All ranks must call it.
+
+        Call it before a checkpoint of the step is saved, so that all kept checkpoints are finite.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer step of the run, from 1.
+        epoch : int
+            The step's epoch, from 0.
+        loss : float or None
+            A loss of this rank that is not finite; None if all losses are finite.
+        parameters : sequence of str
+            Names of the parameters that are not finite after the step.
+
+        Raises
+        ------
+        NotFiniteError
+            On all ranks, with the same message.
+        """
+        own = loss is not None or bool(parameters)
+        if self._size == 1:
+            found = [(loss, list(parameters))] if own else []
+        elif self._sum_over_ranks(float(own)):
+            found = self._exchange.gather((loss, list(parameters)), "not_finite")
+        else:
+            found = []
+        if found:
+            raise NotFiniteError(_message(step, epoch, found))
+
+
+def _message(step: int, epoch: int, found: Sequence[tuple[float | None, list[str]]]) -> str:
+    told = [
+        f"the loss of rank {rank} is {loss}"
+        for rank, (loss, _) in enumerate(found)
+        if loss is not None
+    ]
+    names = list(dict.fromkeys(name for _, parameters in found for name in parameters))
+    if names:
+        others = f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
+        told.append(
+            f"NaN or infinite after it: {', '.join(map(repr, names[:_MOST_NAMED]))}{others}"
+        )
+    return (
+        f"terminate_on_nan: training has ended at step {step} of the run (in epoch {epoch}, the "
+        f"first being 0), on all ranks: {'; '.join(told)}. Checkpoints are of steps before this "
+        "one, and hold finite parameters. Going on unchanged would end here again: look for "
+        "values in the data that are not finite or are very large, set a lower learning rate, or "
+        "clip gradients."
     )
