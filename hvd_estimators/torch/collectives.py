@@ -24,7 +24,6 @@ __all__ = [
     "check_same_weights",
     "choose_device",
     "exchange",
-    "gather_numbers",
     "gather_tensor",
     "not_finite",
     "reduce_tensor",
