@@ -34,7 +34,8 @@ from hvd_estimators.launch.service.exchange import ExchangeServer
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask
-from hvd_estimators.launch.task.job import Job, run_task
+from hvd_estimators.launch.task.entry import run_task
+from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.validation import (
     call_of,

@@ -270,7 +270,7 @@ class Cluster:
             ).stdout.strip()
         except OSError as error:
             raise DependencyError(
-                f"Spark is to run {python!r} for its Python tasks, which does not start: "
+                f"Spark runs {python!r} for its Python tasks, which does not start: "
                 f"{error.strerror}. Set PYSPARK_PYTHON={sys.executable} in the environment before "
                 "the Spark session is made."
             ) from error

@@ -18,7 +18,7 @@ from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
-from hvd_estimators.launch.task.job import import_task
+from hvd_estimators.launch.task.entry import import_task
 from hvd_estimators.launch.warm.client import IDLE_SECONDS
 
 if TYPE_CHECKING:

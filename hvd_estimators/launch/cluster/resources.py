@@ -109,18 +109,18 @@ def _check_profile(profile: Any) -> None:
     for name, request in profile.taskResources.items():
         if name != "cpus" and request.amount != int(request.amount):
             raise ParamError(
-                f"resource_profile: each rank needs {name}s of its own, and a task asks for "
-                f"{request.amount:g}. Ask for a whole number."
+                f"resource_profile: ranks cannot share a {name}, and a task asks for "
+                f"{request.amount:g}. Set a whole number."
             )
 
 
 # An application keeps every registered profile, so each one is registered only once.
-_registered_profiles: dict[tuple[TaskResources, str], ResourceProfile] = {}
+_registered_profiles: dict[tuple[TaskResources, str], ResourceProfile | None] = {}
 
 
 def _registered(
     resources: TaskResources, application: str, context: SparkContext
-) -> ResourceProfile:
+) -> ResourceProfile | None:
     key = (resources, application)
     if key not in _registered_profiles:
         # An RDD registers its profile with the application, and then returns it with its id.

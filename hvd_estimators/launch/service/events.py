@@ -243,7 +243,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
                 except Exception:
                     logger.exception("An event of a rank could not be handled")
 
-    def receive(channel: Channel, *_: Any) -> None:
+    def receive(channel: Channel, *request: Any) -> None:
         try:
             while not ended.is_set():
                 message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)

@@ -1,31 +1,26 @@
-"""Settings of a job for its Spark barrier tasks, and the entry points of these tasks.
+"""Settings of a job, sent from the driver to the tasks, and the environment of their ranks.
 
-The driver sends a `Job` to the tasks, once per executor. A warm process imports the modules of its
-forked ranks for a second or more. So it starts before the task's own imports, which take some
-tenths of a second. This module is imported before anything else of a task, so it must import
-little.
+`hvd_estimators.launch.task.entry` imports this module before anything else of a task, so it must
+import little.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyspark import Broadcast, SparkFiles, TaskContext
+from pyspark import Broadcast, SparkFiles
 
 from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE
-from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.warm.client import WarmStart, wanted
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark import SparkContext
 
 __all__ = [
@@ -33,8 +28,6 @@ __all__ = [
     "AddedFile",
     "Job",
     "broadcast",
-    "import_task",
-    "run_task",
     "task_environment",
     "warm_start",
 ]
@@ -123,43 +116,6 @@ def broadcast(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[
         yield variable
     finally:
         variable.destroy()
-
-
-def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
-    """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
-    for _ in batches:
-        pass
-    context = TaskContext.get()
-    assert context is not None
-    stages = StageReporter(
-        context.partitionId(),
-        socket.gethostname(),
-        job.service,
-        writes_log=not job.one_machine,
-    )
-    try:
-        stages.enter(Stage.IMPORTS)
-        _prepare_warm_start(job)
-        from hvd_estimators.launch.task.run import run_rank
-
-        yield from run_rank(job, stages)
-    finally:
-        stages.close()
-
-
-def import_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
-    """Let this executor import the modules of forked ranks. Runs in a barrier task."""
-    for _ in batches:
-        pass
-    _prepare_warm_start(job)
-    yield from ()
-
-
-def _prepare_warm_start(job: Job) -> None:
-    """Start the process that imports the modules of forked ranks, if ranks are forked."""
-    start = warm_start(job)
-    if start is not None:
-        start.prepare(job.executable or sys.executable, task_environment(job))
 
 
 def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:

@@ -1,0 +1,104 @@
+"""The driver's service: one port and one secret for all that ranks send to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, new_secret, retry
+from hvd_estimators.launch.service.elastic_state import CommitStore, commit, fetch
+from hvd_estimators.launch.service.events import EventSender, RankMessage, receive_events
+from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch.service.server import DriverService, connect_to_driver
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_events_an_exchange_and_commits_share_a_port_and_a_secret() -> None:
+    received: queue.Queue[Any] = queue.Queue()
+    before = len(listening_ports())
+    with (
+        CommitStore() as commits,
+        DriverService("127.0.0.1") as service,
+        commits.serve(service),
+        receive_events(service, received.put),
+        ExchangeServer(service, 1, "application") as exchange,
+    ):
+        assert len(listening_ports()) == before + 1
+        context: Any = SimpleNamespace(partitionId=lambda: 0)
+        job: Any = SimpleNamespace(service=service.address, exchanges_over_driver=exchange.is_used)
+        with contextlib.closing(EventSender(service.address)) as sender:
+            sender.send(RankMessage(0, "before"))
+            assert Exchange(context, job)({"rank": 0}) == [{"rank": 0}]
+            commit(service.address, 0, "state")
+            assert fetch(service.address, 0) is None
+            sender.send(RankMessage(0, "after"))
+        assert [received.get(timeout=10).message for _ in range(2)] == ["before", "after"]
+    assert commits.count == 1
+
+
+def listening_ports() -> set[int]:
+    connections = psutil.Process().net_connections()
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_request_of_an_unknown_kind_ends_only_its_own_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with DriverService("127.0.0.1") as service:
+        service.add_handler("echo", lambda channel, message, body: channel.send(message, body))
+        with connect_to_driver(service.address) as channel:
+            channel.send({"kind": "weather"})
+            with pytest.raises(ConnectionError):
+                channel.receive(5)
+        with connect_to_driver(service.address) as channel:
+            channel.send({"kind": "echo"}, b"body")
+            assert channel.receive(5) == ({"kind": "echo"}, b"body")
+    assert "could not be answered" in caplog.text
+
+
+def test_the_secret_of_another_launch_is_rejected() -> None:
+    with DriverService("127.0.0.1") as service, DriverService("127.0.0.1") as other:
+        place = service.address.rpartition(":")[0]
+        for secret in (other.address.rpartition(":")[2], new_secret().hex(), ""):
+            with pytest.raises((AuthenticationError, ConnectionError)):
+                connect_to_driver(f"{place}:{secret}")
+
+
+def test_connections_and_threads_end_with_the_service() -> None:
+    threads = threading.active_count()
+    with DriverService("127.0.0.1") as service:
+        service.add_handler("wait", lambda channel, *_: channel.receive(60))
+        channel = connect_to_driver(service.address)
+        channel.send({"kind": "wait"})
+        assert not service.drain(0.05)
+    with pytest.raises(ConnectionError):
+        channel.receive(5)
+    channel.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_failing_attempt_is_repeated_until_its_error_is_final() -> None:
+    errors: list[OSError] = [ConnectionRefusedError(), TimeoutError()]
+
+    def attempt() -> str:
+        if errors:
+            raise errors.pop()
+        return "answer"
+
+    assert retry(attempt, lambda error: False, 0.0) == "answer"
+
+    errors[:] = [AuthenticationError("wrong"), ConnectionRefusedError()]
+    with pytest.raises(AuthenticationError, match="wrong"):
+        retry(attempt, lambda error: isinstance(error, AuthenticationError), 0.0)
+    assert not errors
