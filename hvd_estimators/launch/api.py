@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.rank.user_call import call_without_notifications, of_first_rank
+from hvd_estimators.launch.rank.worker import call_without_notifications, of_first_rank
 from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ from hvd_estimators.launch.validation import (
     whole_number,
 )
 from hvd_estimators.launch.versions import require_patches
-from hvd_estimators.launch.warm.client import WarmStart, wanted
-from hvd_estimators.launch.warm.modules import modules_of
+from hvd_estimators.launch.warm.client import WarmStart, modules_of, wanted
 
 __all__ = ["LocalBackend"]
 

@@ -45,8 +45,7 @@ from hvd_estimators.launch.validation import (
     whole_number,
 )
 from hvd_estimators.launch.versions import require_patches
-from hvd_estimators.launch.warm.client import wanted
-from hvd_estimators.launch.warm.modules import modules_of
+from hvd_estimators.launch.warm.client import modules_of, wanted
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster

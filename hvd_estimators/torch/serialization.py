@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators._util import unpickling
+from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.temp_files import LazyFile, LocalFile
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError
@@ -103,7 +103,7 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
     options: dict[str, Any] = {
         "map_location": "cpu",
         "weights_only": False,
-        "pickle_module": unpickling,
+        "pickle_module": unpickle_imports,
     }
     with _opened(document) as file:
         with zipfile.ZipFile(file) as archive:
@@ -194,7 +194,7 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
     """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
     parameters = dict(plain_module(module).named_parameters())
 
-    class Named(unpickling.Unpickler):
+    class Named(unpickle_imports.Unpickler):
         def persistent_load(self, pid: Any) -> torch.nn.Parameter:
             return parameters[pid]
 
@@ -350,7 +350,7 @@ def load_with_references(
     parts = {(kind, name): part for kind, name, part in _parts_of(module)}
     parts["optimizer", ""] = optimizer
 
-    class Named(unpickling.Unpickler):
+    class Named(unpickle_imports.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             if pid[0] == "global":
                 return getattr(importlib.import_module(pid[1]), pid[2])
@@ -438,7 +438,7 @@ def load_trained(
     if "module" in found:
         tensors = found["tensors"]
 
-        class Named(unpickling.Unpickler):
+        class Named(unpickle_imports.Unpickler):
             def persistent_load(self, pid: Any) -> Any:
                 return tensors[pid]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "Batch",
     "Selected",
     "TensorSpec",
+    "call_with_leading",
     "require_tensors",
     "select_outputs",
     "selection",
@@ -358,3 +360,12 @@ def with_form(
         return module(*inputs)
     named = dict(zip(names, inputs, strict=True))
     return module(named) if form == "dict" else module(**named)
+
+
+def call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a user's function with the first arguments, as many as it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*arguments)
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return function(*arguments[:count])

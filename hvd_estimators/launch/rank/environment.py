@@ -74,10 +74,7 @@ def rank_environment(slot: SlotInfo) -> dict[str, str]:
 
 
 DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, **LOG_LEVEL}
-
-
 """Default variables of ranks, used if neither user, driver nor executor has set them."""
-
 
 # Parts of names of secrets. Some match only at the end of a word, so that TOKENIZERS_PARALLELISM
 # does not match.
@@ -87,10 +84,8 @@ _SECRET = re.compile(
     "|(?:^|_)(?:PAT|SAS|AUTH|COOKIE|DSN|SIGNATURE)(?:_|$)"
 )
 
-
 # A user and a password in a URL, for example of a database or proxy.
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-
 
 # Variables of the driver's machine, process or session, which would be wrong on other machines.
 _OF_THE_DRIVER = re.compile(

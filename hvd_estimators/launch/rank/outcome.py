@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_estimators._util.unpickling import loads
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import (
     DependencyError,
     GpuError,
@@ -34,12 +34,9 @@ __all__ = [
 
 _OWN = str(Path(__file__).parents[2])
 
-
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
-
 _FOLDED = tuple(f"{path}/{name}/" for path in _LIBRARIES for name in ("pyspark", "py4j"))
-
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
@@ -80,14 +77,14 @@ def report_error(error: BaseException) -> ErrorReport:
 
 def fold_frames(text: str) -> str:
     """Replace the frames of this package, PySpark and Py4J in a traceback by their count."""
-    kept: list[str] = []
+    lines: list[str] = []
     folded = 0
     in_folded = False
 
     def note() -> None:
         nonlocal folded
         if folded:
-            kept.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
+            lines.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
         folded = 0
 
     for line in text.splitlines():
@@ -101,9 +98,9 @@ def fold_frames(text: str) -> str:
             in_folded = False
             note()
         if not in_folded:
-            kept.append(line)
+            lines.append(line)
     note()
-    return "\n".join(kept) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
@@ -117,18 +114,11 @@ def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None
 
 logger = logging.getLogger(__name__)
 
-
 ABORTED = "aborted"
-
-
 """Error type of a rank that was ended, or not started, because another rank failed."""
 
-
 NOT_STARTED = "not started"
-
-
 """Error type of a rank whose machine cannot run it."""
-
 
 # Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
 _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
@@ -206,12 +196,11 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     first = min(failed, key=_blame)
     if first.error_type == NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
-    if first.error_type == UnreachableError.__name__:
-        raise UnreachableError(first.error)
-    if first.error_type == GpuError.__name__ and first.report is None:
-        raise GpuError(first.error)
-    if first.error_type == DependencyError.__name__ and first.report is None:
-        raise DependencyError(first.error)
+    for kind in (DependencyError, GpuError, UnreachableError):
+        # The user's function may raise the first two.
+        is_reported = first.report is None or kind is UnreachableError
+        if first.error_type == kind.__name__ and is_reported:
+            raise kind(first.error)
     if first.lost is not None:
         rank, host = first.lost
         raise WorkerFailedError(
@@ -263,10 +252,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
     """Raise an error that names the stalled rank, if Horovod shut down because of it."""
     for outcome in outcomes:
-        found = stalled_ranks(outcome.output_tail)
-        if found is None:
+        shutdown = stalled_ranks(outcome.output_tail)
+        if shutdown is None:
             continue
-        seconds, tensors = found
+        seconds, tensors = shutdown
         by_rank = {outcome.rank: outcome for outcome in outcomes}
         rank = min(tensors)
         stalled = by_rank.get(rank)

@@ -64,12 +64,12 @@ class WantedRank:
         self.report = report
 
 
-def serve(asked: Mapping[str, Any]) -> WantedRank:
+def serve(settings: Mapping[str, Any]) -> WantedRank:
     """Run the warm process. Returns only in forks, which must become ranks.
 
     Parameters
     ----------
-    asked : mapping
+    settings : mapping
         Parameters from `hvd_estimators.launch.warm.client.WarmStart`: descriptors of the listening
         socket, of its directory and of the owners; the socket's name; modules; idle seconds.
     """
@@ -78,10 +78,10 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
     own_name = _NAME_FILE.read_text()
     _NAME_FILE.write_text(NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listening = socket.socket(fileno=asked["listening"])
-    server = _Server(listening, asked)
+    listening = socket.socket(fileno=settings["listening"])
+    server = _Server(listening, settings)
     try:
-        server.prepare(asked["modules"])
+        server.prepare(settings["modules"])
         # This process need not wait for its guardians, because they report their status themselves.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rank = server.run()
@@ -96,12 +96,12 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
 
 
 class _Server:
-    def __init__(self, listening: socket.socket, asked: Mapping[str, Any]) -> None:
+    def __init__(self, listening: socket.socket, settings: Mapping[str, Any]) -> None:
         self._listening = listening
-        self._folder: int = asked["folder"]
-        self._name: str = asked["name"]
-        self._watched: list[int] = asked["watched"]
-        self._idle_seconds: float = asked["idle_seconds"]
+        self._folder: int = settings["folder"]
+        self._name: str = settings["name"]
+        self._watched: list[int] = settings["watched"]
+        self._idle_seconds: float = settings["idle_seconds"]
         self._inode = os.stat(self._name, dir_fd=self._folder).st_ino
         self._files: dict[str, tuple[int, int]] = {}
         self._refusal = b""
@@ -131,8 +131,8 @@ class _Server:
         poller = select.poll()
         for descriptor in (self._listening.fileno(), *self._watched):
             poller.register(descriptor, select.POLLIN)
-        asked_last = time.monotonic()
-        while time.monotonic() - asked_last < self._idle_seconds and self._is_listed():
+        last_request = time.monotonic()
+        while time.monotonic() - last_request < self._idle_seconds and self._is_listed():
             seconds = min(_LOOK_SECONDS, self._idle_seconds)
             ready = {descriptor for descriptor, _ in poller.poll(seconds * 1000)}
             if ready & set(self._watched):
@@ -144,7 +144,7 @@ class _Server:
                 rank = self._answer(connection)
                 if rank is not None:
                     return rank
-            asked_last = time.monotonic()
+            last_request = time.monotonic()
             if self._refusal == STALE:
                 break
         return None
@@ -227,7 +227,7 @@ class _Server:
     def _is_fresh(self) -> bool:
         """Return whether the files of all imported modules are unchanged."""
         try:
-            return all(_version(path) == known for path, known in self._files.items())
+            return all(_version(path) == version for path, version in self._files.items())
         except OSError:
             return False
 
@@ -242,9 +242,9 @@ def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     importlib.invalidate_caches()
     # NumPy's generator was seeded at import; Python reseeds its own generator in every fork.
-    drawn = sys.modules.get("numpy.random")
-    if drawn is not None:
-        drawn.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)
@@ -267,8 +267,8 @@ def _threads_after_a_fork() -> list[str]:
 
 
 def _version(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size
 
 
 def _close(descriptors: Iterable[int]) -> None:

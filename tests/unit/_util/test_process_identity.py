@@ -32,7 +32,7 @@ def test_a_process_that_has_ended_has_no_state():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert not pid_exists(process.pid)
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError):
         process_stat(process.pid)
 
 

@@ -138,7 +138,7 @@ def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(on: An
 def test_the_timeout_may_be_in_the_environment(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.01")
     on(FakeCluster(killed(), slots=(1,)))
-    with pytest.raises(SlotsError, match=r"in vain for 0.01 s"):
+    with pytest.raises(SlotsError, match=r"not free within 0.01 s"):
         run_elastic(print, num_proc=2)
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "soon")
     with pytest.raises(ParamError, match="HOROVOD_ELASTIC_TIMEOUT: expected seconds, found 'soon'"):
@@ -152,7 +152,7 @@ def test_slots_that_go_while_ranks_start_again_are_waited_for(on: Any, error: An
     assert cluster.relaunches == [0, 1, 1, 1]
 
     on(FakeCluster(killed(), *[error] * 1000))
-    with pytest.raises(SlotsError, match=r"in vain for 0.02 s .*: gone"):
+    with pytest.raises(SlotsError, match=r"not free within 0.02 s .*: gone"):
         run_elastic(print, num_proc=2, elastic_timeout=0.02)
 
 
@@ -204,7 +204,7 @@ def test_without_a_limit_a_job_goes_on_for_as_long_as_it_gets_on(
     if launches > len(ends):
         assert run_elastic(print, num_proc=2) == [2]
     else:
-        with pytest.raises(WorkerFailedError, match="last 4 launches have got nowhere; set reset"):
+        with pytest.raises(WorkerFailedError, match="launches have made no progress; set reset"):
             run_elastic(print, num_proc=2)
     assert len(cluster.launches) == launches
 
