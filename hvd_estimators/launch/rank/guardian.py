@@ -188,9 +188,9 @@ def _end_descendants() -> None:
 def _descendants(ancestor: int) -> list[int]:
     """Return the IDs of all descendants of a process. Linux only."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
+    names = os.listdir("/proc") if sys.platform == "linux" else []
+    for pid in map(int, filter(str.isdigit, names)):
         with contextlib.suppress(OSError):
-            pid = int(path.name)
             children.setdefault(process_stat(pid).parent, []).append(pid)
     descendants = list(children.get(ancestor, ()))
     for pid in descendants:
