@@ -40,7 +40,7 @@ from hvd_estimators.launch.validation import (
     whole_number,
 )
 from hvd_estimators.launch.versions import require_patches
-from hvd_estimators.launch.warm.client import WarmStart, modules_of, wanted
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, modules_of
 
 __all__ = ["LocalBackend"]
 
@@ -123,7 +123,7 @@ class LocalBackend(Backend):
         environment_given(env or {})
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
-        if self._warm_start and wanted(os.environ):
+        if self._warm_start and allows_warm_start(os.environ):
             warm = WarmStart(modules_of(call), [os.getpid()])
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 
-from hvd_estimators.launch.rank.output import LOG_LEVEL
+from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
 from hvd_estimators.launch.timeouts import GLOO_TIMEOUT
 
 __all__ = [
@@ -73,8 +73,11 @@ def rank_environment(slot: SlotInfo) -> dict[str, str]:
     }
 
 
-DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, **LOG_LEVEL}
-"""Default variables of ranks, used if neither user, driver nor executor has set them."""
+DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, LOG_LEVEL_VARIABLE: "1"}
+"""Default variables of ranks, used if neither user, driver nor executor has set them.
+
+TensorFlow then logs only errors and warnings, such as of unusable GPUs.
+"""
 
 # Parts of names of secrets. Some match only at the end of a word, so that TOKENIZERS_PARALLELISM
 # does not match.

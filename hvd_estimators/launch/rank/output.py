@@ -13,7 +13,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -21,7 +20,6 @@ from typing_extensions import Self
 from hvd_estimators.launch.gpus import visible_gpus
 
 __all__ = [
-    "LOG_LEVEL",
     "LOG_LEVEL_VARIABLE",
     "LineHandler",
     "OutputReader",
@@ -34,9 +32,6 @@ __all__ = [
 
 LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 """Environment variable with TensorFlow's minimum log level; 0 logs all lines."""
-
-LOG_LEVEL = {LOG_LEVEL_VARIABLE: "1"}
-"""Variables that make TensorFlow log only errors and warnings, such as of unusable GPUs."""
 
 LineHandler = Callable[[list[str]], None]
 """Called with lines of a rank's output."""
@@ -195,12 +190,7 @@ class Relay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:

@@ -20,7 +20,7 @@ from hvd_estimators.launch.rank.environment import (
 )
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE
 from hvd_estimators.launch.service.stages import StageReporter
-from hvd_estimators.launch.warm.client import WarmStart, wanted
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.task.spec import Job
@@ -62,6 +62,6 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
 
 def warm_start(job: Job) -> WarmStart | None:
     """Return the warm start that forks this rank, or None for a fresh process."""
-    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
+    if job.modules is None or not allows_warm_start({**os.environ, **job.driver_env}):
         return None
     return WarmStart.of_executor(job.modules)

@@ -37,11 +37,11 @@ __all__ = [
     "ForkedRank",
     "WarmStart",
     "address_of",
+    "allows_warm_start",
     "connected",
     "is_alive",
     "modules_of",
     "sockets_folder",
-    "wanted",
     "warm_environment",
 ]
 
@@ -211,7 +211,7 @@ class ForkedRank:
             self._connection.recv(1)
 
 
-def wanted(env: Mapping[str, str]) -> bool:
+def allows_warm_start(env: Mapping[str, str]) -> bool:
     """Return whether the system and the given environment allow warm starts."""
     return sys.platform == "linux" and env.get(WARM_START_VARIABLE, "1") != "0"
 

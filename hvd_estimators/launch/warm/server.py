@@ -23,12 +23,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_estimators.launch.warm.client import GO, HELLO, STALE
 
-__all__ = ["NAME", "WantedRank", "serve"]
+__all__ = ["NAME", "ForkSpec", "serve"]
 
 NAME = "hvd-warm"
 """Name of the process in ``ps`` and ``top``."""
@@ -42,7 +43,8 @@ _NAME_FILE = Path("/proc/self/comm")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class WantedRank:
+@dataclass(frozen=True)
+class ForkSpec:
     """Parameters of the rank that a fork becomes.
 
     Attributes
@@ -57,14 +59,13 @@ class WantedRank:
         Socket to which the rank's guardian sends its exit status.
     """
 
-    def __init__(self, directory: str, lifeline: int, parent: int, report: socket.socket) -> None:
-        self.directory = directory
-        self.lifeline = lifeline
-        self.parent = parent
-        self.report = report
+    directory: str
+    lifeline: int
+    parent: int
+    report: socket.socket
 
 
-def serve(settings: Mapping[str, Any]) -> WantedRank:
+def serve(settings: Mapping[str, Any]) -> ForkSpec:
     """Run the warm process. Returns only in forks, which must become ranks.
 
     Parameters
@@ -126,7 +127,7 @@ class _Server:
         gc.freeze()
         gc.enable()
 
-    def run(self) -> WantedRank | None:
+    def run(self) -> ForkSpec | None:
         """Answer requests until idle, stale or without owner; return the rank in a fork."""
         poller = select.poll()
         for descriptor in (self._listening.fileno(), *self._watched):
@@ -161,7 +162,7 @@ class _Server:
             return os.stat(self._name, dir_fd=self._folder).st_ino == self._inode
         return False
 
-    def _answer(self, connection: socket.socket) -> WantedRank | None:
+    def _answer(self, connection: socket.socket) -> ForkSpec | None:
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
@@ -201,7 +202,7 @@ class _Server:
         output: int,
         errors: int,
         parent: int,
-    ) -> WantedRank:
+    ) -> ForkSpec:
         os.setsid()
         connection.settimeout(_REQUEST_SECONDS)
         connection.send(str(os.getpid()).encode())
@@ -222,7 +223,7 @@ class _Server:
             os.write(2, printed)
         _be_fresh(spec, lifeline)
         report = socket.socket(fileno=os.dup(connection.fileno()))
-        return WantedRank(spec["directory"], lifeline, parent, report)
+        return ForkSpec(spec["directory"], lifeline, parent, report)
 
     def _is_fresh(self) -> bool:
         """Return whether the files of all imported modules are unchanged."""
