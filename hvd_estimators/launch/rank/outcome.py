@@ -32,12 +32,20 @@ __all__ = [
     "results_in_order",
 ]
 
+logger = logging.getLogger(__name__)
+
+ABORTED = "aborted"
+"""Error type of a rank that was ended, or not started, because another rank failed."""
+
+NOT_STARTED = "not started"
+"""Error type of a rank whose machine cannot run it."""
+
+# Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
+_CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
+
 _OWN = str(Path(__file__).parents[2])
-
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-
 _FOLDED = tuple(f"{path}/{name}/" for path in _LIBRARIES for name in ("pyspark", "py4j"))
-
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -79,28 +87,21 @@ def fold_frames(text: str) -> str:
     """Replace the frames of this package, PySpark and Py4J in a traceback by their count."""
     lines: list[str] = []
     folded = 0
-    in_folded = False
-
-    def note() -> None:
-        nonlocal folded
-        if folded:
-            lines.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
-        folded = 0
-
-    for line in text.splitlines():
+    is_folded = False
+    for line in [*text.splitlines(), ""]:
         frame = _FRAME.match(line)
         if frame is not None:
-            in_folded = frame["file"].startswith((f"{_OWN}/", *_FOLDED))
-            folded += in_folded
-            if not in_folded:
-                note()
+            is_folded = frame["file"].startswith((f"{_OWN}/", *_FOLDED))
+            folded += is_folded
         elif not line.startswith("    "):
-            in_folded = False
-            note()
-        if not in_folded:
-            lines.append(line)
-    note()
-    return "\n".join(lines) + "\n"
+            is_folded = False
+        if is_folded:
+            continue
+        if folded:
+            lines.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
+            folded = 0
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
@@ -110,18 +111,6 @@ def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None
         if not is_library and not frame.filename.startswith("<frozen "):
             return frame
     return None
-
-
-logger = logging.getLogger(__name__)
-
-ABORTED = "aborted"
-"""Error type of a rank that was ended, or not started, because another rank failed."""
-
-NOT_STARTED = "not started"
-"""Error type of a rank whose machine cannot run it."""
-
-# Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
-_CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 
 
 @dataclass(frozen=True)
@@ -204,7 +193,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     if first.lost is not None:
         rank, host = first.lost
         raise WorkerFailedError(
-            f"Rank {first.rank} on {first.host} has lost touch with another one. "
+            f"Rank {first.rank} on {first.host} has lost its connection to another rank. "
             f"{first.error.rstrip()}\nThe end of its output:\n{first.output_tail or '(none)'}",
             rank=rank,
             host=host,
@@ -264,7 +253,7 @@ def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> No
         raise WorkerFailedError(
             f"Rank {rank} on {host} has held up the others for more than {seconds:g} s "
             f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): they waited for its part of "
-            f"{tensors[rank]}. Rank {first.rank} says:\n{first.error.rstrip()}\n"
+            f"{tensors[rank]}. The error of rank {first.rank}:\n{first.error.rstrip()}\n"
             f"The end of rank {rank}'s output:\n{tail.rstrip() or '(none)'}",
             rank=rank,
             host=host,

@@ -165,7 +165,7 @@ def _supervise(
 def failure_of(outcome: RankOutcome) -> Failure:
     """Return a short description of a rank's failure for the other ranks."""
     if outcome.lost is not None:
-        return Failure(outcome.rank, outcome.host, f"has lost touch: {outcome.error}")
+        return Failure(outcome.rank, outcome.host, f"has lost its connection: {outcome.error}")
     lines = outcome.error.rstrip().splitlines() or [""]
     # A traceback ends with the error; a stall's reason precedes the call stacks of waiting ranks.
     reason = lines[0 if outcome.error_type == "stalled" else -1]
