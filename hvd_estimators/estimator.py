@@ -41,9 +41,8 @@ from hvd_estimators.fitting.run import (
     reading_identity,
 )
 from hvd_estimators.fitting.trial import Trial, rows_of_frame, try_batches, zeros
-from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.jobs import jobs_on
-from hvd_estimators.launch.foreign_backends import as_backend
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.prepare.dataframe import prepare_data

@@ -75,7 +75,7 @@ def _pickle_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[Non
 @pytest.fixture
 def compat() -> Iterator[None]:
     """Names of horovod.spark that resolve to this package, until the test ends."""
-    from hvd_estimators._util import unpickling
+    from hvd_estimators._util import unpickle_imports
     from hvd_estimators.compat import finder
 
     def forget() -> None:
@@ -86,7 +86,7 @@ def compat() -> Iterator[None]:
 
     def uninstall() -> None:
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, finder._AliasFinder)]
-        unpickling._modules.clear()
+        unpickle_imports._modules.clear()
         forget()
 
     forget()

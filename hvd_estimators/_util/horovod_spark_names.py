@@ -114,25 +114,25 @@ HOMES: Mapping[str, Mapping[str, str]] = {
 }
 """Module below ``horovod.spark`` to its names, and each name to ``module`` or ``module:name``."""
 
-_LAUNCH = "hvd_estimators.run and run_elastic start the ranks: call them instead."
+_LAUNCH = "Call hvd_estimators.run or run_elastic, which start the ranks."
 _RANKS = (
-    "It was the ranks' program, which fit() sends; train_minibatch_fn, callbacks, data_module and "
-    "transformation_fn change what ranks do."
+    "It was the ranks' program, which fit() now sends. To change the ranks' training, set "
+    "train_minibatch_fn, callbacks, data_module or transformation_fn."
 )
 _SAVING = (
-    "Estimators and models are saved as folders of files, with write(), save(path) and "
-    "load(path); a subclass needs no writer or reader of its own."
+    "Use write(), save(path) and load(path), which store estimators and models as folders. "
+    "Subclasses inherit these methods."
 )
 _LOADERS = (
-    "Give the estimator data_module='petastorm' or 'arrow', a class derived from "
-    "hvd_estimators.loading.readers.DataModule, or, with Lightning, a LightningDataModule class "
-    "with DataLoaders of its own."
+    "Set the estimator's data_module to 'petastorm', 'arrow' or a class derived from "
+    "hvd_estimators.loading.readers.DataModule. With Lightning, it can also be a "
+    "LightningDataModule class with its own DataLoaders."
 )
 _NVTABULAR = "NVTabular is no longer developed. " + _LOADERS
-_TYPES = "fit() and transform() find types and shapes by themselves."
+_TYPES = "fit() and transform() determine types and shapes."
 _PREPARED = (
-    "hvd_estimators.get_dataset_properties tells rows and columns of what prepare_data has "
-    "written, list_prepared_data all of it."
+    "hvd_estimators.get_dataset_properties returns the rows and columns of a prepared dataset, "
+    "and list_prepared_data lists all of them."
 )
 
 LEFT_OUT_MODULES: Mapping[str, str] = {
@@ -141,13 +141,13 @@ LEFT_OUT_MODULES: Mapping[str, str] = {
     "horovod.spark.data_loaders": _LOADERS,
     "horovod.spark.driver": _LAUNCH,
     "horovod.spark.gloo_run": _LAUNCH,
-    "horovod.spark.keras.bare": "Models of bare Keras went with Keras 2. Make them with Keras 3.",
-    "horovod.spark.keras.optimizer": "Optimizers of Keras 3 are taken as they are.",
+    "horovod.spark.keras.bare": "Models of bare Keras need Keras 2. Create them with Keras 3.",
+    "horovod.spark.keras.optimizer": "Estimators accept optimizers of Keras 3 unchanged.",
     "horovod.spark.keras.remote": _RANKS,
-    "horovod.spark.keras.tensorflow": "Optimizers of Keras 3 are taken as they are.",
+    "horovod.spark.keras.tensorflow": "Estimators accept optimizers of Keras 3 unchanged.",
     "horovod.spark.keras.util": _RANKS,
     "horovod.spark.lightning.legacy": (
-        "Give LightningEstimator the plain torch.nn.Module itself, with optimizer and loss."
+        "Pass LightningEstimator the torch.nn.Module itself, with optimizer and loss."
     ),
     "horovod.spark.lightning.remote": _RANKS,
     "horovod.spark.lightning.util": "Pickle modules with cloudpickle, or use torch.save.",
@@ -156,8 +156,8 @@ LEFT_OUT_MODULES: Mapping[str, str] = {
     "horovod.spark.task.mpirun_exec_fn": f"Gloo is the controller, not MPI. {_LAUNCH}",
     "horovod.spark.task.task_service": _LAUNCH,
     "horovod.spark.tensorflow": (
-        "There is no data service of TensorFlow here. Its dispatcher and workers can be started "
-        "with hvd_estimators.run and horovod.tensorflow.data.compute_service."
+        "This package has no TensorFlow data service. Start its dispatcher and workers with "
+        "hvd_estimators.run and horovod.tensorflow.data.compute_service."
     ),
     "horovod.spark.torch.remote": _RANKS,
     "horovod.spark.torch.util": "Pickle modules with cloudpickle, or use torch.save.",
@@ -176,7 +176,7 @@ LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
             _TYPES,
         ),
         "get_simple_meta_from_parquet": _PREPARED,
-        "host_hash": "socket.gethostname() tells hosts apart; ranks are placed by Spark.",
+        "host_hash": "Use socket.gethostname() to identify hosts; Spark places the ranks.",
     },
     "horovod.spark.keras.datamodule": {"NVTabularDataModule": _NVTABULAR},
     "horovod.spark.keras.estimator": dict.fromkeys(
@@ -188,8 +188,8 @@ LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
     ),
     "horovod.spark.lightning.datamodule": {
         "PetastormDataModule": (
-            "data_module='petastorm' reads with Petastorm, which is the default where it can be "
-            "imported. For loaders of your own derive from LightningDataModule itself."
+            "Set data_module='petastorm' to read with Petastorm, the default if it is installed. "
+            "For your own loaders, derive a class from LightningDataModule."
         )
     },
     "horovod.spark.lightning.estimator": dict.fromkeys(

@@ -54,8 +54,8 @@ def process_stat(pid: int) -> ProcessStat:
         If there is no such process, or no ``/proc``.
     """
     # PID (name) state parent ...; the name may contain any character.
-    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    before, _, after = text.rpartition(")")
+    with open(f"/proc/{pid}/stat", errors="replace") as file:
+        before, _, after = file.read().rpartition(")")
     fields = after.split()
     return ProcessStat(before.partition("(")[2], fields[0], int(fields[1]), fields[19])
 

@@ -37,14 +37,14 @@ def current_session() -> SparkSession:
     DependencyError
         If no session can be created, for example in a thread without its Spark Connect session.
     """
-    found = _session.get() or SparkSession.getActiveSession()
-    if found is not None:
-        return found
+    session = _session.get() or SparkSession.getActiveSession()
+    if session is not None:
+        return session
     try:
         return SparkSession.builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise DependencyError(
-            f"There is no Spark session in this thread, and none can be made ({error}). Start the "
+            f"This thread has no Spark session, and creating one failed ({error}). Start the "
             "thread as pyspark.InheritableThread(target, session=spark), or set SPARK_REMOTE."
         ) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators._util.lazy_imports import lazy_names
-from hvd_estimators._util.unpickling import import_first
+from hvd_estimators._util.unpickle_imports import import_first
 from hvd_estimators.exceptions import LeftOutError, did_you_mean
 
 __all__ = ["MARKER", "install", "is_installed"]

@@ -29,7 +29,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting.record import now
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, PATIENCE_VARIABLE
-from hvd_estimators.launch.relaunch import for_good, slots_again, summary
+from hvd_estimators.launch.relaunch import await_relaunch_slots, final_error, summary
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import RunPaths, Store
@@ -369,7 +369,7 @@ class Restarts:
         elif self.is_lost():
             why = ", and another process trains this run by now"
         if why:
-            raise for_good(error, self.failures, why) from error
+            raise final_error(error, self.failures, why) from error
         self.failures.append(error)
         self._deadline = time.monotonic() + seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
 
@@ -425,7 +425,7 @@ class Restarts:
         def count() -> int:
             return backend.task_slots() or 0
 
-        slots = slots_again(count, least, before.num_processes(), self._deadline)
+        slots = await_relaunch_slots(count, least, before.num_processes(), self._deadline)
         if slots >= most:
             return backend
         resized = backend.resized(slots) if slots >= least else None

@@ -30,7 +30,7 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickling import first_imports, loads
+from hvd_estimators._util.unpickle_imports import first_imports, loads
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.inference.batch import (

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickling import load
+from hvd_estimators._util.unpickle_imports import load
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.custom_objects import constructing

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_estimators._util.unpickling import loads
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.custom_objects import complete_config, make_object
 

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickling import Unpickler, loads
+from hvd_estimators._util.unpickle_imports import Unpickler, loads
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import has_own_compile
 from hvd_estimators.keras.custom_objects import (

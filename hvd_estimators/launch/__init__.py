@@ -11,8 +11,7 @@ from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.api import HorovodRunner, run, run_elastic
-    from hvd_estimators.launch.backend import Backend
-    from hvd_estimators.launch.foreign_backends import as_backend
+    from hvd_estimators.launch.backend import Backend, as_backend
     from hvd_estimators.launch.local_backend import LocalBackend
     from hvd_estimators.launch.service.events import (
         Event,
@@ -49,7 +48,7 @@ __getattr__, __dir__ = lazy_names(
         "RankOutput": "hvd_estimators.launch.service.events",
         "RankProgress": "hvd_estimators.launch.service.events",
         "SparkBackend": "hvd_estimators.launch.spark_backend",
-        "as_backend": "hvd_estimators.launch.foreign_backends",
+        "as_backend": "hvd_estimators.launch.backend",
         "log_to_driver": "hvd_estimators.launch.service.events",
         "run": "hvd_estimators.launch.api",
         "run_elastic": "hvd_estimators.launch.api",

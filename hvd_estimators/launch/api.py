@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.rank.user_call import call_without_notifications, of_first_rank
+from hvd_estimators.launch.rank.worker import call_without_notifications, of_first_rank
 from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
 
 if TYPE_CHECKING:
-    from hvd_estimators.launch.spark_backend import SparkBackend
+    pass
 
 __all__ = ["HorovodRunner", "run", "run_elastic"]
 
@@ -180,21 +180,18 @@ class HorovodRunner:
     def __init__(
         self, *, np: int, driver_log_verbosity: str = "log_callback_only", **options: Any
     ) -> None:
-        if isinstance(np, bool) or not isinstance(np, Integral):
-            raise ParamError(f"np: expected a whole number of processes, found {np!r}.")
+        self._np = whole_number("np", np, minimum=-sys.maxsize)
         if driver_log_verbosity not in _VERBOSITIES:
             raise ParamError(
                 f"driver_log_verbosity: expected one of {', '.join(map(repr, _VERBOSITIES))}, "
                 f"found {driver_log_verbosity!r}."
             )
-        for name in ("num_proc", "verbose"):
+        for name, instead in (("num_proc", "np"), ("verbose", "driver_log_verbosity")):
             if name in options:
-                instead = {"num_proc": "np", "verbose": "driver_log_verbosity"}[name]
                 raise ParamError(f"HorovodRunner has no argument {name!r}. Set {instead}.")
-        self._np: int = int(np)
-        self._shows_all: bool = np < 0 or driver_log_verbosity == "all"
-        self._options: Mapping[str, Any] = options
-        if np == 0:
+        self._shows_all = self._np < 0 or driver_log_verbosity == "all"
+        self._options = options
+        if self._np == 0:
             warnings.warn(
                 "np=0 takes all task slots that the cluster has when the job starts, and is "
                 "deprecated. Set np to the number of processes that you need.",
@@ -356,26 +353,24 @@ def run_elastic(
     [3, 3]
     """
     call = call_of(fn, args, kwargs)
-    options = _only_given(
+    from hvd_estimators.launch.relaunch import Launches
+    from hvd_estimators.launch.spark_backend import SparkBackend
+
+    backend = functools.partial(
+        SparkBackend,
+        env=environment_given(env or {}),
         start_timeout=start_timeout,
+        verbose=verbose,
         executable=executable,
         stdout=stdout,
         stderr=stderr,
         nics=nics,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
         resource_profile=resource_profile,
         gpus_per_task=gpus_per_task,
         cpus_per_task=cpus_per_task,
-        warm_start=None if warm_start else False,
+        warm_start=warm_start,
     )
-    if prefix_output_with_timestamp:
-        options["prefix_output_with_timestamp"] = True
-
-    from hvd_estimators.launch.relaunch import Launches
-    from hvd_estimators.launch.spark_backend import SparkBackend
-
-    def backend(num_proc: int | None) -> SparkBackend:
-        return SparkBackend(num_proc, env=environment_given(env or {}), verbose=verbose, **options)
-
     limit: Any = reset_limit
     if limit is not None and not (isinstance(limit, int) and limit >= 0):
         raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit!r}.")
@@ -387,11 +382,6 @@ def run_elastic(
         _renamed("max_num_proc", max_num_proc, "max_np", max_np),
     )
     return Launches(backend, least, most, timeout, reset_limit).run(first.num_processes(), call)
-
-
-def _only_given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:

@@ -1,17 +1,23 @@
-"""The backend interface: an object that runs a function once per rank."""
+"""Backend interface: run a function once per rank. Also adapts third-party backends."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvd_estimators._util.to_python import to_python
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
+from hvd_estimators.launch.service.events import Handler, receive_events
+from hvd_estimators.launch.service.server import DriverService
+
 if TYPE_CHECKING:
-    from hvd_estimators.launch.service.events import Handler
     from hvd_estimators.store import Store
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "as_backend"]
 
 
 class Backend(ABC):
@@ -92,3 +98,117 @@ class Backend(ABC):
     def resized(self, num_proc: int) -> Backend | None:
         """Return a similar backend with another number of ranks, or None if not supported."""
         return None
+
+
+def as_backend(given: Any) -> Backend:
+    """Convert an object to a `Backend`. Runs on the driver.
+
+    Parameters
+    ----------
+    given : object
+        A `Backend`, or an object with the methods ``run(fn, args, kwargs, env)`` and
+        ``num_processes()``. Its ``run`` returns the ranks' results in rank order, and may call the
+        function in this process. The object may also define other methods of `Backend`. Its ranks
+        report to ``driver_host()``, 127.0.0.1 by default. The function receives the address and the
+        secret as arguments, because Horovod's own runner logs the environment.
+
+    Raises
+    ------
+    ParamError
+        If the object lacks these methods.
+    """
+    for method in ("run", "num_processes"):
+        # A class has these methods too, but not a number of ranks.
+        if isinstance(given, type) or not callable(getattr(given, method, None)):
+            raise ParamError(
+                "backend: expected an object with run(fn, args, kwargs, env) and num_processes(), "
+                f"found {given!r}."
+            )
+    if isinstance(given, Backend) and "on_event" in inspect.signature(given.run).parameters:
+        return given
+    return _Foreign(given)
+
+
+def _call_reporting(
+    events: Mapping[str, str],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function that can send events to the driver. Runs on the rank."""
+    with _environment(events):
+        return fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Foreign(Backend):
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def num_processes(self) -> int:
+        count = to_python(self._given.num_processes())
+        if not isinstance(count, int) or count < 1:
+            raise ParamError(
+                f"backend: num_processes() of {self._given!r} returned {count!r}; expected the "
+                "number of ranks."
+            )
+        return count
+
+    def check(self) -> None:
+        getattr(self._given, "check", super().check)()
+
+    def check_store(self, store: Store) -> None:
+        getattr(self._given, "check_store", super().check_store)(store)
+
+    def driver_host(self) -> str:
+        return str(getattr(self._given, "driver_host", super().driver_host)())
+
+    def task_slots(self) -> int | None:
+        slots = getattr(self._given, "task_slots", super().task_slots)()
+        return None if slots is None else int(slots)
+
+    def resized(self, num_proc: int) -> Backend | None:
+        other = getattr(self._given, "resized", super().resized)(num_proc)
+        return None if other is None else as_backend(other)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
+    ) -> list[Any]:
+        with contextlib.ExitStack() as stack:
+            events: Mapping[str, str] = {}
+            if on_event is not None:
+                service = stack.enter_context(DriverService(self.driver_host()))
+                stack.enter_context(receive_events(service, on_event))
+                events = service.environment()
+            results = self._given.run(
+                _call_reporting,
+                args=(events, fn, tuple(args), dict(kwargs or {})),
+                kwargs={},
+                env=dict(env or {}),
+            )
+        if not isinstance(results, Sequence) or len(results) != self.num_processes():
+            found = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
+            raise HvdEstimatorsError(
+                f"backend: run() of {self._given!r} returned {found}; expected a list of what each "
+                f"of its {self.num_processes()} ranks returned."
+            )
+        return list(results)

@@ -178,10 +178,10 @@ def check_assignment(places: Sequence[tuple[str, str]], gpus: Sequence[Sequence[
         if len(of_gpu) > 1:
             raise GpuError(
                 f"Spark assigned the GPU {gpu} of {host} to {len(of_gpu)} ranks, which need one "
-                "each. It shares out GPUs where spark.task.resource.gpu.amount is below 1, even to "
-                "tasks of a resource profile that asks for whole ones: set it to 1, or leave it "
-                "out and set gpus_per_task=1. Where several executors of a host each find all of "
-                "its GPUs, let them find their own (spark.executor.resource.gpu.discoveryScript)."
+                "each. If spark.task.resource.gpu.amount is below 1, Spark shares GPUs between "
+                "tasks, even if a resource profile requests whole GPUs. Set it to 1, or remove it "
+                "and set gpus_per_task=1. If several executors of a host each see all of its GPUs, "
+                "change spark.executor.resource.gpu.discoveryScript so that each sees its own."
             )
 
 
@@ -256,9 +256,9 @@ def check_gpus(available: Sequence[bool]) -> bool:
         If some ranks have a GPU and others do not.
     """
     if any(available) and not all(available):
-        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
+        without = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
         raise GpuError(
-            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
+            f"Ranks {', '.join(without)} see no GPU and the others do. Assign one to every task "
             "(spark.task.resource.gpu.amount, or gpus_per_task), or set use_gpu=False."
         )
     return any(available)
@@ -286,7 +286,7 @@ def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str
         host, gpu = shared[0]
         ranks = [str(rank) for rank, own in enumerate(gpus) if own == (host, gpu)]
         raise GpuError(
-            f"Ranks {', '.join(ranks)} on {host} share the GPU {gpu}, which NCCL cannot reduce on. "
+            f"Ranks {', '.join(ranks)} on {host} share the GPU {gpu}, which NCCL does not support. "
             "Set num_proc to the number of GPUs, let Spark assign them "
             "(spark.task.resource.gpu.amount=1, or gpus_per_task=1), or set use_gpu=False."
         )
@@ -303,14 +303,14 @@ def gpu_hint(error: str) -> str:
     """
     if re.search("ncclCommInitRank failed: invalid usage", error):
         return (
-            "\nNCCL takes no two ranks on one GPU. Start as many ranks as there are GPUs, or hide "
-            f"these with env={{'{VISIBLE_VARIABLE}': '-1'}}."
+            "\nNCCL allows no two ranks on one GPU. Start as many ranks as there are GPUs, or hide "
+            f"the GPUs with env={{'{VISIBLE_VARIABLE}': '-1'}}."
         )
     if not re.search("invalid device ordinal|listed an invalid GPU id", error):
         return ""
     return (
-        f"\nEach rank sees its own GPUs alone ({VISIBLE_VARIABLE}), and the first is number 0, "
-        "whatever its local rank. Use that one, or let ranks see all GPUs of their host with "
+        f"\nEach rank sees only its own GPUs ({VISIBLE_VARIABLE}); the first of them is number 0 "
+        "on every rank. Use GPU 0, or let ranks see all GPUs of their host with "
         f"env={{'{VISIBLE_VARIABLE}': None}}."
     )
 

@@ -41,8 +41,7 @@ from hvd_estimators.launch.validation import (
     whole_number,
 )
 from hvd_estimators.launch.versions import require_patches
-from hvd_estimators.launch.warm.client import WarmStart, wanted
-from hvd_estimators.launch.warm.modules import modules_of
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, modules_of
 
 __all__ = ["LocalBackend"]
 
@@ -125,7 +124,7 @@ class LocalBackend(Backend):
         environment_given(env or {})
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
-        if self._warm_start and wanted(os.environ):
+        if self._warm_start and allows_warm_start(os.environ):
             warm = WarmStart(modules_of(call), [os.getpid()])
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)

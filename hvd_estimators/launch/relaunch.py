@@ -19,7 +19,7 @@ from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
 if TYPE_CHECKING:
     from hvd_estimators.launch.spark_backend import SparkBackend
 
-__all__ = ["Launches", "for_good", "slots_again", "summary"]
+__all__ = ["Launches", "await_relaunch_slots", "final_error", "summary"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,32 +89,32 @@ class Launches:
         if self.limit is not None and len(self.failures) >= self.limit:
             raise self._last(error, f"reset_limit={self.limit} allows no more") from error
         if self.limit is None and self.fruitless >= _MOST_FRUITLESS:
-            why = f"the last {self.fruitless} launches have got nowhere"
+            why = f"the last {self.fruitless} launches have made no progress"
             raise self._last(error, f"{why}; set reset_limit to try more often") from error
         self.failures.append(error)
 
     def _last(self, error: WorkerFailedError, why: str) -> WorkerFailedError:
-        return for_good(error, self.failures, f", and {why}")
+        return final_error(error, self.failures, f", and {why}")
 
     def _await_slots(self, before: int, deadline: float) -> int:
         """Wait for enough slots and return the number of ranks to launch."""
         count = self.backend(self.least).task_slots
-        slots = slots_again(count, self.least, before, deadline)
+        slots = await_relaunch_slots(count, self.least, before, deadline)
         if slots < self.least:
             raise self._too_few(None, slots) from self.failures[-1]
         return min(slots, self.most)
 
     def _too_few(self, error: HvdEstimatorsError | None, slots: int | None = None) -> SlotsError:
-        found = f"the cluster has {slots}" if error is None else str(error)
+        reason = f"the cluster has {slots}" if error is None else str(error)
         return SlotsError(
-            f"{summary(self.failures[-1])} To launch the ranks again, {self.least} task slots "
-            f"(min_num_proc) were waited for in vain for {self.timeout:g} s (elastic_timeout, "
-            f"HOROVOD_ELASTIC_TIMEOUT): {found}. They had been launched again "
+            f"{summary(self.failures[-1])} A relaunch needs {self.least} task slots "
+            f"(min_num_proc), which were not free within {self.timeout:g} s (elastic_timeout, "
+            f"HOROVOD_ELASTIC_TIMEOUT): {reason}. The ranks had been launched again "
             f"{len(self.failures) - 1} times."
         )
 
 
-def slots_again(count: Callable[[], int], least: int, before: int, deadline: float) -> int:
+def await_relaunch_slots(count: Callable[[], int], least: int, before: int, deadline: float) -> int:
     """Wait until there are enough slots to relaunch ranks.
 
     If slots were lost, waits for a moment for replacements.
@@ -145,7 +145,7 @@ def slots_again(count: Callable[[], int], least: int, before: int, deadline: flo
         time.sleep(_POLL_SECONDS)
 
 
-def for_good(
+def final_error(
     error: WorkerFailedError, earlier: Sequence[WorkerFailedError], why: str
 ) -> WorkerFailedError:
     """Return the error of the last launch, extended by the earlier failures.
@@ -183,9 +183,9 @@ _HOW = {
 
 def summary(error: WorkerFailedError) -> str:
     """Return a one-sentence summary of a failure."""
-    what = "The Spark job of the ranks" if error.rank is None else f"Rank {error.rank}"
+    subject = "The Spark job of the ranks" if error.rank is None else f"Rank {error.rank}"
     if error.rank is None and error.cause == "lost":
-        what = "An executor, or a Python process of it,"
+        subject = "An executor, or a Python process of it,"
     where = f" on {error.host}" if error.host else ""
     how = _HOW.get(error.cause or "", "failed").format(error_type=error.error_type)
-    return f"{what}{where} {how}."
+    return f"{subject}{where} {how}."

@@ -47,8 +47,7 @@ from hvd_estimators.launch.validation import (
     whole_number,
 )
 from hvd_estimators.launch.versions import require_patches
-from hvd_estimators.launch.warm.client import wanted
-from hvd_estimators.launch.warm.modules import modules_of
+from hvd_estimators.launch.warm.client import allows_warm_start, modules_of
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
@@ -320,7 +319,7 @@ class SparkBackend(Backend):
 
     @property
     def _forks_ranks(self) -> bool:
-        return self._warm_start and wanted(os.environ)
+        return self._warm_start and allows_warm_start(os.environ)
 
     def _job(
         self,

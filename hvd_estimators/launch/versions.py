@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import re
 import sys
 from collections import defaultdict
@@ -41,18 +40,14 @@ __all__ = [
 ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 """Environment variable with the numeric address on which a rank's Gloo listens."""
 
-
 TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
 """Environment variable with a rank's bearer token for the rendezvous server."""
-
 
 PATCHES_REVISION = 2
 """Revision that a wheel records in `MARKER`; increment it if a patch changes a wheel."""
 
-
 REQUIRED_PATCHES = 1
 """Minimum revision that ranks need. Revision 2 lets Horovod detect stalled ranks."""
-
 
 MARKER = "horovod/hvd_estimators_mends.py"
 """File that marks a wheel as compiled with the patches."""
@@ -63,12 +58,11 @@ def installed_patches() -> int:
 
     Does not import Horovod.
     """
-    spec = find_spec("horovod")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        marker = Path(place) / Path(MARKER).name
+    for folder in _horovod_folders():
+        marker = folder / Path(MARKER).name
         if marker.is_file():
-            found = re.search(r"^REVISION = (\d+)$", marker.read_text(), re.MULTILINE)
-            return int(found.group(1)) if found else 0
+            revision = re.search(r"^REVISION = (\d+)$", marker.read_text(), re.MULTILINE)
+            return int(revision.group(1)) if revision else 0
     return 0
 
 
@@ -82,9 +76,9 @@ def require_patches() -> None:
     """
     if installed_patches() < REQUIRED_PATCHES:
         raise DependencyError(
-            "The installed Horovod was built without the changes that ranks need: they choose the "
-            "address on which they listen, and prove to the rendezvous server who they are. "
-            f"Build it anew on every machine: {BUILD_HOROVOD}"
+            "The installed Horovod was built without the changes that ranks need to choose the "
+            "address on which they listen, and to authenticate with the rendezvous server. "
+            f"Build it again on every machine: {BUILD_HOROVOD}"
         )
 
 
@@ -100,16 +94,16 @@ def installed_versions() -> dict[str, str]:
 
     Build suffixes (``+cpu``) are removed, because a driver may not have GPUs.
     """
-    found = {
+    versions = {
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "hvd_estimators": hvd_estimators.__version__,
     }
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package).partition("+")[0]
+            versions[package] = importlib.metadata.version(package).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
@@ -118,30 +112,33 @@ def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
     A package that only one side has is ignored. Not all jobs need it, and a missing package reports
     itself.
     """
-    other = [
+    different = [
         f"{name} {version} where the driver has {driver[name]}"
         for name, version in here.items()
         if driver.get(name, version) != version
     ]
-    if not other:
+    if not different:
         return ""
     return (
-        f"has {', '.join(other)}. Install the same versions on all machines, or give executors the "
-        "driver's environment (spark.archives, or PYSPARK_PYTHON with a Python that all share)."
+        f"has {', '.join(different)}. Install the same versions on all machines, or give executors "
+        "the driver's environment (spark.archives, or PYSPARK_PYTHON with a Python that all share)."
     )
 
 
 @functools.cache
 def horovod_build() -> str:
     """Return the fingerprint of the installed build of Horovod, computed from its files."""
-    spec = importlib.util.find_spec("horovod")
     digest = hashlib.sha256(installed_versions().get("horovod", "").encode())
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        folder = Path(place)
+    for folder in _horovod_folders():
         libraries = [*folder.glob("torch/mpi_lib*.so"), *folder.glob("tensorflow/mpi_lib*.so")]
         for path in sorted(libraries):
             digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
     return digest.hexdigest()[:12]
+
+
+def _horovod_folders() -> list[Path]:
+    spec = find_spec("horovod")
+    return list(map(Path, (spec.submodule_search_locations or ()) if spec else ()))
 
 
 def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators._util.call_arguments import call_with_leading
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
@@ -37,7 +36,7 @@ from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import module_payload, plain_module
-from hvd_estimators.torch.tensors import with_form
+from hvd_estimators.torch.tensors import call_with_leading, with_form
 
 __all__ = ["LightningModel", "TorchModel"]
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_estimators._util.call_arguments import call_with_leading
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
@@ -24,7 +23,7 @@ from hvd_estimators.torch.predictor import (
     transform_spec,
 )
 from hvd_estimators.torch.serialization import load_module
-from hvd_estimators.torch.tensors import TensorSpec, select_outputs
+from hvd_estimators.torch.tensors import TensorSpec, call_with_leading, select_outputs
 
 __all__ = [
     "LightningPredictor",

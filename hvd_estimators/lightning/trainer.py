@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
-from hvd_estimators._util.unpickling import loads
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.lightning.adapter import ModuleAdapter, users_module
 from hvd_estimators.lightning.callbacks import (
     EpochEnds,

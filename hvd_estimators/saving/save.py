@@ -30,7 +30,7 @@ from pyspark.ml.util import (
 )
 
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators._util.unpickling import loads
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folder import Folder, open_folder

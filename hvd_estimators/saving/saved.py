@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickling import Unpickler
+from hvd_estimators._util.unpickle_imports import Unpickler
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path

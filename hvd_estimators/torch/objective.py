@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hvd_estimators._util.call_arguments import call_with_known, call_with_leading
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import PendingSum, sum_tensor
 from hvd_estimators.torch.loss import (
@@ -27,7 +26,7 @@ from hvd_estimators.torch.loss import (
     check_weightable,
 )
 from hvd_estimators.torch.metrics import Metric, Metrics
-from hvd_estimators.torch.tensors import Batch, TensorSpec
+from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
 
 __all__ = [
     "LEAVES_BACKWARD",
@@ -198,7 +197,7 @@ class Objective:
         losses: Sequence[Callable[..., torch.Tensor]] | None = self.losses
         if losses is None and self.loss_constructors is not None:
             offered = {"device": device, **offered}
-            losses = [call_with_known(make, offered) for make in self.loss_constructors]
+            losses = [_call_with_known(make, offered) for make in self.loss_constructors]
             weighted = self.tensors.sample_weight_col is not None
             if self.joint:
                 check_joint(losses[0], weighted, "loss_constructors")
@@ -516,3 +515,11 @@ def _no_gradient(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _counted(part: LossPart) -> torch.Tensor:
     return LossParts([1.0]).counted([part])
+
+
+def _call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
+    """Call a function with only those offered arguments that it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**offered)
+    return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})

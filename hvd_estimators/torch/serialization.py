@@ -29,7 +29,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hvd_estimators._util import unpickling
+from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.temp_files import LazyFile, LocalFile
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError
@@ -179,7 +179,7 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
     options: dict[str, Any] = {
         "map_location": "cpu",
         "weights_only": False,
-        "pickle_module": unpickling,
+        "pickle_module": unpickle_imports,
     }
     with _opened(document) as file:
         with zipfile.ZipFile(file) as archive:
@@ -283,7 +283,7 @@ def _dump(value: Any, references: Mapping[int, Any]) -> bytes:
 def _load(document: bytes, referents: Mapping[Any, Any]) -> Any:
     """Load a pickle with references to these objects."""
 
-    class Referred(unpickling.Unpickler):
+    class Referred(unpickle_imports.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             return referents[pid]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "Batch",
     "Selected",
     "TensorSpec",
+    "call_with_leading",
     "require_tensors",
     "select_outputs",
     "snapshot",
@@ -377,3 +379,12 @@ def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(snapshot(entry, memo) for entry in value)
     return value
+
+
+def call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a user's function with the first arguments, as many as it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*arguments)
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return function(*arguments[:count])

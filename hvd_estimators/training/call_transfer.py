@@ -22,7 +22,7 @@ import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickling import Unpickler, first_imports
+from hvd_estimators._util.unpickle_imports import Unpickler, first_imports
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.launch.rank.directory import use_own_temporary_folder
 from hvd_estimators.store.base import Store

@@ -18,7 +18,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from hvd_estimators._util.unpickling import loads
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.launch.rendezvous.channel import RANKS_KEY_VARIABLE
 
 __all__ = ["ObjectExchange"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 
-from hvd_estimators.launch.rank.output import LOG_LEVEL
+from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
 from hvd_estimators.launch.timeouts import GLOO_TIMEOUT
 
 __all__ = [
@@ -72,11 +72,11 @@ def rank_environment(slot: SlotInfo) -> dict[str, str]:
     }
 
 
-DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, **LOG_LEVEL}
+DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, LOG_LEVEL_VARIABLE: "1"}
+"""Default variables of ranks, used if neither user, driver nor executor has set them.
 
-
-"""Default variables of ranks, used if neither user, driver nor executor has set them."""
-
+TensorFlow then logs only errors and warnings, such as of unusable GPUs.
+"""
 
 # Parts of names of secrets. Some match only at the end of a word, so that TOKENIZERS_PARALLELISM
 # does not match.
@@ -86,10 +86,8 @@ _SECRET = re.compile(
     "|(?:^|_)(?:PAT|SAS|AUTH|COOKIE|DSN|SIGNATURE)(?:_|$)"
 )
 
-
 # A user and a password in a URL, for example of a database or proxy.
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-
 
 # Variables of the driver's machine, process or session, which would be wrong on other machines.
 _OF_THE_DRIVER = re.compile(

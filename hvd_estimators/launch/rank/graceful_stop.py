@@ -69,20 +69,22 @@ def asking_for_grace() -> Iterator[None]:
         return
     path = Path(directory, _FILE)
     partial = path.with_suffix(".partial")
-    before = sys.stdout, sys.stderr
-    own: Any = tuple(map(_Forgiving, before))
+    streams = sys.stdout, sys.stderr
+    wrappers: Any = tuple(map(_PipeErrorIgnorer, streams))
     try:
         # Readers find the complete file or none. The directory may already have been deleted.
         with contextlib.suppress(OSError):
             partial.write_text(str(grace_seconds(os.environ)))
             os.replace(partial, path)
-        sys.stdout, sys.stderr = own
+        sys.stdout, sys.stderr = wrappers
         yield
     finally:
         # Other code may have replaced the streams meanwhile.
         sys.stdout, sys.stderr = (
-            old if now is mine else now
-            for now, mine, old in zip((sys.stdout, sys.stderr), own, before, strict=True)
+            stream if current is wrapper else current
+            for current, wrapper, stream in zip(
+                (sys.stdout, sys.stderr), wrappers, streams, strict=True
+            )
         )
         with contextlib.suppress(OSError):
             path.unlink()
@@ -110,13 +112,13 @@ def mute_if_unheard() -> None:
     for descriptor in (1, 2):
         poller = select.poll()
         poller.register(descriptor, 0)
-        if any(found & (select.POLLERR | select.POLLNVAL) for _, found in poller.poll(0)):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+        if any(state & (select.POLLERR | select.POLLNVAL) for _, state in poller.poll(0)):
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, descriptor)
+            os.close(null_device)
 
 
-class _Forgiving:
+class _PipeErrorIgnorer:
     """A text stream that ignores broken pipes.
 
     The process that waits for a rank may end before the rank is notified.
@@ -176,7 +178,7 @@ class AwaitedRanks:
                 return
             deadline = time.monotonic() + longest + _UNTIL_ASKED_SECONDS
             logger.warning(
-                "Waiting until the ranks have saved where they are (at most %g s).", longest
+                "Waiting until the ranks have saved their state (at most %g s).", longest
             )
             if not self._changed.wait_for(lambda: not self._seconds, deadline - time.monotonic()):
                 logger.warning("The ranks have not ended in time.")

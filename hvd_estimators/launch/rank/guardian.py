@@ -34,7 +34,6 @@ __all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
 PID_FILE = "rank.pid"
 """Name of the file in a rank's directory with the rank's process ID, written by the guardian."""
 
-
 _PARENT_POLL_SECONDS = 0.5
 # Helper processes, such as multiprocessing's resource tracker, clean up after the rank has ended.
 _GRACE_SECONDS = 0.3
@@ -107,20 +106,20 @@ def split_off_guardian(
 def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
     """Wait until the rank and its descendants have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     # The guardian need not keep the rank's pickled call open.
     empty_stdin()
     poller = select.poll()
     for descriptor in (*lifelines, waking):
         poller.register(descriptor, select.POLLIN)
-    wanted, deadline = True, math.inf
+    has_parent, deadline = True, math.inf
     while (status := _reap(rank)) is None:
         left = deadline - time.monotonic()
         if left <= 0:
             os.kill(rank, signal.SIGKILL)
             status = os.waitpid(rank, 0)[1]
-            if wanted:
+            if has_parent:
                 status = signal.SIGTERM  # to observers, SIGTERM ended the rank
             break
         milliseconds = math.ceil(min(left, _PARENT_POLL_SECONDS) * 1000)
@@ -128,18 +127,18 @@ def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent:
         if waking in ready:
             os.read(waking, 4096)
         # No process ever writes to a lifeline, so a ready lifeline is closed.
-        gone = ready & set(lifelines)
-        for lifeline in gone:
+        closed = ready & set(lifelines)
+        for lifeline in closed:
             poller.unregister(lifeline)
-        if gone or (parent is not None and os.getppid() != parent):
-            wanted = False
-        if deadline == math.inf and (told or not wanted):
+        if closed or (parent is not None and os.getppid() != parent):
+            has_parent = False
+        if deadline == math.inf and (signals or not has_parent):
             seconds = grace_asked(directory)
             if seconds:
                 os.kill(rank, signal.SIGTERM)
             deadline = time.monotonic() + seconds
     _end_descendants()
-    if not wanted:
+    if not has_parent:
         shutil.rmtree(directory, ignore_errors=True)
         if sys.platform != "linux":
             os.killpg(0, signal.SIGKILL)
@@ -155,29 +154,29 @@ def empty_stdin() -> None:
 
 def _reap(rank: int) -> int | None:
     """Reap all children that have ended; return the rank's status if the rank is among them."""
-    found = None
+    rank_status = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
             if pid == rank:
-                found = status
-    return found
+                rank_status = status
+    return rank_status
 
 
 def _end_descendants() -> None:
     """End the processes that the rank left behind: first with SIGTERM, after 0.3 s with SIGKILL."""
     started = time.monotonic()
-    asked: set[int] = set()
+    terminated: set[int] = set()
     while time.monotonic() - started < _KILL_SECONDS:
         descendants = _descendants(os.getpid())
-        patient = time.monotonic() - started < _GRACE_SECONDS
+        is_patient = time.monotonic() - started < _GRACE_SECONDS
         for pid in descendants:
-            if not patient or pid not in asked:
+            if not is_patient or pid not in terminated:
                 with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGTERM if patient else signal.SIGKILL)
-        asked.update(descendants)
+                    os.kill(pid, signal.SIGTERM if is_patient else signal.SIGKILL)
+        terminated.update(descendants)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -189,17 +188,14 @@ def _end_descendants() -> None:
 def _descendants(ancestor: int) -> list[int]:
     """Return the IDs of all descendants of a process. Linux only."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
+    names = os.listdir("/proc") if sys.platform == "linux" else []
+    for pid in map(int, filter(str.isdigit, names)):
         with contextlib.suppress(OSError):
-            pid = int(path.name)
             children.setdefault(process_stat(pid).parent, []).append(pid)
-    found: list[int] = []
-    waiting = [ancestor]
-    while waiting:
-        own = children.get(waiting.pop(), [])
-        found += own
-        waiting += own
-    return found
+    descendants = list(children.get(ancestor, ()))
+    for pid in descendants:
+        descendants += children.get(pid, ())
+    return descendants
 
 
 def _end_like(status: int) -> NoReturn:

@@ -52,12 +52,28 @@ __all__ = [
     "stalled_ranks",
 ]
 
+PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
+"""Environment variable of ranks: seconds a rank may hold up others if the user sets no limit."""
+
+HANG_VARIABLE = "HVD_ESTIMATORS_HANG_SECONDS"
+"""Environment variable of ranks: seconds a rank may train without progress; 0 means no limit."""
+
+_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
+_HOROVODS_CHECK_SECONDS = 60
+# The same limit as for silent tasks.
+_STOPPED_SECONDS = 60.0
+# Multiple of the seconds that one rank may hold up others; four hours by default.
+_ALL_RANKS = 8
+
+# Horovod's coordinator prints these lines when it ends the job; "1!: [tensor, tensor ...]" names
+# a rank and the tensors that others wait for.
+_SHUTDOWN_LINE = re.compile(r"is stalled for longer than (\d+) seconds\. Will shutdown")
+_STALLED_LINE = re.compile(r"^(\d+)!: \[(.*)\]$", re.MULTILINE)
+
 _FILE = "progress"
-
-
 _STACK_FILE = "stack"
-
-
 _SECONDS_BETWEEN = 1.0
 
 
@@ -65,7 +81,7 @@ class _Signs:
     """State of this process's own signs of progress."""
 
     path: Path | None = None
-    wanted = False
+    is_watched = False
     last = 0.0
 
 
@@ -77,12 +93,12 @@ def leaving_signs() -> Iterator[None]:
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     _Signs.path = None if directory is None else Path(directory, _FILE)
-    _Signs.wanted, _Signs.last = True, 0.0
+    _Signs.is_watched, _Signs.last = True, 0.0
     try:
         made_progress()
         yield
     finally:
-        _Signs.wanted = False
+        _Signs.is_watched = False
         if _Signs.path is not None:
             with contextlib.suppress(OSError):
                 _Signs.path.unlink()
@@ -91,7 +107,7 @@ def leaving_signs() -> Iterator[None]:
 def made_progress() -> None:
     """Record a sign of progress. Cheap enough for every step and for threads that read ahead."""
     now = time.monotonic()
-    if not _Signs.wanted or now - _Signs.last < _SECONDS_BETWEEN:
+    if not _Signs.is_watched or now - _Signs.last < _SECONDS_BETWEEN:
         return
     _Signs.last = now
     if _Signs.path is not None:
@@ -102,7 +118,7 @@ def made_progress() -> None:
 
 def seconds_without_progress() -> float:
     """Return the seconds since this process's last sign of progress; 0 outside of training."""
-    return time.monotonic() - _Signs.last if _Signs.wanted else 0.0
+    return time.monotonic() - _Signs.last if _Signs.is_watched else 0.0
 
 
 def leave_stack(stack: str) -> None:
@@ -126,87 +142,6 @@ def sign_left(directory: str) -> str | None:
         return Path(directory, _FILE).read_text()
     except OSError:
         return None
-
-
-class HangWatch:
-    """Timer for a rank's time without progress.
-
-    Parameters
-    ----------
-    limit : float
-        Seconds after which the rank counts as stalled.
-    most : float
-        Maximum seconds to count between two calls of `look`. A longer interval means that this
-        process was paused.
-    """
-
-    def __init__(self, limit: float, most: float) -> None:
-        self._limit, self._most = limit, most
-        self._sign: str | None = None
-        self._silent = 0.0
-        self._last = 0.0
-
-    def look(self, sign: str | None, now: float) -> str | None:
-        """Record a rank's last sign, and return an error message if the rank hangs.
-
-        Parameters
-        ----------
-        sign : str or None
-            The last sign; None outside of training.
-        now : float
-            Seconds of any monotonic clock.
-        """
-        passed, self._last = now - self._last, now
-        if sign is None or sign != self._sign:
-            self._sign, self._silent = sign, 0.0
-            return None
-        self._silent += min(passed, self._most)
-        if self._silent < self._limit:
-            return None
-        return (
-            f"The rank has made no progress for {self._limit:g} s: there was no batch and no end "
-            f"of an epoch. ({HANG_VARIABLE} in the ranks' environment sets another limit, 0 none.)"
-        )
-
-
-PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
-
-
-"""Environment variable of ranks: seconds a rank may hold up others if the user sets no limit."""
-
-
-HANG_VARIABLE = "HVD_ESTIMATORS_HANG_SECONDS"
-
-
-"""Environment variable of ranks: seconds a rank may train without progress; 0 means no limit."""
-
-
-_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-
-
-_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-
-
-_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
-
-
-# The same limit as for silent tasks.
-_STOPPED_SECONDS = 60.0
-
-
-_HOROVODS_CHECK_SECONDS = 60
-
-
-# Multiple of the seconds that one rank may hold up others; four hours by default.
-_ALL_RANKS = 8
-
-
-# Horovod's coordinator prints these lines when it ends the job; "1!: [tensor, tensor ...]" names
-# a rank and the tensors that others wait for.
-_SHUTDOWN_LINE = re.compile(r"is stalled for longer than (\d+) seconds\. Will shutdown")
-
-
-_STALLED_LINE = re.compile(r"^(\d+)!: \[(.*)\]$", re.MULTILINE)
 
 
 def stall_limit(env: Mapping[str, str]) -> float:
@@ -244,8 +179,8 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def _whole(text: str | None) -> int:
     """Parse a number as Horovod does; return 0 if the text is not a number."""
-    found = re.match(r"\s*\+?(\d+)", text or "")
-    return int(found[1]) if found else 0
+    number = re.match(r"\s*\+?(\d+)", text or "")
+    return int(number[1]) if number else 0
 
 
 def is_stopped(pid: int) -> bool:
@@ -257,46 +192,74 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-class StallWatch:
-    """Timer for the time that ranks have been stopped.
+class _Timer:
+    """Timer for a rank's state that this process looks at from time to time.
 
     Parameters
     ----------
     limit : float
-        Seconds after which a rank counts as stalled.
+        Seconds after which the rank counts as stalled.
     most : float
-        Maximum seconds to count between two calls of `look`. A longer interval means that this
-        process was paused.
+        Maximum seconds to count between two looks. A longer interval means that this process was
+        paused.
     """
 
     def __init__(self, limit: float, most: float) -> None:
         self._limit, self._most = limit, most
-        self._stopped: dict[int, float] = {}
-        self._last: dict[int, float] = {}
+        self._seconds = 0.0
+        self._last: float | None = None
 
-    def look(self, rank: int, stopped: bool, now: float) -> str | None:
+    def _is_over(self, lasts: bool, now: float) -> bool:
+        """Record whether the state lasts, and return whether it has lasted for the limit."""
+        passed = 0.0 if self._last is None else min(now - self._last, self._most)
+        self._seconds = self._seconds + passed if lasts else 0.0
+        self._last = now
+        return self._seconds >= self._limit
+
+
+class HangWatch(_Timer):
+    """Timer for a rank's time without progress."""
+
+    _sign: str | None = None
+
+    def look(self, sign: str | None, now: float) -> str | None:
+        """Record a rank's last sign, and return an error message if the rank hangs.
+
+        Parameters
+        ----------
+        sign : str or None
+            The last sign; None outside of training.
+        now : float
+            Seconds of any monotonic clock.
+        """
+        is_silent = sign is not None and sign == self._sign
+        self._sign = sign
+        if not self._is_over(is_silent, now):
+            return None
+        return (
+            f"The rank has made no progress for {self._limit:g} s: there was no batch and no end "
+            f"of an epoch. ({HANG_VARIABLE} in the ranks' environment sets another limit, 0 none.)"
+        )
+
+
+class StallWatch(_Timer):
+    """Timer for the time that a rank's process has been stopped."""
+
+    def look(self, is_stopped: bool, now: float) -> str | None:
         """Record a rank's state, and return an error message if the rank has stalled.
 
         Parameters
         ----------
-        rank : int
-            The rank.
-        stopped : bool
+        is_stopped : bool
             Whether the rank's process is stopped.
         now : float
             Seconds of any monotonic clock.
         """
-        passed = now - self._last.get(rank, now)
-        self._last[rank] = now
-        if not stopped:
-            self._stopped.pop(rank, None)
-            return None
-        self._stopped[rank] = self._stopped.get(rank, 0.0) + min(passed, self._most)
-        if self._stopped[rank] < self._limit:
+        if not self._is_over(is_stopped, now):
             return None
         return (
-            f"The process has been stopped for {self._limit:g} s, as by SIGSTOP, and nobody has "
-            f"continued it. ({_SHUTDOWN} sets another limit, {_DISABLE}=1 none.)"
+            f"The process has been stopped for {self._limit:g} s, as by SIGSTOP, and was not "
+            f"continued. ({_SHUTDOWN} sets another limit, {_DISABLE}=1 none.)"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_estimators._util.unpickling import loads
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import (
     DependencyError,
     GpuError,
@@ -32,15 +32,20 @@ __all__ = [
     "results_in_order",
 ]
 
+logger = logging.getLogger(__name__)
+
+ABORTED = "aborted"
+"""Error type of a rank that was ended, or not started, because another rank failed."""
+
+NOT_STARTED = "not started"
+"""Error type of a rank whose machine cannot run it."""
+
+# Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
+_CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
+
 _OWN = str(Path(__file__).parents[2])
-
-
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-
-
 _FOLDED = tuple(f"{path}/{name}/" for path in _LIBRARIES for name in ("pyspark", "py4j"))
-
-
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -80,30 +85,23 @@ def report_error(error: BaseException) -> ErrorReport:
 
 def fold_frames(text: str) -> str:
     """Replace the frames of this package, PySpark and Py4J in a traceback by their count."""
-    kept: list[str] = []
+    lines: list[str] = []
     folded = 0
-    in_folded = False
-
-    def note() -> None:
-        nonlocal folded
-        if folded:
-            kept.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
-        folded = 0
-
-    for line in text.splitlines():
+    is_folded = False
+    for line in [*text.splitlines(), ""]:
         frame = _FRAME.match(line)
         if frame is not None:
-            in_folded = frame["file"].startswith((f"{_OWN}/", *_FOLDED))
-            folded += in_folded
-            if not in_folded:
-                note()
+            is_folded = frame["file"].startswith((f"{_OWN}/", *_FOLDED))
+            folded += is_folded
         elif not line.startswith("    "):
-            in_folded = False
-            note()
-        if not in_folded:
-            kept.append(line)
-    note()
-    return "\n".join(kept) + "\n"
+            is_folded = False
+        if is_folded:
+            continue
+        if folded:
+            lines.append(f"  [frames of hvd_estimators or PySpark: {folded}]")
+            folded = 0
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
@@ -113,25 +111,6 @@ def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None
         if not is_library and not frame.filename.startswith("<frozen "):
             return frame
     return None
-
-
-logger = logging.getLogger(__name__)
-
-
-ABORTED = "aborted"
-
-
-"""Error type of a rank that was ended, or not started, because another rank failed."""
-
-
-NOT_STARTED = "not started"
-
-
-"""Error type of a rank whose machine cannot run it."""
-
-
-# Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
-_CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 
 
 @dataclass(frozen=True)
@@ -206,16 +185,15 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     first = min(failed, key=_blame)
     if first.error_type == NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
-    if first.error_type == UnreachableError.__name__:
-        raise UnreachableError(first.error)
-    if first.error_type == GpuError.__name__ and first.report is None:
-        raise GpuError(first.error)
-    if first.error_type == DependencyError.__name__ and first.report is None:
-        raise DependencyError(first.error)
+    for kind in (DependencyError, GpuError, UnreachableError):
+        # The user's function may raise the first two.
+        is_reported = first.report is None or kind is UnreachableError
+        if first.error_type == kind.__name__ and is_reported:
+            raise kind(first.error)
     if first.lost is not None:
         rank, host = first.lost
         raise WorkerFailedError(
-            f"Rank {first.rank} on {first.host} has lost touch with another one. "
+            f"Rank {first.rank} on {first.host} has lost its connection to another rank. "
             f"{first.error.rstrip()}\nThe end of its output:\n{first.output_tail or '(none)'}",
             rank=rank,
             host=host,
@@ -263,10 +241,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
     """Raise an error that names the stalled rank, if Horovod shut down because of it."""
     for outcome in outcomes:
-        found = stalled_ranks(outcome.output_tail)
-        if found is None:
+        shutdown = stalled_ranks(outcome.output_tail)
+        if shutdown is None:
             continue
-        seconds, tensors = found
+        seconds, tensors = shutdown
         by_rank = {outcome.rank: outcome for outcome in outcomes}
         rank = min(tensors)
         stalled = by_rank.get(rank)
@@ -275,7 +253,7 @@ def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> No
         raise WorkerFailedError(
             f"Rank {rank} on {host} has held up the others for more than {seconds:g} s "
             f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): they waited for its part of "
-            f"{tensors[rank]}. Rank {first.rank} says:\n{first.error.rstrip()}\n"
+            f"{tensors[rank]}. The error of rank {first.rank}:\n{first.error.rstrip()}\n"
             f"The end of rank {rank}'s output:\n{tail.rstrip() or '(none)'}",
             rank=rank,
             host=host,

@@ -13,7 +13,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -21,35 +20,28 @@ from typing_extensions import Self
 from hvd_estimators.launch.gpus import visible_gpus
 
 __all__ = [
-    "LOG_LEVEL",
     "LOG_LEVEL_VARIABLE",
+    "LineHandler",
     "OutputReader",
     "RateLimiter",
     "Relay",
     "lines_left_out",
+    "log_filter",
     "shortened",
-    "unnoticed",
 ]
 
 LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
-
-
 """Environment variable with TensorFlow's minimum log level; 0 logs all lines."""
 
+LineHandler = Callable[[list[str]], None]
+"""Called with lines of a rank's output."""
 
-LOG_LEVEL = {LOG_LEVEL_VARIABLE: "1"}
-
-
-"""Variables that make TensorFlow log only errors and warnings, such as of unusable GPUs."""
-
+logger = logging.getLogger(__name__)
 
 # Abseil's log format before its initialization: without a date. TensorFlow never initializes it.
 _LINE = re.compile(r"([IWE])0000 00:00:\d+\.\d+ +\d+ \w+\.cc:\d+\] ")
 
-
 _SEVERITIES = "IWE"
-
-
 _ALWAYS = (
     re.compile("WARNING: All log messages before absl::InitializeLog"),
     # From libraries that TensorFlow's build links twice.
@@ -57,11 +49,29 @@ _ALWAYS = (
     re.compile(r".*\] computation placer already registered"),
 )
 
-
 _NO_GPU = re.compile(r".*\] failed call to cuInit")
 
+_MOST_BYTES = 2**23
+_BATCH_BYTES = 2**16
+# Approximate memory that Python needs for a line in addition to its text.
+_LINE_BYTES = 128
+_PATIENCE_SECONDS = 5.0
+# Share of a process's run time for which slow delivery of its output may block it.
+_PATIENCE_SHARE = 0.1
+_CLOSE_SECONDS = 10.0
+_NOTE_SECONDS = 1.0
 
-def unnoticed(env: Mapping[str, str]) -> Callable[[Sequence[str]], list[str]] | None:
+_LINE_CHARS = 8192
+_TAIL_CHARS = 2**16
+_TAIL_LINES = 60
+_READ_BYTES = 2**16
+_POLL_MILLISECONDS = 100
+# More than the capacity of a pipe.
+_DRAIN_BYTES = 2**21
+_JOIN_SECONDS = 10.0
+
+
+def log_filter(env: Mapping[str, str]) -> Callable[[Sequence[str]], list[str]] | None:
     """Return a filter for TensorFlow's lines below the log level of a rank's environment.
 
     TensorFlow logs some lines before it reads the variable. It logs other lines as errors that are
@@ -87,38 +97,12 @@ def unnoticed(env: Mapping[str, str]) -> Callable[[Sequence[str]], list[str]] | 
     def is_shown(line: str) -> bool:
         if not line.startswith(("I0", "W0", "E0", "WARNING: All")):
             return True
-        found = _LINE.match(line)
-        if found is not None and found[1] in below:
+        logged = _LINE.match(line)
+        if logged is not None and logged[1] in below:
             return False
         return not any(pattern.match(line) for pattern in dropped)
 
     return lambda lines: [line for line in lines if is_shown(line)]
-
-
-logger = logging.getLogger(__name__)
-
-
-_MOST_BYTES = 2**23
-
-
-_BATCH_BYTES = 2**16
-
-
-# Approximate memory that Python needs for a line in addition to its text.
-_LINE_BYTES = 128
-
-
-_PATIENCE_SECONDS = 5.0
-
-
-# Share of a process's run time for which slow delivery of its output may block it.
-_PATIENCE_SHARE = 0.1
-
-
-_CLOSE_SECONDS = 10.0
-
-
-_NOTE_SECONDS = 1.0
 
 
 def lines_left_out(count: int) -> str:
@@ -206,12 +190,7 @@ class Relay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
@@ -278,31 +257,9 @@ def _until_failure(deliver: Callable[[Any], None]) -> Callable[[Any], None]:
             deliver(lines)
         except Exception:
             is_failed = True
-            logger.warning("The output of a rank cannot be passed on", exc_info=True)
+            logger.warning("The output of a rank cannot be delivered", exc_info=True)
 
     return attempt
-
-
-_LINE_CHARS = 8192
-
-
-_TAIL_CHARS = 2**16
-
-
-_TAIL_LINES = 60
-
-
-_READ_BYTES = 2**16
-
-
-_POLL_MILLISECONDS = 100
-
-
-# More than the capacity of a pipe.
-_DRAIN_BYTES = 2**21
-
-
-_JOIN_SECONDS = 10.0
 
 
 def shortened(text: str, limit: int = _TAIL_CHARS) -> str:
@@ -356,12 +313,12 @@ class _Tail:
 class _Stream:
     """Decoder that splits the bytes of one of a process's streams into lines."""
 
-    def __init__(self, take: Callable[[list[str]], None]) -> None:
+    def __init__(self, on_lines: LineHandler) -> None:
         encoding = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
         # Progress bars end their lines with a carriage return.
         self._decoder = io.IncrementalNewlineDecoder(encoding("replace"), translate=True)
         self._line = _Line(_LINE_CHARS)
-        self._take = take
+        self._on_lines = on_lines
 
     def add(self, chunk: bytes, final: bool = False) -> None:
         *finished, rest = self._decoder.decode(chunk, final).split("\n")
@@ -374,7 +331,7 @@ class _Stream:
         if final and self._line.text():
             lines.append(self._line.text())
         if lines:
-            self._take(lines)
+            self._on_lines(lines)
 
 
 class OutputReader:
@@ -392,14 +349,16 @@ class OutputReader:
 
     def __init__(
         self,
-        streams: Mapping[int, Callable[[list[str]], None] | None],
+        streams: Mapping[int, LineHandler | None],
         select: Callable[[Sequence[str]], list[str]] | None = None,
     ) -> None:
         self._select = select
         self._tail = _Tail()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._streams = {pipe: _Stream(self._taker(take)) for pipe, take in streams.items()}
+        self._process_ended = threading.Event()
+        self._streams = {
+            pipe: _Stream(self._line_handler(on_lines)) for pipe, on_lines in streams.items()
+        }
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -413,7 +372,7 @@ class OutputReader:
         bool
             Whether the reading thread has ended.
         """
-        self._ended.set()
+        self._process_ended.set()
         self._thread.join(timeout=_JOIN_SECONDS)
         return not self._thread.is_alive()
 
@@ -426,33 +385,33 @@ class OutputReader:
         poller = select.poll()
         for pipe in self._streams:
             poller.register(pipe, select.POLLIN)
-        left = dict(self._streams)
+        open_streams = dict(self._streams)
         drained = 0
-        while left and drained < _DRAIN_BYTES:
-            ended = self._ended.is_set()
+        while open_streams and drained < _DRAIN_BYTES:
+            has_ended = self._process_ended.is_set()
             ready = [pipe for pipe, _ in poller.poll(_POLL_MILLISECONDS)]
-            if ended and not ready:
+            if has_ended and not ready:
                 break
             for pipe in ready:
                 chunk = os.read(pipe, _READ_BYTES)
-                drained += len(chunk) if ended else 0
+                drained += len(chunk) if has_ended else 0
                 if not chunk:
                     poller.unregister(pipe)
-                    left.pop(pipe).add(b"", final=True)
+                    open_streams.pop(pipe).add(b"", final=True)
                     continue
-                left[pipe].add(chunk)
-        for stream in left.values():
+                open_streams[pipe].add(chunk)
+        for stream in open_streams.values():
             stream.add(b"", final=True)
 
-    def _taker(self, on_lines: Callable[[list[str]], None] | None) -> Callable[[list[str]], None]:
-        pass_on = _until_failure(on_lines or (lambda lines: None))
+    def _line_handler(self, on_lines: LineHandler | None) -> LineHandler:
+        deliver = _until_failure(on_lines or (lambda lines: None))
 
-        def take(lines: list[str]) -> None:
+        def handle(lines: list[str]) -> None:
             if self._select is not None:
                 lines = self._select(lines)
             if lines:
                 with self._lock:
                     self._tail.add(lines)
-                pass_on(lines)
+                deliver(lines)
 
-        return take
+        return handle

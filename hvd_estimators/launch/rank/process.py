@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import cloudpickle
 from typing_extensions import Self
 
-from hvd_estimators._util.unpickling import first_imports
+from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.directory import make_rank_folder
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, cancel_grace, grace_asked
@@ -37,7 +36,7 @@ from hvd_estimators.launch.rank.hang_detection import (
     stall_limit,
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
-from hvd_estimators.launch.rank.output import OutputReader, unnoticed
+from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_filter
 from hvd_estimators.launch.rank.worker import OUTCOME_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
@@ -116,9 +115,9 @@ class RankProcess:
         host: str,
         call: bytes,
         env: Mapping[str, str],
-        on_lines: Callable[[list[str]], None] | None = None,
+        on_lines: LineHandler | None = None,
         executable: str | None = None,
-        on_error_lines: Callable[[list[str]], None] | None = None,
+        on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
@@ -156,12 +155,7 @@ class RankProcess:
             os.close(reading)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._end()
 
     def running(self) -> bool:
@@ -180,7 +174,7 @@ class RankProcess:
             if self._on_start is not None:
                 self._on_start()
                 self._on_start = None
-        stopped = self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
+        stopped = self._stalls.look(any(map(is_stopped, pids)), now)
         return stopped or self._hangs.look(sign_left(self._directory), now)
 
     @property
@@ -223,10 +217,10 @@ class RankProcess:
         return RankOutcome(self.rank, self.host, value, ended_at=ended_at)
 
     def _start(self, lifeline: int, call: IO[bytes]) -> None:
-        takers = {"output": self._on_lines}
+        handlers = {"output": self._on_lines}
         if self._on_error_lines is not None:
-            takers["errors"] = self._on_error_lines
-        pipes = {name: os.pipe() for name in takers}
+            handlers["errors"] = self._on_error_lines
+        pipes = {name: os.pipe() for name in handlers}
         self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes.values()]
         files = {name: writing for name, (_, writing) in pipes.items()}
         try:
@@ -242,8 +236,8 @@ class RankProcess:
                 self._close_pipes()
         if self._process is not None:
             self._output = OutputReader(
-                {pipes[name][0]: on_lines for name, on_lines in takers.items()},
-                unnoticed(self._env),
+                {pipes[name][0]: on_lines for name, on_lines in handlers.items()},
+                log_filter(self._env),
             )
 
     def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:
@@ -328,5 +322,5 @@ def _describe_exit(status: int) -> str:
     hint = "; the machine may have run out of memory" if name == "SIGKILL" else ""
     if status < 0:
         return f"was killed by {name or -status}{hint}"
-    told = f" ({name}{hint})" if name else ""
-    return f"exited with status {status}{told} without a result"
+    reason = f" ({name}{hint})" if name else ""
+    return f"exited with status {status}{reason} without a result"

@@ -15,6 +15,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 
 from hvd_estimators.launch.rank.environment import rank_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.rank.output import LineHandler
 from hvd_estimators.launch.rank.process import RankProcess
 from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
@@ -27,8 +28,6 @@ __all__ = ["RankLauncher", "failure_of", "supervise"]
 _POLL_SECONDS = 0.05
 # A rank whose peer failed usually ends by itself, with an error that is worth reporting.
 _GRACE_SECONDS = 3.0
-
-LineHandlers = tuple[Callable[[list[str]], None] | None, Callable[[list[str]], None] | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class RankLauncher:
         address: str,
         client: RendezvousClient,
         gpus: Mapping[str, str],
-        line_handlers: LineHandlers,
+        line_handlers: tuple[LineHandler | None, LineHandler | None],
         *,
         on_start: Callable[[], None],
         on_init: Callable[[], None],
@@ -108,23 +107,23 @@ class RankLauncher:
 
 
 def supervise(
-    ranks: Sequence[RankProcess], elsewhere: Callable[[], Failure | None] = lambda: None
+    ranks: Sequence[RankProcess], remote_failure: Callable[[], Failure | None] = lambda: None
 ) -> list[RankOutcome]:
     """Wait until all processes have ended, and return their outcomes in the order of their ends.
 
-    A stalled rank counts as failed. When a rank has failed, here or elsewhere, the other ranks are
-    ended after 3 s. If the wait is interrupted, all ranks are terminated at the same time, because
-    ranks that must save state do so together.
+    A stalled rank counts as failed. When a rank has failed, here or on another machine, the other
+    ranks are ended after 3 s. If the wait is interrupted, all ranks are terminated at the same
+    time, because ranks that must save state do so together.
 
     Parameters
     ----------
     ranks : sequence of RankProcess
         The job's running processes that this process has started.
-    elsewhere : callable
+    remote_failure : callable
         Returns, without waiting, the failure of the job outside these processes, or None.
     """
     try:
-        return _supervise(ranks, elsewhere)
+        return _supervise(ranks, remote_failure)
     except BaseException:
         for process in ranks:
             process.terminate()
@@ -132,7 +131,7 @@ def supervise(
 
 
 def _supervise(
-    ranks: Sequence[RankProcess], elsewhere: Callable[[], Failure | None]
+    ranks: Sequence[RankProcess], remote_failure: Callable[[], Failure | None]
 ) -> list[RankOutcome]:
     outcomes: dict[int, RankOutcome] = {}
     failure: Failure | None = None
@@ -154,7 +153,7 @@ def _supervise(
             outcomes[process.rank] = outcome
             if outcome.failed:
                 failure = failure or failure_of(outcome)
-        failure = failure or elsewhere()
+        failure = failure or remote_failure()
         if failure is not None:
             deadline = min(deadline, now + _GRACE_SECONDS)
         if len(outcomes) == len(ranks):
@@ -165,7 +164,7 @@ def _supervise(
 def failure_of(outcome: RankOutcome) -> Failure:
     """Return a short description of a rank's failure for the other ranks."""
     if outcome.lost is not None:
-        return Failure(outcome.rank, outcome.host, f"has lost touch: {outcome.error}")
+        return Failure(outcome.rank, outcome.host, f"has lost its connection: {outcome.error}")
     lines = outcome.error.rstrip().splitlines() or [""]
     # A traceback ends with the error; a stall's reason precedes the call stacks of waiting ranks.
     reason = lines[0 if outcome.error_type == "stalled" else -1]

@@ -1,4 +1,4 @@
-"""The main program of a rank: runs one pickled function and writes its outcome to a file.
+"""Main program of a rank: runs one pickled function and writes its outcome to a file.
 
 The function arrives through standard input, because it may contain secrets, which must not be
 written to a disk. `RankProcess` starts the program as
@@ -13,16 +13,23 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
 
 from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
 from hvd_estimators.launch.rank.outcome import ErrorReport, report_error
 
-__all__ = ["OUTCOME_FILE", "main"]
+__all__ = [
+    "OUTCOME_FILE",
+    "NoNotifications",
+    "call_with",
+    "call_without_notifications",
+    "main",
+    "of_first_rank",
+]
 
 OUTCOME_FILE = "outcome.pkl"
 
@@ -74,6 +81,50 @@ def _start(arguments: Sequence[str]) -> NoReturn:
         directory = arguments[0]
         split_off_guardian(directory, int(arguments[1]))
     _exit(main(directory))
+
+
+class NoNotifications:
+    """Replacement for the notification manager of ``horovod.elastic``.
+
+    Horovod's manager would listen on all network interfaces for host updates, and register itself
+    with the rendezvous. This package sends no such updates.
+    """
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def register_listener(self, state: Any) -> None:
+        """Do nothing."""
+
+    def remove_listener(self, state: Any) -> None:
+        """Do nothing."""
+
+
+def call_with(
+    manager: NoNotifications,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function with a replacement for Horovod's notification manager."""
+    # Horovod's modules for all frameworks import the manager from this module.
+    from horovod.common import elastic
+
+    elastic.notification_manager = manager
+    return fn(*args, **kwargs)
+
+
+def call_without_notifications(
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a function, which may be a program for ``horovod.elastic``."""
+    return call_with(NoNotifications(), fn, args, kwargs or {})
+
+
+def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function; return its result on rank 0 alone, since others' may not be serializable."""
+    value = call_without_notifications(main, (), kwargs)
+    return value if os.environ["HOROVOD_RANK"] == "0" else None
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from typing import IO, Any, TypeVar
 import cloudpickle
 from typing_extensions import Self
 
-from hvd_estimators._util.unpickling import load
+from hvd_estimators._util.unpickle_imports import load
 from hvd_estimators.exceptions import StoreError, UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.user_call import NoNotifications, call_with
+from hvd_estimators.launch.rank.worker import NoNotifications, call_with
 from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, retry
 from hvd_estimators.launch.service.server import (
     SERVICE_VARIABLE,

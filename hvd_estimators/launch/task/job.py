@@ -18,7 +18,7 @@ from pyspark import Broadcast, SparkFiles
 
 from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE
-from hvd_estimators.launch.warm.client import WarmStart, wanted
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -133,6 +133,6 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
 
 def warm_start(job: Job) -> WarmStart | None:
     """Return the warm start that forks this rank, or None for a fresh process."""
-    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
+    if job.modules is None or not allows_warm_start({**os.environ, **job.driver_env}):
         return None
     return WarmStart.of_executor(job.modules)

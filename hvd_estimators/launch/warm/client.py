@@ -37,12 +37,76 @@ __all__ = [
     "ForkedRank",
     "WarmStart",
     "address_of",
+    "allows_warm_start",
     "connected",
     "is_alive",
+    "modules_of",
     "sockets_folder",
-    "wanted",
     "warm_environment",
 ]
+
+
+WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
+"""Environment variable; ``0`` starts every rank in a fresh process."""
+
+IDLE_SECONDS = 600.0
+"""Seconds without requests after which a warm process ends."""
+
+ANSWER_SECONDS = 10.0
+"""Maximum seconds for answers that require at most a fork."""
+
+HELLO, STALE, GO = b"hello", b"stale", b"go"
+"""Messages between warm process and client."""
+
+# Imports from a slow disk take long.
+_IMPORT_SECONDS = 120.0
+_MOST_PROCESSES = 2
+
+# Variables that differ between ranks. No module reads them when it is imported.
+_OF_A_RANK = re.compile(
+    "HOROVOD_(?:RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|CONTROLLER)"
+    "|HOROVOD_CPU_OPERATIONS"
+    "|HOROVOD_GLOO_(?:RENDEZVOUS_ADDR|RENDEZVOUS_PORT|IFACE|TIMEOUT_SECONDS)|HOROVOD_TIMELINE"
+    r"|HOROVOD_STALL_\w*|HVD_ESTIMATORS_\w*|\w*VISIBLE_DEVICES"
+)
+
+# The first torch optimizer imports more of torch, which takes another second in each rank. The
+# trainers always create one.
+_OPTIMIZERS = "torch._dynamo"
+
+_MODULES = {
+    "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer",),
+    "hvd_estimators.lightning.trainer": ("hvd_estimators.lightning.trainer", _OPTIMIZERS),
+    "hvd_estimators.torch.trainer": ("hvd_estimators.torch.trainer", _OPTIMIZERS),
+    "horovod.keras": ("horovod.keras",),
+    "horovod.tensorflow": ("horovod.tensorflow",),
+    "horovod.torch": ("horovod.torch",),
+    "keras": ("keras",),
+    "lightning": ("lightning",),
+    "numpy": ("numpy",),
+    "pandas": ("pandas",),
+    "petastorm": ("petastorm",),
+    "pyarrow": ("pyarrow",),
+    "pytorch_lightning": ("pytorch_lightning",),
+    "tensorflow": ("tensorflow",),
+    "torch": ("torch",),
+}
+"""The modules to import if a call contains the name of a module or of one of its submodules.
+
+All of them have been checked: importing them starts no thread that a fork loses, initialises no GPU
+and draws no random numbers. The user's own modules are never imported in advance, because they may
+change before the next launch.
+"""
+
+# A short string in a pickle: an opcode, the length and the text.
+_MENTIONED = re.compile(
+    rb"\x8c(.)((" + "|".join(map(re.escape, _MODULES)).encode() + rb")(?:\.\w+)*)", re.DOTALL
+)
+
+# Only the start and the end of a call are searched: code and classes precede or follow the data.
+_SEARCHED_BYTES = 2**20
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -53,9 +117,9 @@ def sockets_folder() -> Iterator[int]:
         path.mkdir(mode=0o700)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        found = os.fstat(folder)
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{path} is not this user's alone")
+        status = os.fstat(folder)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError(f"other users can access {path}")
         yield folder
     finally:
         os.close(folder)
@@ -87,12 +151,6 @@ def is_alive(owner: str) -> bool:
         return process_stat(int(pid)).started == started
     except (OSError, ValueError):
         return False
-
-
-ANSWER_SECONDS = 10.0
-
-
-"""Maximum seconds for answers that require at most a fork."""
 
 
 class ForkedRank:
@@ -153,41 +211,7 @@ class ForkedRank:
             self._connection.recv(1)
 
 
-WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
-
-
-"""Environment variable; ``0`` starts every rank in a fresh process."""
-
-
-IDLE_SECONDS = 600.0
-
-
-"""Seconds without requests after which a warm process ends."""
-
-
-HELLO, STALE, GO = b"hello", b"stale", b"go"
-
-
-# Imports from a slow disk take long.
-_IMPORT_SECONDS = 120.0
-
-
-_MOST_PROCESSES = 2
-
-
-# Variables that differ between ranks. No module reads them when it is imported.
-_OF_A_RANK = re.compile(
-    "HOROVOD_(?:RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|CONTROLLER)"
-    "|HOROVOD_CPU_OPERATIONS"
-    "|HOROVOD_GLOO_(?:RENDEZVOUS_ADDR|RENDEZVOUS_PORT|IFACE|TIMEOUT_SECONDS)|HOROVOD_TIMELINE"
-    r"|HOROVOD_STALL_\w*|HVD_ESTIMATORS_\w*|\w*VISIBLE_DEVICES"
-)
-
-
-logger = logging.getLogger(__name__)
-
-
-def wanted(env: Mapping[str, str]) -> bool:
+def allows_warm_start(env: Mapping[str, str]) -> bool:
     """Return whether the system and the given environment allow warm starts."""
     return sys.platform == "linux" and env.get(WARM_START_VARIABLE, "1") != "0"
 
@@ -321,11 +345,11 @@ class WarmStart:
                 watched.append(os.pidfd_open(pid))
                 stack.callback(os.close, watched[-1])
             if self._owner_name() != name.rpartition("-")[0]:
-                raise ProcessLookupError("what it would belong to has ended")
+                raise ProcessLookupError("its owner has ended")
             printed = os.memfd_create("hvd-estimators-warm-output")
             stack.callback(os.close, printed)
             command = [executable, "-u", "-m", "hvd_estimators.launch.rank.worker", "--warm"]
-            asked = {
+            settings = {
                 "listening": listening.fileno(),
                 "folder": folder,
                 "name": name,
@@ -334,7 +358,7 @@ class WarmStart:
                 "modules": list(self.modules),
             }
             process = subprocess.Popen(
-                [*command, json.dumps(asked)],
+                [*command, json.dumps(settings)],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
@@ -395,3 +419,19 @@ def _umask() -> int:
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o022
+
+
+def modules_of(call: bytes) -> tuple[str, ...]:
+    """Return the modules to import for a pickled call, from `pickle_call`.
+
+    The call contains the names that a function of a script or notebook imports, the modules of its
+    arguments' classes, and the trainer of an estimator. A function of an installed module is
+    pickled by its name, which says nothing about its imports.
+    """
+    modules: set[str] = set()
+    for part in (call[:_SEARCHED_BYTES], call[_SEARCHED_BYTES:][-_SEARCHED_BYTES:]):
+        for length, text, name in _MENTIONED.findall(part):
+            # A longer string only begins like a module name.
+            if length[0] == len(text):
+                modules.update(_MODULES[name.decode()])
+    return tuple(sorted(modules))

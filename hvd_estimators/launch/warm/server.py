@@ -23,12 +23,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_estimators.launch.warm.client import GO, HELLO, STALE
 
-__all__ = ["NAME", "WantedRank", "serve"]
+__all__ = ["NAME", "ForkSpec", "serve"]
 
 NAME = "hvd-warm"
 """Name of the process in ``ps`` and ``top``."""
@@ -42,7 +43,8 @@ _NAME_FILE = Path("/proc/self/comm")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class WantedRank:
+@dataclass(frozen=True)
+class ForkSpec:
     """Parameters of the rank that a fork becomes.
 
     Attributes
@@ -57,19 +59,18 @@ class WantedRank:
         Socket to which the rank's guardian sends its exit status.
     """
 
-    def __init__(self, directory: str, lifeline: int, parent: int, report: socket.socket) -> None:
-        self.directory = directory
-        self.lifeline = lifeline
-        self.parent = parent
-        self.report = report
+    directory: str
+    lifeline: int
+    parent: int
+    report: socket.socket
 
 
-def serve(asked: Mapping[str, Any]) -> WantedRank:
+def serve(settings: Mapping[str, Any]) -> ForkSpec:
     """Run the warm process. Returns only in forks, which must become ranks.
 
     Parameters
     ----------
-    asked : mapping
+    settings : mapping
         Parameters from `hvd_estimators.launch.warm.client.WarmStart`: descriptors of the listening
         socket, of its directory and of the owners; the socket's name; modules; idle seconds.
     """
@@ -78,10 +79,10 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
     own_name = _NAME_FILE.read_text()
     _NAME_FILE.write_text(NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listening = socket.socket(fileno=asked["listening"])
-    server = _Server(listening, asked)
+    listening = socket.socket(fileno=settings["listening"])
+    server = _Server(listening, settings)
     try:
-        server.prepare(asked["modules"])
+        server.prepare(settings["modules"])
         # This process need not wait for its guardians, because they report their status themselves.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rank = server.run()
@@ -96,12 +97,12 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
 
 
 class _Server:
-    def __init__(self, listening: socket.socket, asked: Mapping[str, Any]) -> None:
+    def __init__(self, listening: socket.socket, settings: Mapping[str, Any]) -> None:
         self._listening = listening
-        self._folder: int = asked["folder"]
-        self._name: str = asked["name"]
-        self._watched: list[int] = asked["watched"]
-        self._idle_seconds: float = asked["idle_seconds"]
+        self._folder: int = settings["folder"]
+        self._name: str = settings["name"]
+        self._watched: list[int] = settings["watched"]
+        self._idle_seconds: float = settings["idle_seconds"]
         self._inode = os.stat(self._name, dir_fd=self._folder).st_ino
         self._files: dict[str, tuple[int, int]] = {}
         self._refusal = b""
@@ -126,13 +127,13 @@ class _Server:
         gc.freeze()
         gc.enable()
 
-    def run(self) -> WantedRank | None:
+    def run(self) -> ForkSpec | None:
         """Answer requests until idle, stale or without owner; return the rank in a fork."""
         poller = select.poll()
         for descriptor in (self._listening.fileno(), *self._watched):
             poller.register(descriptor, select.POLLIN)
-        asked_last = time.monotonic()
-        while time.monotonic() - asked_last < self._idle_seconds and self._is_listed():
+        last_request = time.monotonic()
+        while time.monotonic() - last_request < self._idle_seconds and self._is_listed():
             seconds = min(_LOOK_SECONDS, self._idle_seconds)
             ready = {descriptor for descriptor, _ in poller.poll(seconds * 1000)}
             if ready & set(self._watched):
@@ -144,7 +145,7 @@ class _Server:
                 rank = self._answer(connection)
                 if rank is not None:
                     return rank
-            asked_last = time.monotonic()
+            last_request = time.monotonic()
             if self._refusal == STALE:
                 break
         return None
@@ -161,7 +162,7 @@ class _Server:
             return os.stat(self._name, dir_fd=self._folder).st_ino == self._inode
         return False
 
-    def _answer(self, connection: socket.socket) -> WantedRank | None:
+    def _answer(self, connection: socket.socket) -> ForkSpec | None:
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
@@ -201,7 +202,7 @@ class _Server:
         output: int,
         errors: int,
         parent: int,
-    ) -> WantedRank:
+    ) -> ForkSpec:
         os.setsid()
         connection.settimeout(_REQUEST_SECONDS)
         connection.send(str(os.getpid()).encode())
@@ -222,12 +223,12 @@ class _Server:
             os.write(2, printed)
         _be_fresh(spec, lifeline)
         report = socket.socket(fileno=os.dup(connection.fileno()))
-        return WantedRank(spec["directory"], lifeline, parent, report)
+        return ForkSpec(spec["directory"], lifeline, parent, report)
 
     def _is_fresh(self) -> bool:
         """Return whether the files of all imported modules are unchanged."""
         try:
-            return all(_version(path) == known for path, known in self._files.items())
+            return all(_version(path) == version for path, version in self._files.items())
         except OSError:
             return False
 
@@ -242,9 +243,9 @@ def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     importlib.invalidate_caches()
     # NumPy's generator was seeded at import; Python reseeds its own generator in every fork.
-    drawn = sys.modules.get("numpy.random")
-    if drawn is not None:
-        drawn.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)
@@ -267,8 +268,8 @@ def _threads_after_a_fork() -> list[str]:
 
 
 def _version(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size
 
 
 def _close(descriptors: Iterable[int]) -> None:

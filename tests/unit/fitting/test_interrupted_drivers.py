@@ -70,7 +70,7 @@ def interrupted(error: BaseException | None, seconds: float | None, save_after: 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), WorkerFailedError("no")])
 def test_an_interrupted_driver_waits_for_a_rank_that_asks(caplog: Any, error: Any) -> None:
     assert interrupted(error, seconds=600.0, save_after=0.3)
-    assert "Waiting until the ranks have saved where they are (at most 600 s)" in caplog.text
+    assert "Waiting until the ranks have saved their state (at most 600 s)" in caplog.text
     assert "not ended in time" not in caplog.text
 
 

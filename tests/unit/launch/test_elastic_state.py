@@ -10,7 +10,7 @@ import torch
 from horovod.common import elastic
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_estimators.launch.rank.user_call import call_without_notifications
+from hvd_estimators.launch.rank.worker import call_without_notifications
 from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE, DriverService
 

@@ -53,12 +53,12 @@ PRINTED = [*NOTES, NO_GPU, WARNING, ERROR, *OWN]
 )
 def test_lines_below_the_log_level_are_left_out(monkeypatch, level, gpus, shown):
     monkeypatch.setattr(output, "visible_gpus", lambda env: gpus)
-    assert output.unnoticed({"TF_CPP_MIN_LOG_LEVEL": level})(PRINTED) == shown
+    assert output.log_filter({"TF_CPP_MIN_LOG_LEVEL": level})(PRINTED) == shown
 
 
 @pytest.mark.parametrize("env", [{}, {"TF_CPP_MIN_LOG_LEVEL": "0"}, {"TF_CPP_MIN_LOG_LEVEL": "x"}])
 def test_all_lines_are_shown_if_the_environment_asks_for_them(env):
-    assert output.unnoticed(env) is None
+    assert output.log_filter(env) is None
 
 
 def test_the_output_of_a_rank_and_its_end_are_without_them():

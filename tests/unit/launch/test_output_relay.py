@@ -113,7 +113,7 @@ def test_who_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
             relay.put("", ["x" * 1000])
 
     assert len(asked) == 1
-    assert caplog.text.count("cannot be passed on") == 1
+    assert caplog.text.count("cannot be delivered") == 1
 
 
 def test_an_allowance_comes_back_with_time_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedE
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.rank.user_call import of_first_rank
+from hvd_estimators.launch.rank.worker import of_first_rank
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

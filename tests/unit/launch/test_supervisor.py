@@ -107,7 +107,9 @@ def test_a_rank_that_is_lost_is_named_for_the_driver(clock: Clock) -> None:
     (outcome,) = supervise([Process(clock, 0, 3600)], lambda: lost)
 
     assert (outcome.error_type, outcome.lost) == ("lost", (7, "far"))
-    assert failure_of(outcome).why.startswith("has lost touch: Ended because rank 7 on far")
+    assert failure_of(outcome).why.startswith(
+        "has lost its connection: Ended because rank 7 on far"
+    )
 
 
 def test_a_rank_that_ends_within_the_grace_keeps_its_own_outcome(clock: Clock) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 from hvd_estimators.launch.rank.process import pickle_call
-from hvd_estimators.launch.warm.modules import modules_of
+from hvd_estimators.launch.warm.client import modules_of
 from hvd_estimators.training.call_transfer import StoredCall, train_stored
 
 # As the functions of a notebook.

@@ -115,8 +115,8 @@ LAUNCHES: dict[str, Wrong] = {
         "elastic_timeout",
         "expected seconds",
     ),
-    "HorovodRunner: text": runner("np", "a whole number of processes", np="2"),
-    "HorovodRunner: truth": runner("np", "a whole number of processes", np=True),
+    "HorovodRunner: text": runner("np", "a whole number", np="2"),
+    "HorovodRunner: truth": runner("np", "a whole number", np=True),
     "HorovodRunner: verbosity": runner(
         "driver_log_verbosity", "expected one of 'all'", np=-1, driver_log_verbosity="some"
     ),

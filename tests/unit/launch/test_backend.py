@@ -12,8 +12,7 @@ import pytest
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError
 from hvd_estimators.keras import KerasEstimator
-from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.foreign_backends import as_backend
+from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.service.events import Event, EventSender, RankOutput
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE

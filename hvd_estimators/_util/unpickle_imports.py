@@ -53,7 +53,8 @@ _MOVED = {
     "hvd_estimators.keras.learning_rate": "hvd_estimators.keras.callbacks",
     "hvd_estimators.keras.states": "hvd_estimators.keras.serialization",
     "hvd_estimators.keras.traits": "hvd_estimators.keras.model_metadata",
-    "hvd_estimators.launch.foreign": "hvd_estimators.launch.foreign_backends",
+    "hvd_estimators.launch.foreign": "hvd_estimators.launch.backend",
+    "hvd_estimators.launch.foreign_backends": "hvd_estimators.launch.backend",
     "hvd_estimators.launch.local": "hvd_estimators.launch.local_backend",
     "hvd_estimators.launch.spark": "hvd_estimators.launch.spark_backend",
     "hvd_estimators.lightning.exact": "hvd_estimators.lightning.strategy",
@@ -88,31 +89,31 @@ class Unpickler(pickle.Unpickler):
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
-        self._kept: dict[int, type] = {}
+        self._kept_classes: dict[int, type] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a class or function by its name; called by pickle."""
         module = _MOVED.get(module, module)
         name = _RENAMED.get((module, name), name)
-        found = super().find_class(module, name)
-        if found is cloudpickle._make_skeleton_class or found is cloudpickle._make_skeleton_enum:
-            return lambda *args: self._make_class(found, args)
-        if found is cloudpickle._class_setstate:
+        value = super().find_class(module, name)
+        if value is cloudpickle._make_skeleton_class or value is cloudpickle._make_skeleton_enum:
+            return lambda *args: self._make_class(value, args)
+        if value is cloudpickle._class_setstate:
             return self._fill_class
-        return found
+        return value
 
     def _make_class(self, make: Callable[..., type], args: tuple[Any, ...]) -> type:
         # After the tracker's ID, there is one more argument, reserved for later versions.
-        known = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(args[-2])
-        if known is not None and known not in _received:
-            self._kept[id(known)] = known
-            return known
-        made = make(*args)
-        _received.add(made)
-        return made
+        own_class = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(args[-2])
+        if own_class is not None and own_class not in _received:
+            self._kept_classes[id(own_class)] = own_class
+            return own_class
+        new_class = make(*args)
+        _received.add(new_class)
+        return new_class
 
     def _fill_class(self, cls: type, state: Any) -> type:
-        return cls if id(cls) in self._kept else cloudpickle._class_setstate(cls, state)
+        return cls if id(cls) in self._kept_classes else cloudpickle._class_setstate(cls, state)
 
 
 def load(file: IO[bytes], **options: Any) -> Any:

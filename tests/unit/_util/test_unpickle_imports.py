@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from hvd_estimators._util import unpickling
+from hvd_estimators._util import unpickle_imports
 
 SOURCE = """
 import abc, dataclasses, enum
@@ -55,7 +55,7 @@ def test_live_classes_keep_their_globals_and_attributes(notebook: dict[str, Any]
     document = cloudpickle.dumps((net, kind, notebook["Base"]))
     notebook["Base"].count = 5
     method = notebook["Net"].apply
-    copy, same_kind, base = unpickling.loads(document)
+    copy, same_kind, base = unpickle_imports.loads(document)
     assert copy is not net
     assert copy == net
     assert type(copy) is notebook["Net"]
@@ -79,7 +79,7 @@ def test_classes_that_a_pickle_brought_are_updated_by_the_next(notebook: dict[st
     second = cloudpickle.dumps(net)
     script = (
         "import sys\n"
-        "from hvd_estimators._util.unpickling import load, loads\n"
+        "from hvd_estimators._util.unpickle_imports import load, loads\n"
         "first = load(sys.stdin.buffer)\n"
         "assert first.apply(3) == 6.0\n"
         "second = load(sys.stdin.buffer)\n"
@@ -92,11 +92,11 @@ def test_classes_that_a_pickle_brought_are_updated_by_the_next(notebook: dict[st
 
 def test_all_else_loads_as_with_the_standard_library() -> None:
     value = {"a": [1, 2.0, "x"], "b": enum.Enum, "c": None}
-    assert unpickling.load(io.BytesIO(pickle.dumps(value))) == value
+    assert unpickle_imports.load(io.BytesIO(pickle.dumps(value))) == value
     buffers: list[Any] = []
     data = pickle.PickleBuffer(bytearray(b"abc"))
     document = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    assert bytes(unpickling.loads(document, buffers=buffers)) == b"abc"
+    assert bytes(unpickle_imports.loads(document, buffers=buffers)) == b"abc"
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_all_else_loads_as_with_the_standard_library() -> None:
 def test_names_in_pickles_of_earlier_versions_are_found(former: str, now: str) -> None:
     module, name = f"hvd_estimators.{former}".rsplit(".", 1)
     # https://github.com/python/cpython/blob/3.11/Lib/pickletools.py: GLOBAL, STOP
-    found = unpickling.loads(f"c{module}\n{name}\n.".encode())
+    found = unpickle_imports.loads(f"c{module}\n{name}\n.".encode())
     expected = f"hvd_estimators.{now}" if now.rsplit(".", 1)[-1][0].isupper() else ""
     assert f"{found.__module__}.{found.__name__}" == (expected or f"hvd_estimators.{now}.{name}")
 
 
 def test_former_modules_are_gone_and_their_successors_are_there() -> None:
-    for former, now in unpickling._MOVED.items():
+    for former, now in unpickle_imports._MOVED.items():
         assert importlib.util.find_spec(now) is not None
         with pytest.raises(ImportError):
             importlib.import_module(former)
