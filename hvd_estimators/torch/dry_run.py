@@ -62,7 +62,7 @@ def copied(value: T) -> T:
     copier = _Copier(buffer)
     copier.dump(value)
     buffer.seek(0)
-    loaded: T = _Loader(buffer, copier.kept).load()
+    loaded: T = _Loader(buffer, copier.copies).load()
     return loaded
 
 
@@ -71,26 +71,26 @@ class _Copier(OptimizerPickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.kept: list[Any] = []
+        self.copies: list[Any] = []
         self._positions: dict[int, int] = {}
         self._alive: list[Any] = []
         self._memo: dict[int, Any] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the position in ``kept`` of an object that is not pickled. Called by pickle."""
+        """Return the position in ``copies`` of an object that is not pickled. Called by pickle."""
         if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)):
             return None
-        known = self._positions.get(id(obj))
-        if known is not None:
-            return known
-        for original, replacement in self._copies(obj):
-            self._positions[id(original)] = len(self.kept)
-            self.kept.append(replacement)
+        position = self._positions.get(id(obj))
+        if position is not None:
+            return position
+        for original, replacement in self._copy(obj):
+            self._positions[id(original)] = len(self.copies)
+            self.copies.append(replacement)
             # The original must stay alive, so that no other object gets its id.
             self._alive.append(original)
         return self._positions[id(obj)]
 
-    def _copies(self, obj: Any) -> Iterator[tuple[Any, Any]]:
+    def _copy(self, obj: Any) -> Iterator[tuple[Any, Any]]:
         """Yield an object and its copy; for TorchScript, also its parameters and their copies."""
         if isinstance(obj, torch.Tensor):
             # torch cannot deepcopy tensors that are computed from others.
@@ -103,18 +103,18 @@ class _Copier(OptimizerPickler):
 
 
 class _Loader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, copies: list[Any]) -> None:
         super().__init__(file)
-        self._kept = kept
+        self._copies = copies
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._kept[pid]
+        return self._copies[pid]
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if found in _MAKING_CLASSES:
-            return functools.partial(_new_class, found)
-        return found
+        value = super().find_class(module, name)
+        if value in _MAKING_CLASSES:
+            return functools.partial(_new_class, value)
+        return value
 
 
 _MAKING_CLASSES = (
@@ -251,9 +251,11 @@ def check_fit(
         )
     if not outputs:
         raise ShapeError(f"outputs: the model returns {type(raw).__name__} without a tensor.")
-    for place, output in enumerate(outputs):
+    for position, output in enumerate(outputs):
         if output.dim() == 0 or len(output) != batch.rows:
-            which = f"for label {labels[place]!r}" if tensors.pairs else f"at position {place}"
+            which = (
+                f"for label {labels[position]!r}" if tensors.pairs else f"at position {position}"
+            )
             raise ShapeError(
                 f"The model's output {which} has shape {tuple(output.shape)} for {batch.rows} "
                 "rows. Its first dimension must count the rows; outputs can leave out others."
@@ -535,20 +537,20 @@ def _check_reduction(
         return
     try:
         with torch_traceless():
-            whole, *halves = [
+            full, *halves = [
                 loss.parts([o[rows_of] for o in outputs], [label[rows_of] for label in labels])
                 for rows_of in (slice(None), slice(half), slice(half, None))
             ]
     except Exception:
         # Training passes only whole batches, so a failure on half a batch is not an error.
         return
-    for name, found, first, second in zip(names, whole, *halves, strict=True):
-        if found.kind != "rows" or not torch.isfinite(found.value):
+    for name, part, first, second in zip(names, full, *halves, strict=True):
+        if part.kind != "rows" or not torch.isfinite(part.value):
             continue
         mean = (first.value * half + second.value * (rows - half)) / rows
-        if torch.isclose(found.value, mean, rtol=1e-3, atol=1e-6):
+        if torch.isclose(part.value, mean, rtol=1e-3, atol=1e-6):
             continue
-        if torch.isclose(found.value, first.value + second.value, rtol=1e-4, atol=1e-6):
+        if torch.isclose(part.value, first.value + second.value, rtol=1e-4, atol=1e-6):
             raise ParamError(
                 f"loss: expected a mean over rows for label {name!r}, found a sum. Return a mean, "
                 "or give a loss of torch with reduction='sum', such as functools.partial("
@@ -561,7 +563,7 @@ def _check_reduction(
             "rows with each other, see 'A loss over the rows of all ranks' in the page on torch.",
             name,
             rows,
-            float(found.value),
+            float(part.value),
             float(mean),
         )
 
