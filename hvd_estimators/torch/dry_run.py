@@ -395,7 +395,7 @@ def check_batches(
     data: DataSpec,
     own_step: bool,
     all_rows: bool,
-    one_row: bool | None = None,
+    one_row: bool | None,
 ) -> None:
     """Reject batches that a model or a training function cannot take.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -301,12 +302,8 @@ class GradientAverager:
         self.steps += 1
 
 
-class _AveragedClosure:
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-
-    def __call__(self) -> Any:
-        return self._call()
+class _AveragedClosure(functools.partial[Any]):
+    """Closure that averages its gradients."""
 
 
 def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:

@@ -181,7 +181,7 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
         "weights_only": False,
         "pickle_module": unpickling,
     }
-    with _opened(document) as file:
+    with io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb") as file:
         with zipfile.ZipFile(file) as archive:
             is_script = any(name.endswith("/constants.pkl") for name in archive.namelist())
         file.seek(0)
@@ -230,10 +230,6 @@ def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
     """Pickle a module, without intermediate copies of the tensors."""
     pickle_module = sys.modules[__name__]
     torch.save(module, file, pickle_module=pickle_module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _opened(document: bytes | os.PathLike[str]) -> IO[bytes]:
-    return io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb")
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:

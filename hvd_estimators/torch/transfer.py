@@ -78,7 +78,7 @@ def cuda_copies(device: torch.device) -> Copy:
     memory in this thread.
     """
     stream: Any = torch.cuda.Stream(device)
-    # Tensors that the GPU may not have copied_event yet, and that must not be overwritten.
+    # Tensors that the GPU may not have copied yet, and that must not be overwritten.
     pending: collections.deque[tuple[Any, Sequence[torch.Tensor]]] = collections.deque()
 
     def start(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
