@@ -440,32 +440,54 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
 
 
 def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+    def call() -> Any:
+        return copied(loss)(
+            outputs=raw,
+            labels=batch.labels,
+            inputs=tensors.arguments(batch.inputs),
+            sample_weights=batch.weights,
+        )
+
+    def message(error: str) -> str:
+        return (
+            f"The joint loss failed with {error}. The model returned {_shapes_of(raw)}, for a "
+            f"batch of {_tensors_of(batch, tensors)}. Set label_cols, label_shapes or "
+            "column_dtypes to what the loss expects."
+        )
+
+    _try_loss(call, message)
+
+
+def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
+    """Call a loss, and return whether it can run here.
+
+    Parameters
+    ----------
+    call : callable
+        Calls the loss.
+    message : callable
+        Returns the error message, from the text of the loss's error.
+
+    Raises
+    ------
+    ShapeError
+        If the loss fails, or does not return a number.
+    """
     try:
         with torch_traceless():
+            # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
-            value = copied(loss)(
-                outputs=raw,
-                labels=batch.labels,
-                inputs=tensors.arguments(batch.inputs),
-                sample_weights=batch.weights,
-            )
+            value = call()
     except ParamError:
         raise
     except Exception as error:
         if leave_to_ranks(error):
-            return
-        raise ShapeError(
-            f"The joint loss failed with {type(error).__name__}: {error}. The model returned "
-            f"{_shapes_of(raw)}, for a batch of {_tensors_of(batch, tensors)}. Set label_cols, "
-            "label_shapes or column_dtypes to what the loss expects."
-        ) from error
-    _check_number(value)
-
-
-def _check_number(value: Any) -> None:
+            return False
+        raise ShapeError(message(f"{type(error).__name__}: {error}")) from error
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ShapeError(f"The loss must return a number, found {found}.")
+    return True
 
 
 def _shapes_of(raw: Any) -> str:
@@ -483,20 +505,12 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
     aligned, targets = tensors.align(outputs, batch.labels)
     # Loss modules may have state, and functions may count in global variables.
     loss = copied(loss)
-    shapes = "; ".join(
-        f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
-        for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
-    )
-    try:
-        with torch_traceless():
-            # Training on labels that only broadcast to the output is almost always a mistake.
-            warnings.filterwarnings("error", message="Using a target size")
-            value = loss(aligned, targets, batch.weights)
-    except ParamError:
-        raise
-    except Exception as error:
-        if leave_to_ranks(error):
-            return
+
+    def message(error: str) -> str:
+        shapes = "; ".join(
+            f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
+            for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
+        )
         reshaped = [
             f"{name} from {tuple(label.shape)}"
             for name, label, target in zip(tensors.label_cols, batch.labels, targets, strict=True)
@@ -508,13 +522,14 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
                 f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
                 "loss can rely on that, and need not index the output (output[:, 0])."
             )
-        raise ShapeError(
-            f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: {error}. "
+        return (
+            f"The loss cannot take outputs and labels ({shapes}): {error}. "
             "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
             f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
-        ) from error
-    _check_number(value)
-    if batch.weights is None:
+        )
+
+    is_tried = _try_loss(lambda: loss(aligned, targets, batch.weights), message)
+    if is_tried and batch.weights is None:
         _check_reduction(loss, aligned, targets, tensors.label_cols)
 
 
