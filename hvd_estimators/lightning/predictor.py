@@ -16,9 +16,8 @@ from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.predictor import (
-    ModulePredictor,
+    TorchPredictor,
     autocast,
-    input_forms,
     limit_threads,
     transform_spec,
 )
@@ -79,7 +78,7 @@ def forward_inputs(
     return [x.reshape(len(x), *shape[1:]) for x, shape in zip(inputs, shapes, strict=True)]
 
 
-class LightningPredictor(ModulePredictor):
+class LightningPredictor(TorchPredictor):
     """Run a module's forward pass, or its ``predict_step``.
 
     Parameters
@@ -104,22 +103,20 @@ class LightningPredictor(ModulePredictor):
         precision: str = "float32",
         resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
-        super().__init__(document, spec.feature_cols, spec.select, precision, resources)
-        self._by_step, self._spec = by_step, spec
+        super().__init__(document, spec, precision, resources)
+        self._by_step = by_step
 
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
-        names = list(self._names)
         spec = self._spec
-        return forward_inputs(self._module, arrays, names, spec.input_shapes, spec.dtypes)
+        return forward_inputs(
+            self._module, arrays, list(spec.feature_cols), spec.input_shapes, spec.dtypes
+        )
 
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         if self._by_step:
-            batch = dict(zip(self._names, inputs, strict=True))
+            batch = dict(zip(self._spec.feature_cols, inputs, strict=True))
             return call_with_leading(self._module.predict_step, batch, 0)
-        return self._spec.call(self._module, inputs)
-
-    def _expected_inputs(self) -> str:
-        return input_forms(self._names, self._spec.input_shapes)
+        return super()._call(inputs)
 
 
 class RowPredictor:

@@ -62,7 +62,7 @@ def copied(value: T) -> T:
     copier = _Copier(buffer)
     copier.dump(value)
     buffer.seek(0)
-    loaded: T = _Loader(buffer, copier.kept).load()
+    loaded: T = _Loader(buffer, copier.copies).load()
     return loaded
 
 
@@ -71,26 +71,26 @@ class _Copier(OptimizerPickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.kept: list[Any] = []
+        self.copies: list[Any] = []
         self._positions: dict[int, int] = {}
         self._alive: list[Any] = []
         self._memo: dict[int, Any] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the position in ``kept`` of an object that is not pickled. Called by pickle."""
+        """Return the position in ``copies`` of an object that is not pickled. Called by pickle."""
         if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)):
             return None
-        known = self._positions.get(id(obj))
-        if known is not None:
-            return known
-        for original, replacement in self._copies(obj):
-            self._positions[id(original)] = len(self.kept)
-            self.kept.append(replacement)
+        position = self._positions.get(id(obj))
+        if position is not None:
+            return position
+        for original, replacement in self._copy(obj):
+            self._positions[id(original)] = len(self.copies)
+            self.copies.append(replacement)
             # The original must stay alive, so that no other object gets its id.
             self._alive.append(original)
         return self._positions[id(obj)]
 
-    def _copies(self, obj: Any) -> Iterator[tuple[Any, Any]]:
+    def _copy(self, obj: Any) -> Iterator[tuple[Any, Any]]:
         """Yield an object and its copy; for TorchScript, also its parameters and their copies."""
         if isinstance(obj, torch.Tensor):
             # torch cannot deepcopy tensors that are computed from others.
@@ -103,18 +103,18 @@ class _Copier(OptimizerPickler):
 
 
 class _Loader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, copies: list[Any]) -> None:
         super().__init__(file)
-        self._kept = kept
+        self._copies = copies
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._kept[pid]
+        return self._copies[pid]
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if found in _MAKING_CLASSES:
-            return functools.partial(_new_class, found)
-        return found
+        value = super().find_class(module, name)
+        if value in _MAKING_CLASSES:
+            return functools.partial(_new_class, value)
+        return value
 
 
 _MAKING_CLASSES = (
@@ -251,9 +251,11 @@ def check_fit(
         )
     if not outputs:
         raise ShapeError(f"outputs: the model returns {type(raw).__name__} without a tensor.")
-    for place, output in enumerate(outputs):
+    for position, output in enumerate(outputs):
         if output.dim() == 0 or len(output) != batch.rows:
-            which = f"for label {labels[place]!r}" if tensors.pairs else f"at position {place}"
+            which = (
+                f"for label {labels[position]!r}" if tensors.pairs else f"at position {position}"
+            )
             raise ShapeError(
                 f"The model's output {which} has shape {tuple(output.shape)} for {batch.rows} "
                 "rows. Its first dimension must count the rows; outputs can leave out others."
@@ -393,7 +395,7 @@ def check_batches(
     data: DataSpec,
     own_step: bool,
     all_rows: bool,
-    one_row: bool | None = None,
+    one_row: bool | None,
 ) -> None:
     """Reject batches that a model or a training function cannot take.
 
@@ -438,32 +440,54 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
 
 
 def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+    def call() -> Any:
+        return copied(loss)(
+            outputs=raw,
+            labels=batch.labels,
+            inputs=tensors.arguments(batch.inputs),
+            sample_weights=batch.weights,
+        )
+
+    def message(error: str) -> str:
+        return (
+            f"The joint loss failed with {error}. The model returned {_shapes_of(raw)}, for a "
+            f"batch of {_tensors_of(batch, tensors)}. Set label_cols, label_shapes or "
+            "column_dtypes to what the loss expects."
+        )
+
+    _try_loss(call, message)
+
+
+def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
+    """Call a loss, and return whether it can run here.
+
+    Parameters
+    ----------
+    call : callable
+        Calls the loss.
+    message : callable
+        Returns the error message, from the text of the loss's error.
+
+    Raises
+    ------
+    ShapeError
+        If the loss fails, or does not return a number.
+    """
     try:
         with torch_traceless():
+            # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
-            value = copied(loss)(
-                outputs=raw,
-                labels=batch.labels,
-                inputs=tensors.arguments(batch.inputs),
-                sample_weights=batch.weights,
-            )
+            value = call()
     except ParamError:
         raise
     except Exception as error:
         if leave_to_ranks(error):
-            return
-        raise ShapeError(
-            f"The joint loss failed with {type(error).__name__}: {error}. The model returned "
-            f"{_shapes_of(raw)}, for a batch of {_tensors_of(batch, tensors)}. Set label_cols, "
-            "label_shapes or column_dtypes to what the loss expects."
-        ) from error
-    _check_number(value)
-
-
-def _check_number(value: Any) -> None:
+            return False
+        raise ShapeError(message(f"{type(error).__name__}: {error}")) from error
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ShapeError(f"The loss must return a number, found {found}.")
+    return True
 
 
 def _shapes_of(raw: Any) -> str:
@@ -481,20 +505,12 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
     aligned, targets = tensors.align(outputs, batch.labels)
     # Loss modules may have state, and functions may count in global variables.
     loss = copied(loss)
-    shapes = "; ".join(
-        f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
-        for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
-    )
-    try:
-        with torch_traceless():
-            # Training on labels that only broadcast to the output is almost always a mistake.
-            warnings.filterwarnings("error", message="Using a target size")
-            value = loss(aligned, targets, batch.weights)
-    except ParamError:
-        raise
-    except Exception as error:
-        if leave_to_ranks(error):
-            return
+
+    def message(error: str) -> str:
+        shapes = "; ".join(
+            f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
+            for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
+        )
         reshaped = [
             f"{name} from {tuple(label.shape)}"
             for name, label, target in zip(tensors.label_cols, batch.labels, targets, strict=True)
@@ -506,13 +522,14 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
                 f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
                 "loss can rely on that, and need not index the output (output[:, 0])."
             )
-        raise ShapeError(
-            f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: {error}. "
+        return (
+            f"The loss cannot take outputs and labels ({shapes}): {error}. "
             "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
             f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
-        ) from error
-    _check_number(value)
-    if batch.weights is None:
+        )
+
+    is_tried = _try_loss(lambda: loss(aligned, targets, batch.weights), message)
+    if is_tried and batch.weights is None:
         _check_reduction(loss, aligned, targets, tensors.label_cols)
 
 
@@ -535,20 +552,20 @@ def _check_reduction(
         return
     try:
         with torch_traceless():
-            whole, *halves = [
+            full, *halves = [
                 loss.parts([o[rows_of] for o in outputs], [label[rows_of] for label in labels])
                 for rows_of in (slice(None), slice(half), slice(half, None))
             ]
     except Exception:
         # Training passes only whole batches, so a failure on half a batch is not an error.
         return
-    for name, found, first, second in zip(names, whole, *halves, strict=True):
-        if found.kind != "rows" or not torch.isfinite(found.value):
+    for name, part, first, second in zip(names, full, *halves, strict=True):
+        if part.kind != "rows" or not torch.isfinite(part.value):
             continue
         mean = (first.value * half + second.value * (rows - half)) / rows
-        if torch.isclose(found.value, mean, rtol=1e-3, atol=1e-6):
+        if torch.isclose(part.value, mean, rtol=1e-3, atol=1e-6):
             continue
-        if torch.isclose(found.value, first.value + second.value, rtol=1e-4, atol=1e-6):
+        if torch.isclose(part.value, first.value + second.value, rtol=1e-4, atol=1e-6):
             raise ParamError(
                 f"loss: expected a mean over rows for label {name!r}, found a sum. Return a mean, "
                 "or give a loss of torch with reduction='sum', such as functools.partial("
@@ -561,7 +578,7 @@ def _check_reduction(
             "rows with each other, see 'A loss over the rows of all ranks' in the page on torch.",
             name,
             rows,
-            float(found.value),
+            float(part.value),
             float(mean),
         )
 

@@ -132,16 +132,12 @@ class TorchEstimator(TorchParams):
         return TorchModel
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
-        get = self.getOrDefault
-        return {
-            "input_shapes": get("input_shapes"),
-            "column_dtypes": get("column_dtypes"),
-            "input_form": get("input_form"),
-            "loss_form": get("loss_form"),
-            "loss": get("loss"),
-            "loss_constructors": get("loss_constructors"),
-            **super()._get_model_kwargs(**fitted),
-        }
+        names = (
+            *("input_shapes", "column_dtypes", "input_form"),
+            *("loss_form", "loss", "loss_constructors"),
+        )
+        own = {name: self.getOrDefault(name) for name in names}
+        return {**own, **super()._get_model_kwargs(**fitted)}
 
 
 def _model_fingerprint(

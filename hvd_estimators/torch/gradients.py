@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -254,8 +255,8 @@ class GradientAverager:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Average the gradients that are not averaged yet. Called before any optimizer steps."""
         if optimizer not in self._optimizers:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if not any(id(parameter) in held for _, parameter in self._named()):
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not any(id(parameter) in owned for _, parameter in self._named()):
                 return None
             self._follow(optimizer)
         # A closure computes the gradients of the step later.
@@ -301,12 +302,8 @@ class GradientAverager:
         self.steps += 1
 
 
-class _AveragedClosure:
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-
-    def __call__(self) -> Any:
-        return self._call()
+class _AveragedClosure(functools.partial[Any]):
+    """Closure that averages its gradients."""
 
 
 def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:
@@ -342,7 +339,7 @@ class _Bucket:
         self._compression = compression
         self._handle: Any = None
         self._contexts: list[Any] = []
-        self._lacking: list[int] = []
+        self._missing: list[int] = []
 
     @property
     def in_flight(self) -> bool:
@@ -351,8 +348,8 @@ class _Bucket:
 
     def launch(self) -> None:
         """Start the reduction; a gradient that this rank lacks counts as zero."""
-        self._lacking = [i for i, p in enumerate(self.parameters) if p.grad is None]
-        for index in self._lacking:
+        self._missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        for index in self._missing:
             self.parameters[index].grad = self._zero_gradient(self.parameters[index])
         if self.sparse:
             (parameter,) = self.parameters
@@ -363,7 +360,7 @@ class _Bucket:
         # Flags for existing gradients are sent as well, so that a gradient that no rank has stays
         # None.
         has = torch.ones(len(self.parameters), dtype=torch.float32)
-        has[self._lacking] = 0.0
+        has[self._missing] = 0.0
         tensors = [tensor for tensor, _ in compressed]
         self._handle = hvd.grouped_allreduce_async_(
             [*tensors, has.to(tensors[0].device, tensors[0].dtype)], name=self.name, op=hvd.Average
@@ -385,10 +382,10 @@ class _Bucket:
                     parameter.grad = gradient
                 else:  # Keep the memory format, such as channels_last.
                     own.copy_(gradient)
-            if self._lacking:
-                held = has.tolist()
-                for index in self._lacking:
-                    if not held[index]:
+            if self._missing:
+                exists = has.tolist()
+                for index in self._missing:
+                    if not exists[index]:
                         self.parameters[index].grad = None
         self._handle = None
         self.waiting = len(self.parameters)

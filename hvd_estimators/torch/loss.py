@@ -223,7 +223,7 @@ def _positive(denominator: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.where(given > 0, given, 1.0)
 
 
-def as_stated(value: Any, owner: str) -> tuple[Any, Any]:
+def as_stated(value: Any, source: str) -> tuple[Any, Any]:
     """Split a loss value into the loss and its stated denominator, None for a plain loss.
 
     Raises
@@ -238,7 +238,7 @@ def as_stated(value: Any, owner: str) -> tuple[Any, Any]:
         denominator, (int, float, torch.Tensor)
     ):
         raise ParamError(
-            f"{owner}: expected {{'loss': tensor, 'denominator': number}}, found "
+            f"{source}: expected {{'loss': tensor, 'denominator': number}}, found "
             f"{ {name: type(part).__name__ for name, part in value.items()} }."
         )
     if isinstance(denominator, torch.Tensor):
@@ -387,16 +387,16 @@ class Loss(LossParts):
         """Return the loss of each label for a batch; a bare tensor counts as a list of one."""
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
         labels = [labels] if isinstance(labels, torch.Tensor) else labels
-        found = [
+        parts = [
             _part(*each, sample_weights)
             for each in zip(self.functions, self._reductions, outputs, labels, strict=True)
         ]
-        if len(found) > 1 and any(part.kind == "stated" for part in found):
+        if len(parts) > 1 and any(part.kind == "stated" for part in parts):
             raise ParamError(
                 "loss: a function that returns a denominator must be the only loss, found "
-                f"{len(found)} labels. Their gradients are divided by one number."
+                f"{len(parts)} labels. Their gradients are divided by one number."
             )
-        return found
+        return parts
 
     @property
     def has_one_denominator(self) -> bool:
@@ -461,10 +461,10 @@ def _part(
 ) -> LossPart:
     kind = reduction.of_label(label)
     if sample_weights is None:
-        found = _with_reduction(function, output, label, "sum" if kind == "targets" else None)
+        loss = _with_reduction(function, output, label, "sum" if kind == "targets" else None)
     else:
-        found = _with_reduction(function, output, label, "none")
-    value, stated = as_stated(found, "loss")
+        loss = _with_reduction(function, output, label, "none")
+    value, stated = as_stated(loss, "loss")
     rows = len(label)
     if sample_weights is not None:
         elements = value.reshape(len(sample_weights), -1)

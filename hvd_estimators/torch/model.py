@@ -15,7 +15,8 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import one_of, param, shapes
+from hvd_estimators.params import DeclaredParams, one_of, param, shapes
+from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.onnx import Call, export_onnx
@@ -31,10 +32,32 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
-__all__ = ["TorchModel"]
+__all__ = ["TorchFiles", "TorchModel"]
 
 
-class TorchModel(HorovodModel):
+class TorchFiles(DeclaredParams, FileWritable, FileReadable):
+    """Saved modules, and optimizers that refer to the module's parameters by name."""
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        if name == "model":
+            return dump_module(value)
+        if name == "optimizer":
+            return dump_optimizer(value, self.getOrDefault("model"))
+        return cloudpickle.dumps(value)
+
+    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
+        documents = dict(documents)
+        model, optimizer = documents.pop("model", None), documents.pop("optimizer", None)
+        values = super()._load_params(documents)
+        module = self.getOrDefault("model")
+        if model is not None:
+            module = values["model"] = load_module(model)
+        if optimizer is not None and module is not None:
+            values["optimizer"] = load_optimizer(optimizer, module)
+        return values
+
+
+class TorchModel(TorchFiles, HorovodModel):
     """Fitted torch module as a Spark ML Transformer.
 
     `transform` adds one column per output. A number per row becomes a double, a one-dimensional
@@ -204,40 +227,8 @@ class TorchModel(HorovodModel):
         # A dimension of -1 may have any size.
         return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **known}
 
-    def _dump_param(self, name: str, value: Any) -> bytes:
-        return dump_torch_param(self.getOrDefault("model"), name, value)
-
-    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
-
     def _extra_files(self) -> dict[str, bytes]:
         """Return the weights as a plain ``torch.save`` file, for use without this package."""
         weights = io.BytesIO()
         save_state(plain_module(self.getOrDefault("model")).state_dict(), weights)
         return {"weights.pt": weights.getvalue()}
-
-
-def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:
-    """Serialize a param's value; an optimizer refers to the module's parameters by name."""
-    if name == "model":
-        return dump_module(value)
-    if name == "optimizer":
-        return dump_optimizer(value, module)
-    return cloudpickle.dumps(value)
-
-
-def load_torch_params(
-    load_others: Any, documents: dict[str, bytes], module: torch.nn.Module | None
-) -> dict[str, Any]:
-    """Load params that `dump_torch_param` wrote, with the optimizer bound to its module.
-
-    If the documents contain no model, the optimizer is bound to the given module.
-    """
-    documents = dict(documents)
-    model, optimizer = documents.pop("model", None), documents.pop("optimizer", None)
-    values: dict[str, Any] = load_others(documents)
-    if model is not None:
-        module = values["model"] = load_module(model)
-    if optimizer is not None and module is not None:
-        values["optimizer"] = load_optimizer(optimizer, module)
-    return values

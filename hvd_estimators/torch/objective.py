@@ -112,17 +112,17 @@ def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss
         for p in named
         if p.kind is p.POSITIONAL_ONLY or (p.default is p.empty and p.name not in _OFFERED)
     ]
-    found = ", ".join(p.name for p in named) or "no names"
+    names = ", ".join(p.name for p in named) or "no names"
     if unknown or not (takes_all or any(p.name in _OFFERED for p in named)):
         raise ParamError(
             f"{param}: a joint loss (loss_form='joint') is called by keyword with those of "
-            f"{', '.join(_OFFERED)} that it takes, found {found}. Wrap it, such as "
+            f"{', '.join(_OFFERED)} that it takes, found {names}. Wrap it, such as "
             "lambda outputs, labels: my_loss(outputs[0], labels[0], outputs[1])."
         )
     if weighted and not (takes_all or any(p.name == "sample_weights" for p in named)):
         raise ParamError(
             f"{param}: sample_weight_col is set, and the joint loss takes no sample_weights, found "
-            f"{found}. Let it take sample_weights and return (sample_weights * losses).mean(), or "
+            f"{names}. Let it take sample_weights and return (sample_weights * losses).mean(), or "
             "leave sample_weight_col out."
         )
 

@@ -18,7 +18,7 @@ from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.metrics import Metrics
-from hvd_estimators.torch.model import dump_torch_param, load_torch_params
+from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
 from hvd_estimators.torch.serialization import (
     Pickler,
@@ -67,7 +67,7 @@ def _stateful(name: str, value: Any) -> list[Any]:
     return converted
 
 
-class TorchParams(HorovodEstimator):
+class TorchParams(TorchFiles, HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
 
     input_shapes = param(
@@ -411,12 +411,6 @@ class TorchParams(HorovodEstimator):
                     )
                     return f"{stage}{new}"
         return monitor
-
-    def _dump_param(self, name: str, value: Any) -> bytes:
-        return dump_torch_param(self.getOrDefault("model"), name, value)
-
-    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
 
 
 def _check_extra_state(model: torch.nn.Module) -> None:

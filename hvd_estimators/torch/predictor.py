@@ -6,7 +6,6 @@ Outputs are copied back in the same way. Runs in the process that predicts.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -18,15 +17,13 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.tensors import Selected, TensorSpec, require_tensors
+from hvd_estimators.torch.tensors import TensorSpec, require_tensors
 from hvd_estimators.torch.transfer import Copy, cuda_copies
 
 __all__ = [
     "Forward",
-    "ModulePredictor",
     "TorchPredictor",
     "autocast",
-    "input_forms",
     "limit_threads",
     "transform_spec",
 ]
@@ -167,17 +164,15 @@ def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype.is_floating_point else tensor.double()
 
 
-class ModulePredictor(abc.ABC):
-    """Base class of predictors that run a module's forward pass.
+class TorchPredictor:
+    """Predictor that runs a torch module's forward pass.
 
     Parameters
     ----------
     document : bytes or path
         Result of `hvd_estimators.torch.serialization.module_payload`.
-    names : sequence of str
-        Feature columns.
-    select : callable
-        Selects the predictions from the module's return value, see `TensorSpec.select`.
+    spec : TensorSpec
+        The module's columns, and their conversion to tensors.
     precision : str
         Precision of the computation, see ``inference_precision``.
     resources : Resources
@@ -192,15 +187,14 @@ class ModulePredictor(abc.ABC):
     def __init__(
         self,
         document: bytes | os.PathLike[str],
-        names: Sequence[str],
-        select: Callable[[Any], Selected],
-        precision: str,
-        resources: Resources,
+        spec: TensorSpec,
+        precision: str = "float32",
+        resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
         self._forward = Forward(precision, resources)
         module = plain_module(load_module(document, mapped=True)).eval()
         self._module: Any = self._forward.placed(module)
-        self._names, self._select = tuple(names), select
+        self._spec = spec
         self.overlaps = self._forward.overlaps
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
@@ -215,12 +209,12 @@ class ModulePredictor(abc.ABC):
 
     def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
         """Start a prediction, and return a function that waits for the outputs and returns them."""
-        given: dict[str, Any] = dict(zip(self._names, arrays, strict=True))
+        given: dict[str, Any] = dict(zip(self._spec.feature_cols, arrays, strict=True))
         with contextlib.ExitStack() as stack:
             failing = naming_inputs(lambda: described(given), self._expected_inputs)
             stack.enter_context(failing)
             inputs = self._inputs(arrays)
-            given = dict(zip(self._names, inputs, strict=True))
+            given = dict(zip(self._spec.feature_cols, inputs, strict=True))
             finish = self._forward.begin(inputs, self._outputs)
 
         def outputs() -> list[Array]:
@@ -230,56 +224,28 @@ class ModulePredictor(abc.ABC):
 
         return outputs
 
-    @abc.abstractmethod
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
         """Return one tensor per column, on the CPU."""
+        return self._spec.inputs(dict(zip(self._spec.feature_cols, arrays, strict=True)))
 
-    @abc.abstractmethod
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         """Call the module."""
-
-    def _expected_inputs(self) -> str:
-        """Return the expected inputs of the module as text; empty if they are not known."""
-        return ""
+        return self._spec.call(self._module, inputs)
 
     def _outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         raw = self._call(inputs)
-        return require_tensors(self._select(raw), raw)
-
-
-class TorchPredictor(ModulePredictor):
-    """Predictor for a torch module.
-
-    Parameters
-    ----------
-    document : bytes or path
-        Result of `hvd_estimators.torch.serialization.module_payload`.
-    spec : TensorSpec
-        The module's columns, and their conversion to tensors.
-    precision : str
-        Precision of the computation, see ``inference_precision``.
-    resources : Resources
-        Threads and GPU.
-    """
-
-    def __init__(
-        self,
-        document: bytes | os.PathLike[str],
-        spec: TensorSpec,
-        precision: str = "float32",
-        resources: Resources = FRAMEWORKS_CHOICE,
-    ) -> None:
-        super().__init__(document, spec.feature_cols, spec.select, precision, resources)
-        self._spec = spec
-
-    def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
-        return self._spec.inputs(dict(zip(self._names, arrays, strict=True)))
-
-    def _call(self, inputs: list[torch.Tensor]) -> Any:
-        return self._spec.call(self._module, inputs)
+        return require_tensors(self._spec.select(raw), raw)
 
     def _expected_inputs(self) -> str:
-        return input_forms(self._names, self._spec.input_shapes)
+        """Return the configured shapes of the inputs as text; empty if no shapes are set."""
+        shapes = self._spec.input_shapes
+        if shapes is None:
+            return ""
+        forms = (
+            f"{name} {tuple(shape[1:])} per row"
+            for name, shape in zip(self._spec.feature_cols, shapes, strict=False)
+        )
+        return f"{', '.join(forms)} (input_shapes)"
 
 
 def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
@@ -300,12 +266,3 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
         outputs=get("outputs"),
         pairs=get("loss_form") != "joint",
     )
-
-
-def input_forms(names: Sequence[str], shapes: Any) -> str:
-    """Return the configured shapes of a module's inputs as text; empty if no shapes are set."""
-    if shapes is None:
-        return ""
-    rows = (tuple(shape[1:]) for shape in shapes)
-    forms = (f"{name} {shape} per row" for name, shape in zip(names, rows, strict=False))
-    return f"{', '.join(forms)} (input_shapes)"

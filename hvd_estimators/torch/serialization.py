@@ -181,7 +181,7 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
         "weights_only": False,
         "pickle_module": unpickle_imports,
     }
-    with _opened(document) as file:
+    with io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb") as file:
         with zipfile.ZipFile(file) as archive:
             is_script = any(name.endswith("/constants.pkl") for name in archive.namelist())
         file.seek(0)
@@ -230,10 +230,6 @@ def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
     """Pickle a module, without intermediate copies of the tensors."""
     pickle_module = sys.modules[__name__]
     torch.save(module, file, pickle_module=pickle_module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _opened(document: bytes | os.PathLike[str]) -> IO[bytes]:
-    return io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb")
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
@@ -362,9 +358,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     for number, parameter in zip(numbers, parameters, strict=False):
         loaded = optimizer.state.get(parameter, {})
         for name, value in state["state"].get(number, {}).items():
-            found = loaded.get(name)
-            if torch.is_tensor(value) and torch.is_tensor(found) and found.dtype != value.dtype:
-                loaded[name] = value.to(found.device, copy=True)
+            current = loaded.get(name)
+            if torch.is_tensor(value) and torch.is_tensor(current) and current.dtype != value.dtype:
+                loaded[name] = value.to(current.device, copy=True)
 
 
 def save_state(state: Mapping[str, Any], file: IO[bytes] | str) -> None:
@@ -406,9 +402,9 @@ def dump_with_references(
     """
     references: dict[int, tuple[str, ...]] = {}
     for entry in shared:
-        place = _global_variable(entry)
-        if place is not None:
-            references[id(entry)] = ("global", *place)
+        variable = _global_variable(entry)
+        if variable is not None:
+            references[id(entry)] = ("global", *variable)
     references.update((id(part), (kind, name)) for kind, name, part in _parts_of(module))
     references[id(optimizer)] = ("optimizer", "")
     return _dump(value, references)
@@ -450,8 +446,8 @@ def _global_variable(value: Any) -> tuple[str, str] | None:
             tuple(f"{root}." for root in by_value)
         ):
             continue
-        for variable, held in list(vars(module).items()):
-            if held is value:
+        for variable, entry in list(vars(module).items()):
+            if entry is value:
                 return name, variable
     return None
 
@@ -506,19 +502,19 @@ def load_trained(
     given : callable
         Returns a copy of the original module. The copy gets the weights if the file has no module.
     """
-    found = load_state(state.path)
-    if "script" in found:
-        return load_module(found["script"]), found
-    if "module" in found:
-        return _load(found["module"], found["tensors"]), found
+    content = load_state(state.path)
+    if "script" in content:
+        return load_module(content["script"]), content
+    if "module" in content:
+        return _load(content["module"], content["tensors"]), content
     logger.warning(
         "The trained module cannot be pickled because of %s. The returned model has the trained "
         "weights. Its other attributes are those from before training.",
-        ", ".join(found["lost"]),
+        ", ".join(content["lost"]),
     )
     module = given()
-    plain_module(module).load_state_dict(found["model"], strict=False)
-    return module, found
+    plain_module(module).load_state_dict(content["model"], strict=False)
+    return module, content
 
 
 def _pickled_trained(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -77,24 +77,24 @@ class StatefulObjects:
         Other states are skipped with a warning, because loading them would run code from the file.
         """
         states = {}
-        for name, found in self.items():
+        for name, value in self.items():
             try:
-                state = to_python(found.state_dict())
+                state = to_python(value.state_dict())
             except Exception as error:
-                self._warn(name, found, f"failed ({type(error).__name__}: {error})")
+                self._warn(name, value, f"failed ({type(error).__name__}: {error})")
                 continue
             if not is_loadable(state):
-                self._warn(name, found, "returns more than tensors and plain values")
+                self._warn(name, value, "returns more than tensors and plain values")
             elif state:
                 states[name] = state
         return states
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Load the states into the objects with these names."""
-        found = dict(self.items()) if states else {}
+        objects = dict(self.items()) if states else {}
         for name, state in states.items():
-            if name in found:
-                found[name].load_state_dict(state)
+            if name in objects:
+                objects[name].load_state_dict(state)
             else:
                 logger.warning(
                     "%s: the run's checkpoint holds its state, and the object does not exist when "
@@ -106,25 +106,25 @@ class StatefulObjects:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and object for each object that has a state."""
-        seen = {id(part) for part in self._module.modules()} | self._known.keys()
+        visited = {id(part) for part in self._module.modules()} | self._known.keys()
         roots: list[tuple[str, Any]] = []
         for name, value in self._given.items():
             roots += _parts(name, value) if isinstance(value, _LISTS) else [(name, value)]
         for path, part in self._module.named_modules():
-            for name, value in own_attributes(part, self._ignored):
-                if isinstance(value, (*_LISTS, *_DICTS)) or has_state(value):
+            for name, value in _own_attributes(part, self._ignored):
+                if _may_have_state(value):
                     roots.append((_joined("model", path, name), value))
         for name, value in roots:
-            yield from _search(name, value, seen, _DEPTH)
+            yield from _search(name, value, visited, _DEPTH)
 
-    def _warn(self, name: str, found: Any, reason: str) -> None:
+    def _warn(self, name: str, value: Any, reason: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
             logger.warning(
                 "%s: %s.state_dict() %s. Checkpoints do not hold its state, and a resumed run "
                 "starts without it. Return tensors and plain values from state_dict().",
                 name,
-                type(found).__name__,
+                type(value).__name__,
                 reason,
             )
 
@@ -165,10 +165,10 @@ class AttributeWatch:
         """Record the attributes, after all hooks of an epoch's start."""
         if self._is_done:
             return
-        found = self._fingerprints()
+        now = self._fingerprints()
         if self._before is not None and self._after is not None:
-            self._decide([name for name in self._changed() if self._after[name] == found.get(name)])
-        self._before = found
+            self._decide([name for name in self._changed() if self._after[name] == now.get(name)])
+        self._before = now
 
     def epoch_ended(self) -> None:
         """Record the attributes, after an epoch's last step."""
@@ -202,22 +202,19 @@ class AttributeWatch:
             names[id(part)] = f"module.{path}"
         for tensors in (self._module.named_parameters(), self._module.named_buffers()):
             names.update((id(tensor), f"tensor.{name}") for name, tensor in tensors)
-        found = {}
+        fingerprints = {}
         for path, part in self._module.named_modules():
             kind = type(part)
             has_extra_state = kind.get_extra_state is not torch.nn.Module.get_extra_state
             if has_extra_state or f"{kind.__module__}.".startswith(_LIBRARIES):
                 continue
-            for name, value in own_attributes(part, self._ignored):
-                is_searched = isinstance(value, (*_LISTS, *_DICTS)) or has_state(value)
-                if not (is_searched and any(_search(name, value, set(names), _DEPTH))):
-                    found[_joined("model", path, name)] = _fingerprint(value, names)
-        return found
+            for name, value in _own_attributes(part, self._ignored):
+                if not (_may_have_state(value) and any(_search(name, value, set(names), _DEPTH))):
+                    fingerprints[_joined("model", path, name)] = _fingerprint(value, names)
+        return fingerprints
 
 
-def own_attributes(
-    module: torch.nn.Module, ignored: Iterable[str] = ()
-) -> Iterator[tuple[str, Any]]:
+def _own_attributes(module: torch.nn.Module, ignored: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module that ``torch.nn.Module`` does not manage."""
     for name, value in list(vars(module).items()):
         if name not in _MANAGED and name not in ignored:
@@ -259,17 +256,22 @@ def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _search(name: str, value: Any, visited: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """Yield an object that has a state, or else such objects among its parts."""
-    if id(value) in seen or depth < 0:
+    if id(value) in visited or depth < 0:
         return
     if has_state(value):
-        seen.add(id(value))
+        visited.add(id(value))
         yield name, value
         return
-    for part, found in _parts(name, value):
-        if isinstance(found, (*_LISTS, *_DICTS)) or has_state(found):
-            yield from _search(part, found, seen, depth - 1)
+    for part_name, part in _parts(name, value):
+        if _may_have_state(part):
+            yield from _search(part_name, part, visited, depth - 1)
+
+
+def _may_have_state(value: Any) -> bool:
+    """Return whether a value has a state, or contains other values."""
+    return isinstance(value, (*_LISTS, *_DICTS)) or has_state(value)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -288,11 +290,11 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _parts(f"{name}.args", value.args)
         yield from _parts(f"{name}.keywords", value.keywords)
     elif isinstance(value, MethodType):
-        owner = value.__self__
-        yield from [(name, owner)] if has_state(owner) else _parts(name, owner)
+        instance = value.__self__
+        yield from [(name, instance)] if has_state(instance) else _parts(name, instance)
     elif not isinstance(value, (FunctionType, type, ModuleType)):
-        for part, found in getattr(value, "__dict__", {}).items():
-            yield f"{name}.{part}", found
+        for attribute, entry in getattr(value, "__dict__", {}).items():
+            yield f"{name}.{attribute}", entry
 
 
 def _fingerprint(value: Any, names: Mapping[int, str]) -> Any:

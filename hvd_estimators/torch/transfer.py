@@ -42,20 +42,20 @@ def ahead_of_use(
     copy : callable
         Starts copying tensors, and returns a function that returns the copies.
     """
-    begun = Prefetch(_begun(blocks, copy), 1, "hvd_estimators copies to the GPU")
+    started = Prefetch(_started(blocks, copy), 1, "hvd_estimators copies to the GPU")
     try:
-        for what, finish in begun:
-            yield what, finish()
+        for item, finish in started:
+            yield item, finish()
     finally:
-        begun.close()
+        started.close()
 
 
-def _begun(
+def _started(
     blocks: Generator[tuple[T, Sequence[torch.Tensor]], None, None], copy: Copy
 ) -> Generator[tuple[T, Callable[[], list[torch.Tensor]]], None, None]:
     with contextlib.closing(blocks):
-        for what, tensors in blocks:
-            yield what, copy(tensors)
+        for item, tensors in blocks:
+            yield item, copy(tensors)
 
 
 def gpu_memory(device: torch.device) -> BufferPool | None:
@@ -79,20 +79,20 @@ def cuda_copies(device: torch.device) -> Copy:
     """
     stream: Any = torch.cuda.Stream(device)
     # Tensors that the GPU may not have copied yet, and that must not be overwritten.
-    fetched: collections.deque[tuple[Any, Sequence[torch.Tensor]]] = collections.deque()
+    pending: collections.deque[tuple[Any, Sequence[torch.Tensor]]] = collections.deque()
 
-    def begin(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        while fetched and fetched[0][0].query():
-            fetched.popleft()
+    def start(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        while pending and pending[0][0].query():
+            pending.popleft()
         with torch.cuda.stream(stream):
             copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
-            copied = stream.record_event()
-        fetched.append((copied, tensors))
+            copied_event = stream.record_event()
+        pending.append((copied_event, tensors))
 
         def finish() -> list[torch.Tensor]:
             # The GPU waits, not this thread.
             users = torch.cuda.current_stream(device)
-            users.wait_event(copied)
+            users.wait_event(copied_event)
             for tensor in copies:
                 # The memory belongs to the other stream, which must not reuse it too early.
                 tensor.record_stream(users)
@@ -100,4 +100,4 @@ def cuda_copies(device: torch.device) -> Copy:
 
         return finish
 
-    return begin
+    return start

@@ -90,7 +90,7 @@ TORCH = {
     ),
     "optimizer: class": torch_row("optimizer", "expected a torch", optimizer=torch.optim.SGD),
     "optimizer: other's": torch_row(
-        "optimizer", r"Make the optimizer from model\.parameters", optimizer=other_optimizer()
+        "optimizer", r"Create the optimizer from model\.parameters", optimizer=other_optimizer()
     ),
     "loss: none": torch_row("loss", "Set either loss", loss=None),
     "loss: a name": torch_row("loss", "expected callables", loss="mse"),
