@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
-from hvd_estimators.training.progress import tell_driver
-from hvd_estimators.training.spec import check_equal_weights
+from hvd_estimators.training.progress import notify_driver
+from hvd_estimators.training.spec import check_equal_weights, weight_digest
 
 __all__ = [
     "CARRIED_AS",
     "PendingSum",
     "average_batch_norm",
     "batch_norm_statistics",
+    "bits_of",
     "broadcast_tensors",
     "check_same_weights",
     "choose_device",
@@ -148,7 +148,7 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     gpus = exchange.gather(own_gpu(index), "hvd_estimators.gpus")
     line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
-        tell_driver(line, verbose)
+        notify_driver(line, verbose)
     return torch.device("cuda", index)
 
 
@@ -268,7 +268,7 @@ class PendingSum:
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
     """Return a digest of each parameter by name; equal digests mean equal bits."""
-    return {name: _digest(parameter) for name, parameter in module.named_parameters()}
+    return {name: weight_digest(bits_of(value)) for name, value in module.named_parameters()}
 
 
 def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
@@ -284,6 +284,7 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
         check_equal_weights(gathered, epoch, run)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]
+def bits_of(tensor: torch.Tensor) -> Bytes:
+    """Return a tensor's bits, for a digest."""
+    bits: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return bits

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import torch
 
 from hvd_estimators._util.to_python import to_python
-from hvd_estimators.torch.collectives import exchange
+from hvd_estimators.torch.collectives import bits_of, exchange
 from hvd_estimators.torch.shard_state import BufferState
 from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
+from hvd_estimators.training.spec import array_digest
 
 __all__ = [
     "ShardBuffers",
@@ -126,5 +126,4 @@ class ShardBuffers:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
+    return array_digest(bits_of(tensor))
