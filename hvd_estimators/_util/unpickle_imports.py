@@ -60,6 +60,7 @@ _MOVED = {
     "hvd_estimators.lightning.exact": "hvd_estimators.lightning.strategy",
     "hvd_estimators.lightning.flavor": "hvd_estimators.lightning.package",
     "hvd_estimators.lightning.undecided": "hvd_estimators.lightning.package",
+    "hvd_estimators.lightning.weighted_strategy": "hvd_estimators.lightning.strategy",
     "hvd_estimators.loading.readers.arrow": "hvd_estimators.loading.arrow",
     "hvd_estimators.loading.readers.base": "hvd_estimators.loading.reader",
     "hvd_estimators.loading.readers.petastorm": "hvd_estimators.loading.petastorm",

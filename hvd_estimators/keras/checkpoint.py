@@ -10,7 +10,6 @@ Runs on the ranks.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import capture_by_shard, of_shards
-from hvd_estimators.training.spec import EpochMetrics, TrainSpec
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec, array_digest
 
 __all__ = [
     "PartialEpoch",
@@ -194,7 +193,7 @@ def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
     Each shard updates these variables from its own rows until the end of an epoch.
     """
     own = capture_by_shard(turns.shards, turns.variables.capture)
-    digests = {shard: list(map(_digest, values)) for shard, values in own.items()}
+    digests = {shard: list(map(array_digest, values)) for shard, values in own.items()}
     gathered = _of_shards(digests, turns, "checkpoint.digests")
     unequal = [
         place for place, found in enumerate(zip(*gathered, strict=True)) if len({*found}) > 1
@@ -207,11 +206,6 @@ def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
 
 def _of_shards(own: Mapping[int, Any], turns: Turns, name: str) -> list[Any]:
     return list(of_shards(exchange.gather(own, name), turns.shards.num_shards))
-
-
-def _digest(value: Array) -> bytes:
-    # As bytes, because NumPy provides no buffer of bfloat16.
-    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
 
 
 def restore_run(

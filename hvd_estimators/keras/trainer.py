@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 import tempfile
 import warnings
@@ -13,7 +12,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
@@ -58,7 +56,7 @@ from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.horovod_session import horovod_session
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest
+from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest, weight_digest
 from hvd_estimators.training.step_control import (
     StepControl,
     stopped_before,
@@ -168,7 +166,7 @@ class _Trainer:
             epochs=spec.epochs - done,
         )
         progress = Progress(spec, self.rank)
-        control = StepControl(spec, self.rank, self.size, sum_number, exchange)
+        control = StepControl(spec, self.size, sum_number, exchange)
         with (
             # A rank that is asked to stop gets time to write the checkpoint.
             control,
@@ -374,8 +372,7 @@ def _digests(model: keras.Model) -> dict[str, str]:
     """Return a digest of each trainable variable, by its path."""
     digests: dict[str, str] = {}
     for index, variable in enumerate(model.trainable_variables):
-        # Digest the bytes, since NumPy provides no buffer of bfloat16.
-        digest = hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).hexdigest()[:16]
         name = variable.path
-        digests[name if name not in digests else f"{name} ({index})"] = digest
+        key = name if name not in digests else f"{name} ({index})"
+        digests[key] = weight_digest(variable.numpy())
     return digests

@@ -17,7 +17,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
-from hvd_estimators.lightning.package import Callback, Checkpoint, is_lightning, patch_method
+from hvd_estimators.lightning.package import (
+    Callback,
+    Checkpoint,
+    is_library,
+    is_lightning,
+    patch_attribute,
+    patch_method,
+)
 from hvd_estimators.lightning.results import results_of
 from hvd_estimators.torch.collectives import not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
@@ -41,11 +48,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "should_stop"
-
-
 _HOOK = "on_train_batch_start"
-
-
 _SKIP_EPOCH = -1
 
 
@@ -70,46 +73,33 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
     module: Any = trainer.lightning_module
     given: Any = trainer
     each_batch = any(map(_names_attribute, [module, *given.callbacks]))
-    wanted = False
+    is_postponed = False
 
     def agree() -> None:
-        nonlocal wanted
-        trainer.should_stop = _any_rank(trainer.should_stop or wanted)
-        wanted = False
+        nonlocal is_postponed
+        trainer.should_stop = _any_rank(trainer.should_stop or is_postponed)
+        is_postponed = False
 
-    def put_off() -> None:
-        nonlocal wanted
-        wanted, trainer.should_stop = wanted or trainer.should_stop, False
+    def postpone() -> None:
+        nonlocal is_postponed
+        is_postponed, trainer.should_stop = is_postponed or trainer.should_stop, False
 
     undo = contextlib.ExitStack()
     undo.enter_context(patch_method(loop.epoch_loop, "on_run_start", after=agree))
     undo.enter_context(
-        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else put_off)
+        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else postpone)
     )
     undo.enter_context(patch_method(loop.epoch_loop.val_loop, "run", after=agree))
     undo.enter_context(patch_method(loop, "on_advance_end", after=agree))
-    if _HOOK in vars(module) or _is_of_user(module, _HOOK):
-        original, own = module.on_train_batch_start, vars(module).get(_HOOK)
+    if _HOOK in vars(module) or not is_library(getattr(type(module), _HOOK)):
+        original = module.on_train_batch_start
 
         def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
             returned = original(*args, **kwargs)
             return _SKIP_EPOCH if _any_rank(returned == _SKIP_EPOCH) else returned
 
-        undo.callback(_restore, module, own)
-        vars(module)[_HOOK] = on_train_batch_start
+        undo.enter_context(patch_attribute(module, _HOOK, on_train_batch_start))
     return undo.close
-
-
-def _is_of_user(module: Any, hook: str) -> bool:
-    owner = next(kind for kind in type(module).__mro__ if hook in vars(kind))
-    return not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
-
-
-def _restore(module: Any, own: Any) -> None:
-    if own is None:
-        del vars(module)[_HOOK]
-    else:
-        vars(module)[_HOOK] = own
 
 
 def _names_attribute(owner: Any) -> bool:
@@ -130,16 +120,14 @@ def _names(member: Any) -> Iterator[tuple[str, ...]]:
     code = getattr(function, "__code__", None)
     waiting = [code] if isinstance(code, types.CodeType) else []
     while waiting:
-        found = waiting.pop()
-        yield found.co_names
-        yield tuple(constant for constant in found.co_consts if isinstance(constant, str))
-        waiting += [
-            constant for constant in found.co_consts if isinstance(constant, types.CodeType)
-        ]
+        code = waiting.pop()
+        yield code.co_names
+        yield tuple(constant for constant in code.co_consts if isinstance(constant, str))
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
-def _any_rank(wanted: bool) -> bool:
-    return sum_over_ranks(float(wanted), name="should_stop") > 0
+def _any_rank(flag: bool) -> bool:
+    return sum_over_ranks(float(flag), name="should_stop") > 0
 
 
 class EpochRecorder(Checkpoint):
@@ -308,9 +296,9 @@ class TerminateOnNaN(Callback):
             self._losses.append(loss)
         before, self._steps = self._steps, steps_taken(trainer)
         if self._steps != before:
-            found = not_finite(pl_module, self._losses)
-            self._losses = []
-            self._control.check_finite(self._steps, trainer.current_epoch, *found)
+            losses, self._losses = self._losses, []
+            values = not_finite(pl_module, losses)
+            self._control.check_finite(self._steps, trainer.current_epoch, *values)
 
 
 def steps_taken(trainer: Trainer) -> int:
@@ -333,15 +321,10 @@ def has_epoch_ends(module: LightningModule) -> bool:
 @contextlib.contextmanager
 def without_epoch_ends(module: LightningModule) -> Iterator[None]:
     """Hide the hooks until the block ends, because the Trainer raises if it finds them."""
-    attributes = vars(module)
-    own = {name: attributes[name] for name in _EPOCH_END_HOOKS if name in attributes}
-    attributes.update(dict.fromkeys(_EPOCH_END_HOOKS))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for name in _EPOCH_END_HOOKS:
-            del attributes[name]
-        attributes.update(own)
+            stack.enter_context(patch_attribute(module, name, None))
+        yield
 
 
 class EpochEnds(Callback):

@@ -23,8 +23,15 @@ import torch
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.loaders import TrainLoader, skip_batches
-from hvd_estimators.lightning.package import Callback, is_lightning, patch_method
+from hvd_estimators.lightning.package import (
+    Callback,
+    is_library,
+    is_lightning,
+    patch_attribute,
+    patch_method,
+)
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
+from hvd_estimators.lightning.trainer_args import LightningTrainSpec
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.collectives import check_same_weights, exchange
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
@@ -48,8 +55,6 @@ from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-
-    from hvd_estimators.lightning.trainer import LightningTrainSpec
 
 __all__ = ["RunCheckpoint"]
 
@@ -81,8 +86,6 @@ class RunCheckpoint(Callback):
     ----------
     spec : LightningTrainSpec
         The training job.
-    rank, size : int
-        This rank, and the number of ranks.
     recorder : EpochRecorder
         Records the epochs.
     loader : TrainLoader or None
@@ -108,8 +111,6 @@ class RunCheckpoint(Callback):
     def __init__(
         self,
         spec: LightningTrainSpec,
-        rank: int,
-        size: int,
         recorder: EpochRecorder,
         loader: TrainLoader | None,
         shards: ShardStates,
@@ -122,7 +123,6 @@ class RunCheckpoint(Callback):
         restored: RunState | None,
     ) -> None:
         self._spec = spec
-        self._rank, self._size = rank, size
         self._recorder = recorder
         self._loader = loader
         self._shards = shards
@@ -182,9 +182,9 @@ class RunCheckpoint(Callback):
         self._partials = checkpoint.get(_PARTIAL, ())
         self._bases = checkpoint.get(_BASES, {})
         self._stateful_states = checkpoint.get(_STATEFUL, {})
-        if self._rank < len(self._partials):
+        if self._shards.rank < len(self._partials):
             # The position of the user's data module's loader, on this rank.
-            position = self._partials[self._rank]["loaders"]
+            position = self._partials[self._shards.rank]["loaders"]
             checkpoint["loops"]["fit_loop"]["state_dict"].update(position)
         if self._partials:
             # Batches are counted per shard. Convert the counts to the number of shards that this
@@ -326,7 +326,7 @@ class RunCheckpoint(Callback):
         )
         partials, digests = zip(*of_ranks, strict=True)
         checkpoint[_BUFFERS] = buffers.unequal(digests)
-        if self._rank != 0:
+        if self._shards.rank != 0:
             return
         is_copy = False
         if batches:
@@ -404,7 +404,7 @@ class RunCheckpoint(Callback):
         partials, self._partials = self._partials, ()
         module, first = trainer.lightning_module, partials[0]
         # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
-        own = partials[self._rank :: self._size]
+        own = partials[self._shards.rank :: self._shards.size]
         self._recorder.on_train_epoch_start(trainer, module)
         if "callback_metrics" in first:
             metrics = first["callback_metrics"]
@@ -438,8 +438,8 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     """
     given: Any = trainer
     module, name = trainer.lightning_module, "on_train_epoch_start"
-    callbacks = [c for c in given.callbacks if not _is_library(getattr(type(c), name))]
-    has_hook = not _is_library(getattr(type(module), name))
+    callbacks = [c for c in given.callbacks if not is_library(getattr(type(c), name))]
+    has_hook = not is_library(getattr(type(module), name))
     if not (callbacks or has_hook):
         return
     weights = snapshot({**dict(module.named_buffers()), **module.state_dict()})
@@ -474,14 +474,12 @@ def _known_groups_ignored(trainer: Trainer) -> Iterator[None]:
     """Ignore parameter groups from hooks if the checkpoint has already added them."""
     wrappers: Any = trainer.lightning_module.optimizers()
     given = wrappers if isinstance(wrappers, list) else [wrappers]
-    owners = {id(owner): owner for owner in (*trainer.optimizers, *given)}
-    for owner in owners.values():
-        vars(owner)["add_param_group"] = functools.partial(_add_unknown, owner)
-    try:
+    optimizers = {id(optimizer): optimizer for optimizer in (*trainer.optimizers, *given)}
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers.values():
+            add = functools.partial(_add_unknown, optimizer)
+            stack.enter_context(patch_attribute(optimizer, "add_param_group", add))
         yield
-    finally:
-        for owner in owners.values():
-            del vars(owner)["add_param_group"]
 
 
 def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
@@ -491,11 +489,6 @@ def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not all(id(tensor) in known for tensor in tensors):
         type(optimizer).add_param_group(optimizer, {**param_group, "params": added})
-
-
-def _is_library(function: Any) -> bool:
-    packages = ("pytorch_lightning.", "lightning.", "hvd_estimators.")
-    return f"{getattr(function, '__module__', '')}.".startswith(packages)
 
 
 def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:

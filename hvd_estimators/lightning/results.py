@@ -10,7 +10,13 @@ import horovod.torch as hvd
 import torch
 from torchmetrics import Metric
 
-from hvd_estimators.lightning.package import Flavor, ResultCollection, of_flavor, patch_method
+from hvd_estimators.lightning.package import (
+    Flavor,
+    ResultCollection,
+    is_library,
+    of_flavor,
+    patch_method,
+)
 from hvd_estimators.torch.collectives import exchange
 
 if TYPE_CHECKING:
@@ -112,7 +118,7 @@ class RankResults(ResultCollection):
         ranks = [own] if hvd.size() == 1 else exchange.gather(own, "lightning.results")
         for key in sorted(self):
             if not (only_steps and self[key].meta.on_epoch):
-                self._take(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
+                self._reduce_value(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
 
     def metrics(self, on_step: bool) -> Any:
         """Return metrics for callbacks, loggers and progress bars, during steps or after an epoch.
@@ -157,7 +163,9 @@ class RankResults(ResultCollection):
         sync = metric.meta.sync
         return not sync.rank_zero_only and (self.everything or sync.should or not metric.is_tensor)
 
-    def _take(self, key: str, metric: _ResultMetric, parts: Sequence[Any], ranks: int) -> None:
+    def _reduce_value(
+        self, key: str, metric: _ResultMetric, parts: Sequence[Any], ranks: int
+    ) -> None:
         if metric.has_reset:
             return
         if not metric.meta.on_epoch:
@@ -227,12 +235,12 @@ def _alone(metric: _ResultMetric) -> Any:
         return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value
     users: Any = metric.value
     available, users.distributed_available_fn = users.distributed_available_fn, _never
-    kept = users._computed
+    computed = users._computed
     try:
         users._computed = None
         return users.compute()
     finally:
-        users.distributed_available_fn, users._computed = available, kept
+        users.distributed_available_fn, users._computed = available, computed
 
 
 def _never() -> bool:
@@ -299,17 +307,12 @@ def lists_with_lengths(
     Lists can be nested in lists and dicts.
     """
     objects = [part for part in module.modules() if not isinstance(part, Metric)]
-    objects += [c for c in callbacks if not _is_library(type(c))]
+    objects += [c for c in callbacks if not is_library(type(c))]
     lists: list[tuple[list[Any], int]] = []
     for entry in objects:
         attributes = getattr(entry, "__dict__", {})
         lists += _lists_in([v for v in attributes.values() if isinstance(v, (list, dict))], 2)
     return lists
-
-
-def _is_library(kind: type) -> bool:
-    package = kind.__module__.partition(".")[0]
-    return package in ("lightning", "pytorch_lightning", "hvd_estimators")
 
 
 def _lists_in(values: Iterable[Any], depth: int) -> Iterator[tuple[list[Any], int]]:

@@ -7,7 +7,6 @@ unequal batches train and measure as one process would.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -171,9 +170,8 @@ class HorovodStrategy(ParallelStrategy):
         self._loss_scale: Any = 1.0
         self.denominators = StatedDenominators()
         self._rates: dict[int, StepRate] = {}
-        self._disconnect_metrics: Callable[[], None] = _nothing
-        self._restore_results: Callable[[], None] | None = None
-        self._stop_apart: Callable[[], None] = _nothing
+        # Removes changes to module, metrics, loops and optimizers.
+        self._undo = contextlib.ExitStack()
 
     def set_world_ranks(self) -> None:
         """Initialise Horovod before Lightning asks for the rank."""
@@ -212,20 +210,20 @@ class HorovodStrategy(ParallelStrategy):
         with torch.inference_mode(False):
             broadcast_tensors(module.state_dict())
         if self.world_size > 1:
-            self._disconnect_metrics = connect_metrics(
-                module, functools.partial(exchange.gather, name="lightning.metric")
-            )
+            self._undo.callback(connect_metrics(module, _gather_states))
         assert self.lightning_flavor is not None
-        self._restore_results = reduce_results(
-            trainer,
-            self.lightning_flavor,
-            self.reduces_everything,
-            self._drop_placeholder_entries,
+        self._undo.callback(
+            reduce_results(
+                trainer,
+                self.lightning_flavor,
+                self.reduces_everything,
+                self._drop_placeholder_entries,
+            )
         )
         if trainer.state.fn != "fit":
             return
         if self.world_size > 1:
-            self._stop_apart = agree_on_stopping(trainer)
+            self._undo.callback(agree_on_stopping(trainer))
         self.denominators = StatedDenominators()
         self._averager = GradientAverager(
             module,
@@ -288,13 +286,13 @@ class HorovodStrategy(ParallelStrategy):
         return loss
 
     @property
-    def _batch_share(self) -> tuple[int, float]:
-        """Rows of the batch, and the factor that weights its gradient."""
-        return 1, 1.0
+    def step_share(self) -> StepShare:
+        """Weight of this rank's batch in the current step; here all batches weigh the same."""
+        return StepShare(1, 1.0, self.world_size)
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
         """Return a loss for the backward pass, and whether its gradients count."""
-        rows, factor = self._batch_share
+        rows, factor = self.step_share.rows, self.step_share.factor
         stated = self._stated
         if not module.automatic_optimization:
             loss, stated = as_stated(loss, "manual_backward")
@@ -448,14 +446,8 @@ class HorovodStrategy(ParallelStrategy):
             self._averager = None
         for rate in self._rates.values():
             rate.remove()
-        self._disconnect_metrics()
-        self._disconnect_metrics = _nothing
-        self._stop_apart()
-        self._stop_apart = _nothing
-        if self._restore_results is not None:
-            self._restore_results()
-            self._restore_results = None
         self._rates = {}
+        self._undo.close()
         super().teardown()
 
     def _rate(self, optimizer: torch.optim.Optimizer) -> StepRate | None:
@@ -537,22 +529,14 @@ class WeightedStrategy(HorovodStrategy):
         self._lists: list[tuple[list[Any], int]] = []
 
     @property
-    def factor(self) -> float:
-        """The weight of this rank's gradient in the current step."""
-        return 1.0 if self._train is None else self._train.share.factor
-
-    @property
     def has_no_rows(self) -> bool:
         """True if the rank has no rows in the current batch, whose results are discarded."""
-        return self._current is not None and self._current.share.is_placeholder
+        return self._current is not None and not self._current.share.rows
 
     @property
     def step_share(self) -> StepShare:
         """Weight of this rank's batch in the current step, for losses that scale themselves."""
-        if self._train is None:
-            return StepShare(1, 1.0, self.world_size)
-        share = self._train.share
-        return StepShare(share.rows, share.factor, self.world_size * share.passes, share.totals)
+        return StepShare(1, 1.0, self.world_size) if self._train is None else self._train.share
 
     @property
     def has_users_batches(self) -> bool:
@@ -581,10 +565,6 @@ class WeightedStrategy(HorovodStrategy):
         """Run the module's validation step."""
         with self._counted(self._validation) as count:
             return count(super().validation_step(*args, **kwargs))
-
-    @property
-    def _batch_share(self) -> tuple[int, float]:
-        return (1, 1.0) if self._train is None else (self._train.share.rows, self.factor)
 
     @property
     def _learning_rate_scale(self) -> int:
@@ -667,5 +647,6 @@ class WeightedStrategy(HorovodStrategy):
         self._lists = []
 
 
-def _nothing() -> None:
-    pass
+def _gather_states(states: Any) -> list[Any]:
+    """Return the metric states of all ranks. A function, because metrics are copied and pickled."""
+    return exchange.gather(states, "lightning.metric")

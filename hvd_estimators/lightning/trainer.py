@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -22,18 +21,20 @@ from hvd_estimators.lightning.callbacks import (
 )
 from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
-    BatchForm,
     TrainLoader,
-    UsersDataOptions,
     ValidationLoader,
     is_lightning_data,
     make_loaders,
     open_lightning_data,
 )
 from hvd_estimators.lightning.loggers import StoreCheckpointIO, quiet
-from hvd_estimators.lightning.package import Flavor, is_lightning, of_flavor
+from hvd_estimators.lightning.package import is_lightning, of_flavor
 from hvd_estimators.lightning.strategy import WeightedStrategy
-from hvd_estimators.lightning.trainer_args import TrainerObjects, trainer_arguments
+from hvd_estimators.lightning.trainer_args import (
+    LightningTrainSpec,
+    TrainerObjects,
+    trainer_arguments,
+)
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
@@ -47,7 +48,7 @@ from hvd_estimators.training.horovod_session import horovod_session
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
-from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest
+from hvd_estimators.training.spec import TrainResult, combined_digest
 from hvd_estimators.training.step_control import (
     StepControl,
     stopped_before,
@@ -57,41 +58,10 @@ from hvd_estimators.training.step_control import (
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["LightningTrainSpec", "train"]
+__all__ = ["train"]
 
 # These hooks get batches that are on the CPU.
 _MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
-
-
-@dataclass(frozen=True)
-class LightningTrainSpec(TrainSpec):
-    """Spec of a Lightning rank.
-
-    Attributes
-    ----------
-    flavor : Flavor
-        Lightning's package.
-    module : bytes
-        The LightningModule, see `module_file`.
-    objects : bytes
-        A pickled `TrainerObjects`.
-    form : BatchForm
-        The tensors that a LightningModule gets.
-    batch_hint : str
-        A hint for the error of a step that unpacks the batch as a tuple.
-    log_every_n_steps : int
-        Steps between two entries of the loggers.
-    users_data : UsersDataOptions
-        Extra keyword arguments for the user's LightningDataModule.
-    """
-
-    flavor: Flavor
-    module: LocalFile
-    objects: bytes
-    form: BatchForm
-    batch_hint: str
-    log_every_n_steps: int
-    users_data: UsersDataOptions
 
 
 def train(spec: LightningTrainSpec) -> TrainResult:
@@ -120,7 +90,7 @@ class _Trainer:
         self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
-        self.control = StepControl(spec, self.rank, self.size, sum_over_ranks, exchange)
+        self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
         self.restored_path: str | None = None
         self.logged_steps: int | None = None
         self.restored = self._restore()
@@ -148,39 +118,7 @@ class _Trainer:
     def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:
         spec = self.spec
         done, rows = (0, 0) if self.restored is None else (self.restored.epoch, self.restored.rows)
-        data: dict[str, Any] = {}
-        loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
-        if is_lightning_data(spec.data.data_module):
-            data["datamodule"] = open_lightning_data(spec, spec.users_data, self.rank, self.size)
-        else:
-            # With overfit_batches each epoch uses the batches of the first one, also in a resumed
-            # run.
-            epoch = 0 if self._overfits else done
-            module = open_data_module(
-                spec.data,
-                self.rank,
-                self.size,
-                epoch=epoch,
-                rows=0 if self._overfits else rows,
-                epochs=spec.epochs - done,
-                memory=gpu_memory(self._loader_device),
-            )
-            loaders = make_loaders(
-                stack.enter_context(module),
-                spec.data,
-                spec.form,
-                self.shards,
-                self.size,
-                self._passes_per_step,
-                self._loader_device,
-                same=self._overfits,
-                done=spec.data.batches_before(done, rows),
-                **(
-                    {"totals": self.module.totals} if isinstance(self.module, ModuleAdapter) else {}
-                ),
-            )
-            data["train_dataloaders"], data["val_dataloaders"] = loaders
-        train_loader, validation_loader = loaders
+        data, train_loader, validation_loader = self._open_data(stack, done, rows)
         strategy = of_flavor(WeightedStrategy, spec.flavor)(
             train_loader,
             validation_loader,
@@ -224,8 +162,6 @@ class _Trainer:
             recorder.history[:] = self.restored.history
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
             spec,
-            self.rank,
-            self.size,
             recorder,
             train_loader,
             self.shards,
@@ -252,6 +188,38 @@ class _Trainer:
                 "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
             )
         return self._result(recorder)
+
+    def _open_data(
+        self, stack: contextlib.ExitStack, done: int, rows: int
+    ) -> tuple[dict[str, Any], TrainLoader | None, ValidationLoader | None]:
+        """Return the data arguments of ``Trainer.fit``, and the loaders of a built-in reader."""
+        spec = self.spec
+        if is_lightning_data(spec.data.data_module):
+            module = open_lightning_data(spec, spec.users_data, self.rank, self.size)
+            return {"datamodule": module}, None, None
+        reader = open_data_module(
+            spec.data,
+            self.rank,
+            self.size,
+            # With overfit_batches each epoch uses the batches of the first one, also in a resumed
+            # run.
+            epoch=0 if self._overfits else done,
+            rows=0 if self._overfits else rows,
+            epochs=spec.epochs - done,
+            memory=gpu_memory(self._loader_device),
+        )
+        train, validation = make_loaders(
+            stack.enter_context(reader),
+            spec.data,
+            spec.form,
+            self.shards,
+            self._passes_per_step,
+            self._loader_device,
+            same=self._overfits,
+            done=spec.data.batches_before(done, rows),
+            totals=self.module.totals if isinstance(self.module, ModuleAdapter) else None,
+        )
+        return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
     def _loader_device(self) -> torch.device:

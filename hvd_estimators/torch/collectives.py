@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
-from hvd_estimators.training.progress import tell_driver
-from hvd_estimators.training.spec import check_equal_weights
+from hvd_estimators.training.progress import notify_driver
+from hvd_estimators.training.spec import check_equal_weights, weight_digest
 
 __all__ = [
     "CARRIED_AS",
@@ -139,7 +138,7 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     torch.cuda.set_device(index)
     line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
-        tell_driver(line, verbose)
+        notify_driver(line, verbose)
     return torch.device("cuda", index)
 
 
@@ -259,7 +258,7 @@ class PendingSum:
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
     """Return a digest of each parameter by name; equal digests mean equal bits."""
-    return {name: tensor_digest(parameter) for name, parameter in module.named_parameters()}
+    return {name: tensor_digest(value) for name, value in module.named_parameters()}
 
 
 def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
@@ -277,5 +276,4 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]
+    return weight_digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

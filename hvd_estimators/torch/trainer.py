@@ -160,7 +160,7 @@ class _Trainer:
         # Whether the user's function calls backward() and step().
         self.user_steps = self.objective.has_own_step
         self.progress = Progress(spec, self.rank)
-        self.control = StepControl(spec, self.rank, self.size, sum_over_ranks, exchange)
+        self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
 
     def run(self) -> TrainResult:
         spec = self.spec

@@ -54,9 +54,9 @@ class HostStreams:
 
 def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
     """Call ``capture`` as each of the rank's shards, and return the results by shard."""
-    found: dict[int, T] = {}
-    shards.for_each(lambda shard: found.update({shard: capture()}))
-    return found
+    captured: dict[int, T] = {}
+    shards.for_each(lambda shard: captured.update({shard: capture()}))
+    return captured
 
 
 def of_shards(
@@ -71,8 +71,8 @@ def of_shards(
     num_shards : int
         The number of canonical shards.
     """
-    found = {shard: state for states in ranks for shard, state in states.items()}
-    return tuple(found[shard] for shard in range(num_shards))
+    by_shard = {shard: state for states in ranks for shard, state in states.items()}
+    return tuple(by_shard[shard] for shard in range(num_shards))
 
 
 class StatePart(Protocol):
@@ -103,6 +103,8 @@ class ShardStates:
 
     Attributes
     ----------
+    num_shards, rank, size : int
+        As given.
     shards : tuple of int
         The shards that this rank runs.
     passes : int
@@ -114,33 +116,34 @@ class ShardStates:
         self, num_shards: int, rank: int, size: int, parts: Sequence[StatePart] = ()
     ) -> None:
         self.num_shards = num_shards
+        self.rank, self.size = rank, size
         self.shards = virtual_shards(num_shards, rank, size)
         self.passes = -(-num_shards // size)
         self._parts = parts
         self._current = 0
         self._states: list[list[Any]] = []
 
-    def enter(self, turn: int) -> None:
+    def enter(self, micro_batch: int) -> None:
         """Switch to the shard of a micro-batch; state from an empty micro-batch is discarded."""
-        if self.passes == 1 or turn == self._current:
+        if self.passes == 1 or micro_batch == self._current:
             return
-        self._begin()
+        self._initialize()
         if self._current < len(self.shards):
             self._states[self._current] = self._capture()
-        self._current = turn
-        if turn < len(self.shards):
-            for part, state in zip(self._parts, self._states[turn], strict=True):
+        self._current = micro_batch
+        if micro_batch < len(self.shards):
+            for part, state in zip(self._parts, self._states[micro_batch], strict=True):
                 part.restore(state)
 
     def for_each(self, call: Callable[[int], object]) -> None:
         """Call a function as each of the rank's shards, then switch back to the first shard."""
-        self._begin()
-        for turn, shard in enumerate(self.shards):
-            self.enter(turn)
+        self._initialize()
+        for index, shard in enumerate(self.shards):
+            self.enter(index)
             call(shard)
         self.enter(0)
 
-    def _begin(self) -> None:
+    def _initialize(self) -> None:
         if self.passes > 1 and not self._states:
             own = self._capture()
             self._states = [own for _ in self.shards]
@@ -192,7 +195,7 @@ def find_buffers(
     ParamError
         If a name does not match a buffer, or the reduction does not apply to the buffer's kind.
     """
-    found: dict[str, str] = {}
+    by_buffer: dict[str, str] = {}
     for name in sorted(reductions, key=len):
         named = _named(name, buffers, separator)
         if not named:
@@ -203,8 +206,8 @@ def find_buffers(
             )
         for buffer in named:
             _check_kind(buffer, buffers[buffer], reductions[name])
-            found[buffer] = reductions[name]
-    return found
+            by_buffer[buffer] = reductions[name]
+    return by_buffer
 
 
 def _named(name: str, buffers: Iterable[str], separator: str) -> list[str]:

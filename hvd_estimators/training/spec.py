@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
@@ -27,10 +28,12 @@ __all__ = [
     "HistoryRow",
     "TrainResult",
     "TrainSpec",
+    "array_digest",
     "check_equal_weights",
     "combined_digest",
     "named_weights",
     "unequal_weights",
+    "weight_digest",
 ]
 
 HistoryRow = tuple[int, str, str, float]
@@ -233,6 +236,17 @@ _CAUSES = (
     "Look for code that changes weights in another way, or differently on each rank: random "
     "numbers, files, hvd.rank()."
 )
+
+
+def array_digest(array: Array) -> bytes:
+    """Return the SHA-256 digest of an array's bits."""
+    # As bytes, because NumPy provides no buffer of bfloat16.
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
+
+
+def weight_digest(array: Array) -> str:
+    """Return a short digest of a weight's bits, for `TrainResult.weight_digests`."""
+    return array_digest(array).hex()[:16]
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

@@ -15,7 +15,6 @@ Runs on the ranks; imports no framework.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import Self
 
@@ -37,7 +36,6 @@ from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = [
-    "NanCheck",
     "StepControl",
     "StopRequest",
     "interrupted",
@@ -84,13 +82,6 @@ def stopped_before(spec: TrainSpec, state: RunState | None) -> bool:
     return state is not None and state.stopped and not spec.resume_stopped
 
 
-class SumOverRanks(Protocol):
-    """Function that sums one number per rank, exactly in 64 bits. All ranks call it."""
-
-    def __call__(self, value: float, name: str) -> float:
-        """Return the sum; ``name`` names the reduction."""
-
-
 class StepControl:
     """Checkpoints that are due, stop requests and the NaN check, as a context manager on each rank.
 
@@ -100,27 +91,29 @@ class StepControl:
     ----------
     spec : TrainSpec
         The training job.
-    rank, size : int
-        This rank, and the number of ranks.
+    size : int
+        The number of ranks.
     sum_over_ranks : callable
-        See `SumOverRanks`.
+        Sums one number per rank exactly, in 64 bits, given the number and the reduction's name. All
+        ranks call it.
     exchange : ObjectExchange
-        See `NanCheck`.
+        Gathers the names of parameters that are not finite. Used only if there are any, or if a
+        loss is not finite.
     """
 
     def __init__(
         self,
         spec: TrainSpec,
-        rank: int,
         size: int,
-        sum_over_ranks: SumOverRanks,
+        sum_over_ranks: Callable[[float, str], float],
         exchange: ObjectExchange,
     ) -> None:
         self._options = spec.checkpoints
         self._has_checkpoints = spec.run.checkpoints_path is not None
-        self._stop = StopRequest(functools.partial(sum_over_ranks, name="stop_request"), size)
-        not_finite = functools.partial(sum_over_ranks, name="not_finite")
-        self._nan_check = NanCheck(rank, size, not_finite, exchange)
+        self._size = size
+        self._sum_over_ranks = sum_over_ranks
+        self._exchange = exchange
+        self._stop = StopRequest(lambda value: sum_over_ranks(value, "stop_request"), size)
         self._is_due = self._stops = False
 
     def __enter__(self) -> Self:
@@ -133,8 +126,35 @@ class StepControl:
     def check_finite(
         self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
     ) -> None:
-        """End training if a value is not finite on any rank; see `NanCheck.after_step`."""
-        self._nan_check.after_step(step, epoch, loss, parameters)
+        """End training if a value is not finite on any rank. All ranks must call it.
+
+        Call it before a checkpoint of the step is saved, so that all checkpoints are finite.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer step of the run, from 1.
+        epoch : int
+            The step's epoch, from 0.
+        loss : float or None
+            A loss of this rank that is not finite; None if all losses are finite.
+        parameters : sequence of str
+            Names of the parameters that are not finite after the step.
+
+        Raises
+        ------
+        NotFiniteError
+            On all ranks, with the same message.
+        """
+        own = loss is not None or bool(parameters)
+        if self._size == 1:
+            of_ranks = [(loss, list(parameters))] if own else []
+        elif self._sum_over_ranks(float(own), "not_finite"):
+            of_ranks = self._exchange.gather((loss, list(parameters)), "not_finite")
+        else:
+            of_ranks = []
+        if of_ranks:
+            raise NotFiniteError(_not_finite_message(step, epoch, of_ranks))
 
     def after_step(
         self, epoch: int, batches: int, steps: Iterable[int], save: Callable[[], bool]
@@ -226,7 +246,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(ValueError):  # this is not the main thread
-                before = signal.signal(signal.SIGTERM, self._take)
+                before = signal.signal(signal.SIGTERM, self._on_sigterm)
                 stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
                 self._settled.clear()
                 stack.enter_context(_ending_if_hung(self._settled))
@@ -260,8 +280,8 @@ class StopRequest:
         """Return whether any rank was asked to stop, and schedule the next check."""
         seconds = max(time.monotonic() - self._agreed_at, 1e-9)
         # A slow first step does not predict the next steps, and neither does a fast one.
-        wanted = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
-        own = min(max(int(wanted), 1), _MOST_STEPS)
+        distance = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
+        own = min(max(int(distance), 1), _MOST_STEPS)
         asked, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
         self._distance = self._left = max(int(steps) // self._ranks, 1)
         self._agreed_at = time.monotonic()
@@ -270,7 +290,7 @@ class StopRequest:
             mute_if_unheard()
         return asked > 0
 
-    def _take(self, number: int, frame: FrameType | None) -> Any:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> Any:
         self._asked = True
         # The sender may have ended, together with the reader of this process's output.
         mute_if_unheard()
@@ -357,93 +377,33 @@ def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
     saved : bool
         Whether there is a checkpoint of this position.
     """
-    kept = (
-        "A checkpoint of this position was written: fit() with the same run_id goes on from there."
+    consequence = (
+        "A checkpoint of this position was written: fit() with the same run_id resumes there."
         if saved
-        else "The run keeps no checkpoints, so that nothing of it is left."
+        else "The run keeps no checkpoints: no state of it is saved."
     )
     return TrainingInterruptedError(
         f"The ranks were asked to end (SIGTERM), and have stopped in epoch {epoch} after step "
-        f"{step}. {kept}"
+        f"{step}. {consequence}"
     )
 
 
-class NanCheck:
-    """Checks after each step if training can continue, with the same answer on all ranks.
-
-    Parameters
-    ----------
-    rank, size : int
-        This rank, and the number of ranks.
-    sum_over_ranks : callable
-        Sums one number per rank. All ranks call it.
-    exchange : ObjectExchange
-        Gathers the names of parameters that are not finite. Used only if there are any, or if a
-        loss is not finite.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        sum_over_ranks: Callable[[float], float],
-        exchange: ObjectExchange,
-    ) -> None:
-        self._rank = rank
-        self._size = size
-        self._sum_over_ranks = sum_over_ranks
-        self._exchange = exchange
-
-    def after_step(
-        self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
-    ) -> None:
-        """End training if a value is not finite on any rank. All ranks must call it.
-
-        Call it before a checkpoint of the step is saved, so that all kept checkpoints are finite.
-
-        Parameters
-        ----------
-        step : int
-            Optimizer step of the run, from 1.
-        epoch : int
-            The step's epoch, from 0.
-        loss : float or None
-            A loss of this rank that is not finite; None if all losses are finite.
-        parameters : sequence of str
-            Names of the parameters that are not finite after the step.
-
-        Raises
-        ------
-        NotFiniteError
-            On all ranks, with the same message.
-        """
-        own = loss is not None or bool(parameters)
-        if self._size == 1:
-            found = [(loss, list(parameters))] if own else []
-        elif self._sum_over_ranks(float(own)):
-            found = self._exchange.gather((loss, list(parameters)), "not_finite")
-        else:
-            found = []
-        if found:
-            raise NotFiniteError(_message(step, epoch, found))
-
-
-def _message(step: int, epoch: int, found: Sequence[tuple[float | None, list[str]]]) -> str:
-    told = [
+def _not_finite_message(
+    step: int, epoch: int, of_ranks: Sequence[tuple[float | None, list[str]]]
+) -> str:
+    parts = [
         f"the loss of rank {rank} is {loss}"
-        for rank, (loss, _) in enumerate(found)
+        for rank, (loss, _) in enumerate(of_ranks)
         if loss is not None
     ]
-    names = list(dict.fromkeys(name for _, parameters in found for name in parameters))
+    names = list(dict.fromkeys(name for _, parameters in of_ranks for name in parameters))
     if names:
-        others = f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
-        told.append(
-            f"NaN or infinite after it: {', '.join(map(repr, names[:_MOST_NAMED]))}{others}"
-        )
+        more = f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
+        parts.append(f"NaN or infinite after it: {', '.join(map(repr, names[:_MOST_NAMED]))}{more}")
     return (
         f"terminate_on_nan: training has ended at step {step} of the run (in epoch {epoch}, the "
-        f"first being 0), on all ranks: {'; '.join(told)}. Checkpoints are of steps before this "
-        "one, and hold finite parameters. Going on unchanged would end here again: look for "
+        f"first being 0), on all ranks: {'; '.join(parts)}. Checkpoints are of steps before this "
+        "one, and hold finite parameters. Resuming unchanged would end here again: look for "
         "values in the data that are not finite or are very large, set a lower learning rate, or "
         "clip gradients."
     )

@@ -22,7 +22,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.launch.rank import graceful_stop
 from hvd_estimators.training import step_control
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
-from hvd_estimators.training.step_control import NanCheck, StepControl, StopRequest, interrupted
+from hvd_estimators.training.step_control import StepControl, StopRequest, interrupted
 
 
 class Clock:
@@ -228,7 +228,7 @@ def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "says"), [(True, "same run_id goes on"), (False, "nothing of it is left")]
+    ("saved", "says"), [(True, "same run_id resumes"), (False, "no state of it is saved")]
 )
 def test_the_error_says_where_and_what_is_kept(saved: bool, says: str) -> None:
     error = interrupted(3, 17, saved)
@@ -237,14 +237,18 @@ def test_the_error_says_where_and_what_is_kept(saved: bool, says: str) -> None:
     assert says in str(error)
 
 
-def make_control(every_n_steps: int | None, *, has_checkpoints: bool = True) -> StepControl:
-    """Return the control of the only rank of a job."""
-    spec: Any = SimpleNamespace(
+def make_spec(every_n_steps: int | None = None, *, has_checkpoints: bool = True) -> Any:
+    return SimpleNamespace(
         checkpoints=CheckpointOptions("torch", every_n_steps=every_n_steps),
         run=SimpleNamespace(checkpoints_path="checkpoints" if has_checkpoints else None),
     )
+
+
+def make_control(every_n_steps: int | None, *, has_checkpoints: bool = True) -> StepControl:
+    """Return the control of the only rank of a job."""
+    spec = make_spec(every_n_steps, has_checkpoints=has_checkpoints)
     exchange: Any = None
-    return StepControl(spec, 0, 1, lambda value, name: value, exchange)
+    return StepControl(spec, 1, lambda value, name: value, exchange)
 
 
 def test_a_due_checkpoint_waits_until_the_run_can_be_saved() -> None:
@@ -323,9 +327,11 @@ class ThreadedRanks:
                 return self.meet(rank, value)
 
             exchange: Any = type("Exchange", (), {"gather": staticmethod(gather)})
-            check = NanCheck(rank, self.size, lambda v: sum(self.meet(rank, v)), exchange)
+            control = StepControl(
+                make_spec(), self.size, lambda value, name: sum(self.meet(rank, value)), exchange
+            )
             try:
-                check.after_step(37, 2, *found[rank])
+                control.check_finite(37, 2, *found[rank])
             except NotFiniteError as error:
                 raised[rank] = str(error)
 
