@@ -51,6 +51,7 @@ def first_imports() -> tuple[Any, ...]:
 
 _MOVED = {
     "hvd_estimators.keras.learning_rate": "hvd_estimators.keras.callbacks",
+    "hvd_estimators.keras.optimizer_state": "hvd_estimators.keras.serialization",
     "hvd_estimators.keras.states": "hvd_estimators.keras.serialization",
     "hvd_estimators.keras.traits": "hvd_estimators.keras.model_metadata",
     "hvd_estimators.launch.foreign": "hvd_estimators.launch.backend",
@@ -76,7 +77,7 @@ _MOVED = {
 
 _RENAMED = {
     ("hvd_estimators.keras.model_metadata", "Traits"): "ModelMetadata",
-    ("hvd_estimators.keras.optimizer_state", "OptimizerDocument"): "OptimizerPayload",
+    ("hvd_estimators.keras.serialization", "OptimizerDocument"): "OptimizerPayload",
     ("hvd_estimators.keras.serialization", "ModelDocument"): "ModelPayload",
 }
 """Their modules now and former names, to their names now."""

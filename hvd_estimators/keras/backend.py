@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
 
 import keras
+import numpy as np
 
 from hvd_estimators.exceptions import DependencyError
 
@@ -12,6 +15,7 @@ __all__ = [
     "all_layers",
     "has_own_compile",
     "inner_optimizers",
+    "kept_random_state",
     "model_optimizers",
     "require_tensorflow",
 ]
@@ -60,7 +64,7 @@ def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Laye
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return all optimizers of a model: its own first, then those in attributes of its layers."""
-    found = [model.optimizer]
+    found = [getattr(model, "optimizer", None)]
     for layer in all_layers(model):
         for value in list(vars(layer).values()):
             if isinstance(value, Mapping):
@@ -69,3 +73,14 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
                 found += value if isinstance(value, (list, tuple)) else [value]
     optimizers = (value for value in found if isinstance(value, keras.optimizers.Optimizer))
     return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore Python's and NumPy's random states after the block: Keras draws seeds from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -21,12 +21,12 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.best_model import BestModel
-from hvd_estimators.keras.callback_states import CallbackStates, save_file, snapshot
 from hvd_estimators.keras.collectives import exchange
 from hvd_estimators.keras.loop import RankCallbacks, StatisticsCallback
 from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
-from hvd_estimators.keras.model_file import load_weights
+from hvd_estimators.keras.model_file import load_weights, save_file, snapshot
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState

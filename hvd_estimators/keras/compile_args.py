@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.keras.optimizer_state import OptimizerPayload
+from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
+from hvd_estimators.keras.serialization import OptimizerPayload
 
 __all__ = ["CompileSettings", "check_classes", "class_weights", "class_weights_of_tensor", "losses"]
 
@@ -151,7 +152,9 @@ class CompileSettings:
         settings.update(self.given if outputs is None else self._by_output(outputs))
         model.compile(**settings, optimizer=self.optimizer.make())
         if model.built:
-            self.optimizer.restore(model.optimizer, model.trainable_variables)
+            # This process makes no steps, so it never writes most slots.
+            with unwritten_zeros():
+                self.optimizer.restore(model.optimizer, model.trainable_variables)
         if self.learning_rate is not None:
             model.optimizer.learning_rate = self.learning_rate
 

@@ -19,7 +19,6 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.callback_rules import check_monitors, judges_by_name
 from hvd_estimators.keras.inputs import (
     SHAPE_KINDS,
     called_with,
@@ -32,6 +31,7 @@ from hvd_estimators.keras.metrics import are_built, build_metrics, check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.sync_batch_norm import synchronized_layers
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
+from hvd_estimators.keras.user_callbacks import check_monitors, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
 
 __all__ = [

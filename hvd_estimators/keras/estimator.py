@@ -15,12 +15,11 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run import RunResults, named
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_keras_history
-from hvd_estimators.keras.backend import model_optimizers
+from hvd_estimators.keras.backend import all_layers, kept_random_state, model_optimizers
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, check_classes
 from hvd_estimators.keras.dry_run import DryRun, check_batches
-from hvd_estimators.keras.fingerprint import model_fingerprint
-from hvd_estimators.keras.inputs import input_keys, input_structure, kept_random_state
+from hvd_estimators.keras.inputs import input_keys, input_structure
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
@@ -31,7 +30,7 @@ from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["KerasEstimator"]
+__all__ = ["KerasEstimator", "model_fingerprint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,3 +220,43 @@ class KerasEstimator(KerasParams):
             original=get("model"),
         )
         return dry_run, settings
+
+
+def model_fingerprint(model: keras.Model, other_rate: bool) -> dict[str, Any]:
+    """Return a model's layers, weight shapes and optimizers, without names that Keras numbers.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model, built and compiled.
+    other_rate : bool
+        Whether a param replaces the optimizer's learning rate.
+    """
+    left_out = ("name", "learning_rate") if other_rate else ("name",)
+    return {
+        "class": named(type(model)),
+        "layers": {
+            f"{number} ({named(type(layer))})": _plain_config(layer)
+            for number, layer in enumerate(all_layers(model, include_self=False))
+        },
+        "weights": [[list(weight.shape), str(weight.dtype)] for weight in model.weights],
+        "optimizers": {
+            f"{number} ({named(type(optimizer))})": _plain_config(optimizer, left_out)
+            for number, optimizer in enumerate(model_optimizers(model))
+        },
+    }
+
+
+def _plain_config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str, Any]:
+    """Return a config's plain values; an empty dict if there is no config."""
+    try:
+        config = given.get_config()
+    except Exception:
+        return {}
+    kept = {}
+    for key, value in config.items():
+        if key == "learning_rate" and isinstance(value, dict) and key not in left_out:
+            kept[key] = named(value.get("config"))
+        elif key not in left_out and isinstance(value, (bool, int, float, str)):
+            kept[key] = value
+    return kept

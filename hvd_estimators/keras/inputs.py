@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.keras.tensors import Field, alike
 
@@ -21,7 +20,6 @@ __all__ = [
     "called_with",
     "input_keys",
     "input_structure",
-    "kept_random_state",
     "kept_variables",
     "other_structure",
     "text_columns",
@@ -41,23 +39,13 @@ def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
 @contextlib.contextmanager
 def kept_variables(model: keras.Model) -> Iterator[None]:
     """Restore a built model's variables after the block: layers may count calls or draw numbers."""
-    kept = [(v, v.numpy()) for v in model.variables] if model.built else []
+    # Tensors share the memory of their variables until these change.
+    values = [(v, tf.convert_to_tensor(v.value)) for v in model.variables] if model.built else []
     try:
         yield
     finally:
-        for variable, value in kept:
+        for variable, value in values:
             variable.assign(value)
-
-
-@contextlib.contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore Python's and NumPy's random states after the block: Keras draws seeds from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def input_structure(

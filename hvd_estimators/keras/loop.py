@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.keras.callback_states import CallbackStates
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates

@@ -1,4 +1,4 @@
-"""Read and write Keras's model files one variable at a time.
+"""Read and write Keras's model files one variable at a time, also from copies in memory.
 
 ``Model.save`` holds a whole file in memory before it writes the file, and ``load_model`` reads the
 whole file. This module reads and writes folders instead.
@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import os
 import shutil
 import tempfile
+import threading
 import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
@@ -24,12 +26,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.backend import all_layers, inner_optimizers, model_optimizers
 from hvd_estimators.keras.custom_objects import constructing, is_keras
 from hvd_estimators.store.hashing import CHUNK_BYTES
 
 __all__ = [
     "WEIGHTS",
+    "ModelCopy",
     "load_folder",
     "load_weights",
     "loads_plainly",
@@ -37,14 +40,17 @@ __all__ = [
     "read_files",
     "read_rewritten",
     "rewritten_variables",
+    "save_file",
     "save_folder",
     "save_plainly",
+    "snapshot",
     "uncompiled",
     "variable_value",
-    "write_archive",
     "write_files",
     "write_rewritten",
 ]
+
+logger = logging.getLogger(__name__)
 
 _MEMBER = "hvd_estimators.variables.npz"
 
@@ -209,26 +215,27 @@ def write_files(files: dict[str, Array], directory: str) -> None:
             content.tofile(file)
 
 
-def write_archive(
-    model: keras.Model, archive: zipfile.ZipFile, rewritten: Mapping[int, Array] | None = None
+def save_file(
+    model: keras.Model, file: str | IO[bytes], rewritten: Mapping[int, Array] | None = None
 ) -> None:
-    """Write a model and its optimizer's state to an archive, which becomes a ``.keras`` file.
+    """Write a model and its optimizer's state as a ``.keras`` file, which `load_weights` reads.
 
-    If the model has no config, the archive contains only ``model.weights.h5``.
+    If the model has no config, the file is an archive that contains only ``model.weights.h5``.
 
     Parameters
     ----------
     model : keras.Model
         Built and compiled.
-    archive : ZipFile
-        Open for writing.
+    file : str or file
+        The path, or a file open for writing.
     rewritten : mapping, optional
         Variables from `rewritten_variables`. Default: the model's current values.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        _save_plainly(model, folder)
-        _zip(folder, archive)
-    write_rewritten(rewritten_variables(model) if rewritten is None else rewritten, archive)
+    with zipfile.ZipFile(file, "w") as archive:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_plainly(model, folder)
+            _zip(folder, archive)
+        write_rewritten(rewritten_variables(model) if rewritten is None else rewritten, archive)
 
 
 def save_plainly(model: keras.Model, directory: str) -> str:
@@ -293,3 +300,89 @@ def _zip(directory: str, archive: zipfile.ZipFile) -> None:
         for name in sorted(names):
             inner = os.path.join(folder, name)
             archive.write(inner, os.path.relpath(inner, directory))
+
+
+class _Written(threading.local):
+    """Values that a thread writes instead of current ones, by id of layer or optimizer."""
+
+    values: Mapping[int, Mapping[str, Array]] = {}
+
+
+_written = _Written()
+
+
+def snapshot(model: keras.Model) -> ModelCopy | None:
+    """Copy the contents of a model's file into memory; return None if that is impossible.
+
+    A copy is impossible if a layer saves additional files or requires Keras's own kind of store.
+    """
+    for layer in all_layers(model):
+        save_assets = getattr(layer, "save_assets", None)
+        if save_assets is not None and save_assets.__module__.partition(".")[0] != "keras":
+            return None
+    try:
+        return ModelCopy(model)
+    except Exception as error:
+        logger.debug("A checkpoint is written while training waits: %s", error)
+        return None
+
+
+class ModelCopy:
+    """In-memory copy of all variables that a model's layers and optimizers save.
+
+    The class does not clone the model, because Keras cannot clone every model. Instead the model
+    itself is written. In the writing thread, its layers save the copied values instead of the
+    current ones.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model, built and compiled.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._values: dict[int, _Store] = {}
+        self._rewritten = rewritten_variables(model)
+        optimizers = model_optimizers(model)
+        inner = [each for optimizer in optimizers for each in inner_optimizers(optimizer)]
+        for saver in [*all_layers(model), *optimizers, *inner]:
+            if id(saver) not in self._values:
+                store = _Store()
+                saver.save_own_variables(store)
+                self._values[id(saver)] = store
+                _let_save_copies(saver)
+
+    def save(self, file: IO[bytes]) -> None:
+        """Write the file that `save_file` would have written at copy time. Runs in any thread."""
+        _written.values = self._values
+        try:
+            save_file(self._model, file, self._rewritten)
+        finally:
+            _written.values = {}
+
+
+class _Store(dict[str, Array]):
+    """Store that copies each value that a layer saves, in place of one of Keras's stores."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, np.array(keras.ops.convert_to_numpy(value)))
+
+
+def _let_save_copies(saver: Any) -> None:
+    """Make a layer or an optimizer save its copied values in a thread that writes a copy."""
+    # Bypasses Keras's attribute tracking, which would inspect the value.
+    attributes = vars(saver)
+    if "save_own_variables" in attributes:
+        return
+    save = saver.save_own_variables
+
+    def save_own_variables(store: Any) -> None:
+        values = _written.values.get(id(saver))
+        if values is None:
+            save(store)
+        else:
+            for name, value in values.items():
+                store[name] = value
+
+    attributes["save_own_variables"] = save_own_variables

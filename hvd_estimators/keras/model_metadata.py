@@ -20,7 +20,7 @@ from hvd_estimators.keras.custom_objects import (
 )
 from hvd_estimators.keras.model_file import own_variables, variable_value
 
-__all__ = ["ModelMetadata", "same_bits"]
+__all__ = ["ModelMetadata"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class ModelMetadata:
             {number: found for number, found in attributes.items() if found},
         )
 
-    def completed(self, model: keras.Model, copy: keras.Model) -> ModelMetadata:
-        """Return this metadata with the values that a copy lacks, and assign them to the copy.
+    def paired(self, model: keras.Model, copy: keras.Model) -> tuple[ModelMetadata, list[Any]]:
+        """Return this metadata in the order of a copy, and the variables (model's, copy's).
+
+        The copy's variables get the paths of the model's, and are as trainable.
 
         Raises
         ------
@@ -73,20 +75,28 @@ class ModelMetadata:
         """
         _check_layers(model, copy)
         pairs = _pairs(model, copy)
+        for ours, theirs in pairs:
+            theirs.trainable = ours.trainable
+            theirs._path = ours.path
+        paths, trainable = [o.path for o, _ in pairs], [o.trainable for o, _ in pairs]
+        return replace(self, paths=paths, trainable=trainable), pairs
+
+    def completed(self, model: keras.Model, copy: keras.Model) -> ModelMetadata:
+        """Return this metadata with the values that a copy lacks, and assign them to the copy.
+
+        Raises
+        ------
+        UnequalCopyError
+            If the copy has other layers, variables or attributes.
+        """
+        metadata, pairs = self.paired(model, copy)
         values = {}
         for number, (ours, theirs) in enumerate(pairs):
             value = variable_value(ours)
-            if not same_bits(value, variable_value(theirs)):
+            if not _same_bits(value, variable_value(theirs)):
                 values[number] = np.array(value)
                 theirs.assign(value)
-            theirs.trainable = ours.trainable
-            theirs._path = ours.path
-        return replace(
-            self,
-            paths=[ours.path for ours, _ in pairs],
-            trainable=[ours.trainable for ours, _ in pairs],
-            values=values,
-        )
+        return replace(metadata, values=values)
 
     @contextlib.contextmanager
     def policy(self) -> Iterator[None]:
@@ -98,7 +108,7 @@ class ModelMetadata:
         finally:
             keras.config.set_dtype_policy(given)
 
-    def give(self, model: keras.Model) -> None:
+    def apply(self, model: keras.Model) -> None:
         """Set these properties on a copy."""
         layers, variables = all_layers(model), model.variables
         if len(layers) == len(self.policies):
@@ -173,7 +183,7 @@ def _has_stepped(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer) and int(optimizer.iterations) > 0
 
 
-def same_bits(a: Array, b: Array) -> bool:
+def _same_bits(a: Array, b: Array) -> bool:
     """Return whether two arrays are equal bit for bit."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -13,13 +13,17 @@ import numpy as np
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.dry_run import causes
-from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
-from hvd_estimators.keras.callback_rules import check_callbacks
+from hvd_estimators.keras.backend import (
+    has_own_compile,
+    kept_random_state,
+    model_optimizers,
+    require_tensorflow,
+)
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
 from hvd_estimators.keras.custom_objects import UnequalCopyError
 from hvd_estimators.keras.dry_run import LAMBDA_REMEDY, check_lambdas
-from hvd_estimators.keras.inputs import input_structure, kept_random_state, text_columns
+from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
@@ -29,8 +33,8 @@ from hvd_estimators.keras.losses import (
     weights_by_samples,
     without_reduction,
 )
-from hvd_estimators.keras.optimizer_state import OptimizerPayload
-from hvd_estimators.keras.serialization import copy_model, dump, load
+from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
+from hvd_estimators.keras.user_callbacks import check_callbacks
 from hvd_estimators.params import integer, number, numbers, objects, param
 
 __all__ = ["KerasParams", "class_weights", "environment", "label_weights"]

@@ -14,9 +14,8 @@ import io
 import json
 import logging
 import os
-import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,22 +27,23 @@ import tensorflow as tf
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler, loads
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import has_own_compile
+from hvd_estimators.keras.backend import has_own_compile, kept_random_state
 from hvd_estimators.keras.custom_objects import (
     complete_config,
     complete_configs,
     find_custom_objects,
     make_object,
 )
-from hvd_estimators.keras.mapped import (
-    MappedModel,
-    mapped_file,
+from hvd_estimators.keras.large_model import (
+    LargeModel,
+    has_only_values,
+    raw_values,
     read_head,
     size_of,
-    stored_variables,
+    value_locations,
+    write_file,
 )
 from hvd_estimators.keras.model_file import (
-    WEIGHTS,
     load_folder,
     read_files,
     save_folder,
@@ -51,10 +51,10 @@ from hvd_estimators.keras.model_file import (
     write_files,
 )
 from hvd_estimators.keras.model_metadata import ModelMetadata
-from hvd_estimators.keras.optimizer_state import OptimizerPayload
 
 __all__ = [
     "ModelPayload",
+    "OptimizerPayload",
     "copy_model",
     "dump",
     "dump_model",
@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 # For models above this size, unused copies are freed at once. The garbage collector does not know
 # the copies' size.
 _LARGE_BYTES = 2**26
+
+_ZEROS_BYTES = 2**10
 
 
 def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
@@ -110,22 +112,12 @@ def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
 def model_payload(
     model: keras.Model, custom_objects: Mapping[str, Any] | None = None
 ) -> bytes | LocalFile:
-    """Serialize a model as `dump_model` does, or a large one to a file with mappable weights."""
-    if sum(map(size_of, model.weights)) < _LARGE_BYTES:
+    """Serialize a model as `dump_model` does, or a large one to a file with mappable values."""
+    large = _large_copy(model, custom_objects)
+    if large is None:
         return dump_model(model, custom_objects)
-    saved, copy = _saved_and_loaded(model, custom_objects)
-    # Loading draws random numbers, see `_saved_and_loaded`.
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        file = mapped_file(model, copy, saved.files, saved.custom_objects, saved.stored, dump)
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-    del copy
-    _collect(saved.files)
-    if file is not None:
-        return file
-    return dump((saved.files, saved.custom_objects, saved.compiled, saved.traits), custom_objects)
+    head, copy = large
+    return write_file(dump(head, custom_objects), copy)
 
 
 def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> keras.Model:
@@ -141,22 +133,27 @@ def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> kera
         Whether the weights stay in the file, on the CPU. Processes that load the same file then
         share one copy of the weights.
     """
-    parts, end = read_head(document)
-    if isinstance(parts, MappedModel):
-        return parts.load(document, end, mapped)
-    return _load_model(*parts)
+    head, end = read_head(document)
+    if isinstance(head, LargeModel):
+        return head.load(document, end, mapped)
+    return _load_model(*head)
 
 
 def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
-    """Copy a model as `dump_model` and `load_model` do."""
-    return _saved_and_loaded(model, custom_objects)[1]
+    """Copy a model as `dump_model` and `load_model` do.
+
+    The copy of a large model shares its memory until one of the two models changes.
+    """
+    large = _large_copy(model, custom_objects)
+    return _saved_and_loaded(model, custom_objects)[1] if large is None else large[1]
 
 
 class ModelPayload:
     """A compiled model that is sent to the ranks.
 
-    The pickled content is the same as that of `dump`, in separate parts. The parts are not kept in
-    memory. Large parts are plain arrays, so that they can be copied from file to file.
+    The pickled content is the same as that of `dump` or `model_payload`, in separate parts. The
+    parts are not kept in memory. Large parts are plain arrays, so that they can be copied from file
+    to file.
 
     Parameters
     ----------
@@ -193,16 +190,22 @@ class ModelPayload:
         return _make_document, self._serialize()
 
     def _serialize(self) -> tuple[Any, ...]:
-        model = self._model
+        model, custom_objects = self._model, self._custom_objects
         assert model is not None, "The model has been taken from the document."
-        saved = _saved(model, self._custom_objects)
+        content: Any
+        head: tuple[Any, ...]
+        large = _large_copy(model, custom_objects)
+        if large is None:
+            saved = _saved(model, custom_objects)
+            content, head = saved.files, (saved.custom_objects, saved.traits)
+        else:
+            content, head = raw_values(large[1]), (large[0],)
         compiled, state = _compiled_with(model), None
         if compiled is not None:
-            optimizer = OptimizerPayload.of(model.optimizer, self._custom_objects)
+            optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
             state = optimizer.state
             compiled["optimizer"] = replace(optimizer, state={})
-        rest = dump((saved.custom_objects, compiled, saved.traits), self._custom_objects)
-        return saved.files, rest, state
+        return content, dump((*head, compiled), custom_objects), state
 
 
 def _make_document(*parts: Any) -> ModelPayload:
@@ -211,13 +214,49 @@ def _make_document(*parts: Any) -> ModelPayload:
     return document
 
 
-def _load_parts(files: Any, rest: bytes | None = None, state: Any = None) -> keras.Model:
-    if rest is None:
-        return _load_model(files)
-    custom_objects, compiled, traits = load(rest)
+def _load_parts(content: Any, rest: bytes, state: Any) -> keras.Model:
+    *head, compiled = load(rest)
+    if isinstance(head[0], LargeModel):
+        model = head[0].fill(content)
+    else:
+        custom_objects, traits = head
+        model = _load_model(content, custom_objects, None, traits)
     if compiled is not None:
         compiled["optimizer"] = replace(compiled["optimizer"], state=state)
-    return _load_model(files, custom_objects, compiled, traits)
+    _compile(model, compiled)
+    return model
+
+
+def _large_copy(
+    model: keras.Model, custom_objects: Mapping[str, Any] | None
+) -> tuple[LargeModel, keras.Model] | None:
+    """Return a large model without its values, and a copy that shares the values' memory.
+
+    Returns None for other models, which need Keras's files.
+    """
+    if size_of(model) < _LARGE_BYTES or not has_only_values(model):
+        return None
+    # The collector does not know the size of earlier copies.
+    gc.collect()
+    view, held = uncompiled(model), dict[str, Any]()
+    # The new model draws random numbers.
+    with kept_random_state():
+        try:
+            with complete_configs(view, held):
+                objects = find_custom_objects([view], custom_objects)
+                config = json.dumps(keras.saving.serialize_keras_object(view))
+            objects.update(held)
+            head = LargeModel(config.encode(), objects, ModelMetadata.of(model))
+            # The copy gets its own objects.
+            own_objects: LargeModel = load(dump(head, custom_objects))
+            copy = own_objects.make()
+            metadata, pairs = head.metadata.paired(model, copy)
+        except Exception as error:
+            logger.debug("A large model is not made of its config alone", exc_info=error)
+            return None
+    for ours, theirs in pairs:
+        theirs.assign(ours.value)
+    return replace(head, metadata=metadata, values=value_locations(copy)), copy
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -269,8 +308,6 @@ class _Saved:
         Name to class, function or constructor argument.
     traits : ModelMetadata
         Properties that the config does not restore.
-    stored : int
-        Number of variables in the weights file.
     compiled : dict or None
         Arguments of Keras's ``compile`` if the model's class overrides ``compile``.
     """
@@ -278,7 +315,6 @@ class _Saved:
     files: dict[str, Array]
     custom_objects: dict[str, Any]
     traits: ModelMetadata
-    stored: int
     compiled: dict[str, Any] | None
 
 
@@ -300,36 +336,30 @@ def _saved_and_loaded(
     model: keras.Model, custom_objects: Mapping[str, Any] | None
 ) -> tuple[_Saved, keras.Model]:
     """Return the result of `_saved`, and the copy of the model."""
-    # Loading draws random numbers, which must not change the user's random state.
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        held: dict[str, Any] = {}
-        # The optimizer is serialized separately, and its state is twice as large as the weights.
-        view = uncompiled(model)
-        with tempfile.TemporaryDirectory() as directory:
-            with complete_configs(view, held):
-                found = find_custom_objects([view], custom_objects)
-                save_folder(view, directory)
-            files = _undated(read_files(directory))
-            stored = stored_variables(os.path.join(directory, WEIGHTS))
-            _collect(files)
-            found.update(held)
-            traits, compiled = ModelMetadata.of(model), None
-            if has_own_compile(model):
-                compiled = _compiled_with(model)
-                if compiled is not None:
-                    optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
-                    compiled["optimizer"] = optimizer
-            # The copy gets its own objects.
-            document = dump((found, compiled, traits), custom_objects)
-            objects, arguments, given = load(document)
-            copy = _load_folder(directory, objects, given)
+    held: dict[str, Any] = {}
+    # The optimizer is serialized separately, and its state is twice as large as the weights.
+    view = uncompiled(model)
+    # Loading draws random numbers.
+    with kept_random_state(), tempfile.TemporaryDirectory() as directory:
+        with complete_configs(view, held):
+            found = find_custom_objects([view], custom_objects)
+            save_folder(view, directory)
+        files = _undated(read_files(directory))
+        _collect(files)
+        found.update(held)
+        traits, compiled = ModelMetadata.of(model), None
+        if has_own_compile(model):
+            compiled = _compiled_with(model)
+            if compiled is not None:
+                optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
+                compiled["optimizer"] = optimizer
+        # The copy gets its own objects.
+        document = dump((found, compiled, traits), custom_objects)
+        objects, arguments, given = load(document)
+        copy = _load_folder(directory, objects, given)
         traits = traits.completed(model, copy)
         _compile(copy, arguments)
-        return _Saved(files, found, traits, stored, compiled), copy
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    return _Saved(files, found, traits, compiled), copy
 
 
 def _undated(files: dict[str, Array]) -> dict[str, Array]:
@@ -354,7 +384,7 @@ def _load_folder(
     with traits.policy() if traits is not None else contextlib.nullcontext():
         model = load_folder(directory, custom_objects)
     if traits is not None:
-        traits.give(model)
+        traits.apply(model)
     return model
 
 
@@ -414,6 +444,99 @@ class _Uncompiled(Unpickler):
     ) -> keras.Model:
         self.compiled = compiled
         return _load_model(document, custom_objects, None, traits)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Placeholder for an array of zeros, such as an optimizer's slot before the first step."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class _State(dict[str, Any]):
+    """State that stores large arrays of zeros as `Zeros`, while variables are added one by one."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        array = np.asarray(value)
+        if array.nbytes >= _ZEROS_BYTES and not array.reshape(-1).view(np.uint8).any():
+            value = Zeros(array.shape, array.dtype)
+        super().__setitem__(name, value)
+
+
+class _Filled(Mapping[str, Any]):
+    """Contents of a `_State`, with arrays instead of `Zeros`."""
+
+    def __init__(self, state: Mapping[str, Array | Zeros]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Array:
+        value = self._state[name]
+        return np.zeros(value.shape, value.dtype) if isinstance(value, Zeros) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+@dataclass(frozen=True)
+class OptimizerPayload:
+    """A serialized optimizer, from which an optimizer for other variables can be created.
+
+    Attributes
+    ----------
+    cls : type
+        Class of the optimizer.
+    config : mapping
+        Result of `complete_config`.
+    state : mapping
+        Values of its variables, by their position.
+    custom_objects : mapping
+        Classes and other objects that the config names.
+    document : bytes or None
+        The pickled optimizer, in files of earlier versions, if its config was incomplete.
+    """
+
+    cls: type[keras.optimizers.Optimizer]
+    config: Mapping[str, Any]
+    state: Mapping[str, Array | Zeros]
+    custom_objects: Mapping[str, Any]
+    document: bytes | None = None
+
+    @staticmethod
+    def of(
+        optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
+    ) -> OptimizerPayload:
+        """Serialize an optimizer.
+
+        Raises
+        ------
+        UnequalCopyError
+            If a copy from the optimizer's config differs from it.
+        """
+        state = _State()
+        optimizer.save_own_variables(state)
+        config, found = complete_config(optimizer, custom_objects)
+        return OptimizerPayload(type(optimizer), config, state, found)
+
+    def make(self) -> keras.optimizers.Optimizer:
+        """Return a new optimizer without state."""
+        if self.document is not None:
+            return OptimizerPayload.of(loads(self.document)).make()
+        optimizer: keras.optimizers.Optimizer = make_object(
+            self.cls, self.config, self.custom_objects
+        )
+        return optimizer
+
+    def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+        """Build an optimizer for a model's variables, and restore its state if there is one."""
+        if not optimizer.built:
+            optimizer.build(list(variables))
+        # The state of an optimizer that was never built has only its iterations and learning rate.
+        if len(self.state) == len(optimizer.variables):
+            optimizer.load_own_variables(_Filled(self.state))
 
 
 def _make_optimizer(document: OptimizerPayload) -> keras.optimizers.Optimizer:

@@ -17,8 +17,6 @@ import tensorflow as tf
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.best_model import BestModel
-from hvd_estimators.keras.callback_rules import for_rank, writes_files
-from hvd_estimators.keras.callback_states import CallbackStates, ScalarState, save_file
 from hvd_estimators.keras.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
@@ -28,13 +26,13 @@ from hvd_estimators.keras.checkpoint import PartialEpoch, RunSaver, restore_run
 from hvd_estimators.keras.collectives import (
     GradientAverager,
     broadcast_variables,
+    choose_devices,
     exchange,
     naming_lost_peers,
     sum_number,
 )
 from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
 from hvd_estimators.keras.denominators import LossDenominators
-from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.gradients import distribute
 from hvd_estimators.keras.loop import (
     EpochEnd,
@@ -45,10 +43,12 @@ from hvd_estimators.keras.loop import (
     StreamsCallback,
 )
 from hvd_estimators.keras.losses import has_own_step
+from hvd_estimators.keras.model_file import save_file
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
+from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState, for_rank, writes_files
 from hvd_estimators.loading.reader import PlannedDataModule
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.spec import DataSpec

@@ -103,7 +103,7 @@ def test_all_else_loads_as_with_the_standard_library() -> None:
     ("former", "now"),
     [
         ("keras.traits.Traits", "keras.model_metadata.ModelMetadata"),
-        ("keras.optimizer_state.OptimizerDocument", "keras.optimizer_state.OptimizerPayload"),
+        ("keras.optimizer_state.OptimizerDocument", "keras.serialization.OptimizerPayload"),
         ("keras.serialization.ModelDocument", "keras.serialization.ModelPayload"),
         ("keras.learning_rate.LearningRateWarmupCallback", "keras.callbacks"),
         ("launch.local.LocalBackend", "launch.local_backend"),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.callback_states import CallbackStates, ScalarState
 from hvd_estimators.keras.checkpoint import _restore_metrics, build_metrics, metric_states
 from hvd_estimators.keras.loop import NotFinite
+from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState
 from hvd_estimators.training.run_state import decode, encode
 
 SPEC = (tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1)))

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.keras import serialization
-from hvd_estimators.keras.callback_states import save_file
-from hvd_estimators.keras.model_file import load_weights, save_plainly
+from hvd_estimators.keras.model_file import load_weights, save_file, save_plainly
 from hvd_estimators.keras.serialization import (
     ModelPayload,
     copy_model,
@@ -114,8 +113,8 @@ def test_weights_are_compared_and_written_where_they_are(
     model = make_model(trained=True)
     monkeypatch.setattr(serialization, "_LARGE_BYTES", WEIGHTS // 2)
     files: list[Any] = []
-    # What reading Keras's file takes, and flags of which weights are the same.
-    assert peak(lambda: files.append(model_payload(model))) < 2.7 * WEIGHTS
+    # NumPy counts the unwritten memory of the copy that the file is checked with.
+    assert peak(lambda: files.append(model_payload(model))) < 1.5 * WEIGHTS
     loaded = load_model(files[0].path, mapped=True)
     for found, variable in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(found.numpy(), variable.numpy())

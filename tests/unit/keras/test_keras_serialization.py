@@ -13,8 +13,8 @@ import pytest
 
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.serialization import (
+    OptimizerPayload,
     dump,
     dump_model,
     load,

@@ -12,8 +12,8 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasEstimator
-from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.serialization import (
+    OptimizerPayload,
     dump,
     dump_model,
     load,

@@ -16,7 +16,7 @@ import torch
 
 from hvd_estimators import Store, load_checkpoint
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.keras.callback_states import save_file
+from hvd_estimators.keras.model_file import save_file
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics

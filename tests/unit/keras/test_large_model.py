@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras import serialization
-from hvd_estimators.keras.serialization import dump_model, load_model, model_payload
+from hvd_estimators.keras.inputs import kept_variables
+from hvd_estimators.keras.large_model import unwritten_zeros
+from hvd_estimators.keras.serialization import (
+    ModelPayload,
+    copy_model,
+    dump_model,
+    load_model,
+    model_payload,
+)
 
 layers = keras.layers
 # A matrix of them is large enough to be mapped.
@@ -186,6 +197,75 @@ def test_others_are_loaded_by_keras(spark: Any, kind: str) -> None:
     document = model_payload(model)
     assert isinstance(document, bytes)
     assert_alike(load_model(document, mapped=True), load_model(dump_model(model)))
+
+
+def address(variable: Any) -> int:
+    """Return the address of a variable's first byte."""
+    value = np.asarray(memoryview(tf.convert_to_tensor(variable.value)))
+    return int(value.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("changes", ["copy", "original"])
+def test_a_copy_shares_memory_until_one_of_the_models_changes(changes: str) -> None:
+    model = with_random_weights(MAPPED["nested"]())
+    weights = model.get_weights()
+    copy = copy_model(model)
+    assert_alike(copy, model)
+    pairs = list(zip(copy.variables, model.variables, strict=True))
+    assert all(address(ours) == address(theirs) for ours, theirs in pairs)
+    with kept_variables(copy):
+        copy.variables[0].assign(copy.variables[0] + 1)
+    assert all(address(ours) == address(theirs) for ours, theirs in pairs)
+    changed, other = (copy, model) if changes == "copy" else (model, copy)
+    changed.compile("sgd", "mse")
+    changed.fit(np.ones((4, UNITS)), np.ones((4, UNITS)), verbose=0)
+    for before, now in zip(weights, other.get_weights(), strict=True):
+        assert np.array_equal(before, now)
+    assert not np.array_equal(weights[0], changed.get_weights()[0])
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_ranks_get_equal_models(kind: str) -> None:
+    model = with_random_weights(MAPPED[kind]())
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    document = cloudpickle.dumps(ModelPayload(model))
+    assert b"model.weights.h5" not in document
+    received = pickle.loads(document).load()
+    assert_alike(received, model)
+    assert type(received.optimizer) is keras.optimizers.Adam
+    for ours, theirs in zip(received.variables, model.variables, strict=True):
+        # Also the states of random generators.
+        assert np.array_equal(ours.numpy(), theirs.numpy())
+        assert ours.trainable == theirs.trainable
+
+
+def test_slots_of_zeros_take_no_memory_until_they_are_written() -> None:
+    kernel = keras.Variable(np.ones((2**11, 2**12), np.float32))
+    size = 2**25
+    made = {
+        "zeros": keras.optimizers.Adam(0.1),
+        "ones": keras.optimizers.Adagrad(0.1, initial_accumulator_value=1.0),
+    }
+    taken = {}
+    for name, optimizer in made.items():
+        before = anonymous_bytes()
+        with unwritten_zeros():
+            optimizer.build([kernel])
+        taken[name] = anonymous_bytes() - before
+    assert taken["zeros"] < size / 4
+    assert taken["ones"] > size * 3 / 4
+    expected = keras.optimizers.Adam(0.1)
+    other = keras.Variable(kernel)
+    expected.apply([np.full(other.shape, 0.5, np.float32)], [other])
+    made["zeros"].apply([np.full(kernel.shape, 0.5, np.float32)])
+    assert np.array_equal(kernel, other)
+    assert np.asarray(made["ones"].variables[-1]).min() == 1.0
+
+
+def anonymous_bytes() -> int:
+    """Return how much memory of this process is not that of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def test_weights_are_not_read_before_they_are_used(spark: Any) -> None:

@@ -1,122 +1,40 @@
-"""Callback states and in-memory model copies, for checkpoints."""
+"""The user's callbacks: checks on the driver, the ranks that they run on, and their states."""
 
 from __future__ import annotations
 
+import copy
 import importlib
-import logging
+import os
 import pickle
-import threading
 import types
-import zipfile
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
-from typing import IO, Any
+from typing import Any
 
 import keras
 import numpy as np
 
-from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import all_layers, inner_optimizers, model_optimizers
-from hvd_estimators.keras.model_file import rewritten_variables, write_archive
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.training.run_state import is_encodable
 
 __all__ = [
     "CallbackStates",
-    "ModelCopy",
     "ScalarState",
     "callback_state",
+    "check_callbacks",
+    "check_monitors",
+    "for_rank",
+    "judges_by_name",
     "restore_callback",
-    "save_file",
-    "snapshot",
+    "writes_files",
 ]
 
-logger = logging.getLogger(__name__)
-
-
-class _Written(threading.local):
-    """Values that a thread writes instead of current ones, by id of layer or optimizer."""
-
-    values: Mapping[int, Mapping[str, Array]] = {}
-
-
-_written = _Written()
-
-
-def snapshot(model: keras.Model) -> ModelCopy | None:
-    """Copy the contents of a model's file into memory; return None if that is impossible.
-
-    A copy is impossible if a layer saves additional files or requires Keras's own kind of store.
-    """
-    for layer in all_layers(model):
-        save_assets = getattr(layer, "save_assets", None)
-        if save_assets is not None and save_assets.__module__.partition(".")[0] != "keras":
-            return None
-    try:
-        return ModelCopy(model)
-    except Exception as error:
-        logger.debug("A checkpoint is written while training waits: %s", error)
-        return None
-
-
-class ModelCopy:
-    """In-memory copy of all variables that a model's layers and optimizers save.
-
-    The class does not clone the model, because Keras cannot clone every model. Instead the model
-    itself is written. In the writing thread, its layers save the copied values instead of the
-    current ones.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model, built and compiled.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-        self._values: dict[int, _Store] = {}
-        self._rewritten = rewritten_variables(model)
-        optimizers = model_optimizers(model)
-        inner = [each for optimizer in optimizers for each in inner_optimizers(optimizer)]
-        for saver in [*all_layers(model), *optimizers, *inner]:
-            if id(saver) not in self._values:
-                store = _Store()
-                saver.save_own_variables(store)
-                self._values[id(saver)] = store
-                _let_save_copies(saver)
-
-    def save(self, file: IO[bytes]) -> None:
-        """Write the file that `save_file` would have written at copy time. Runs in any thread."""
-        _written.values = self._values
-        try:
-            save_file(self._model, file, self._rewritten)
-        finally:
-            _written.values = {}
-
-
-class _Store(dict[str, Array]):
-    """Store that copies each value that a layer saves, in place of one of Keras's stores."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, np.array(keras.ops.convert_to_numpy(value)))
-
-
-def _let_save_copies(saver: Any) -> None:
-    """Make a layer or an optimizer save its copied values in a thread that writes a copy."""
-    # Bypasses Keras's attribute tracking, which would inspect the value.
-    attributes = vars(saver)
-    if "save_own_variables" in attributes:
-        return
-    save = saver.save_own_variables
-
-    def save_own_variables(store: Any) -> None:
-        values = _written.values.get(id(saver))
-        if values is None:
-            save(store)
-        else:
-            for name, value in values.items():
-                store[name] = value
-
-    attributes["save_own_variables"] = save_own_variables
-
+_WRITING = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
 
 _OWN_BYTES = 2**16
 """Larger values of a callback (such as best weights) are assumed to be equal on all ranks."""
@@ -129,16 +47,119 @@ _OF_FILES = ("append_header",)
 """Attributes that a callback derives from its file when training begins."""
 
 
-def save_file(
-    model: keras.Model, file: str | IO[bytes], rewritten: Mapping[int, Any] | None = None
-) -> None:
-    """Write a model as a ``.keras`` file, which `load_weights` reads.
+def for_rank(
+    callbacks: Sequence[keras.callbacks.Callback], rank: int, logs_path: str | None
+) -> list[keras.callbacks.Callback]:
+    """Return the callbacks that run on a rank.
 
-    For a model without a config, the file is an archive with ``model.weights.h5``. For
-    ``rewritten`` see `write_archive`.
+    Callbacks that write files run on rank 0 only, and so do the user's callbacks with a true
+    attribute ``rank_zero_only``. TensorBoard writes to the run's log directory. A CSVLogger or
+    ModelCheckpoint with a relative path also writes there, because its files would be hard to find
+    in a rank's working directory.
+
+    Parameters
+    ----------
+    callbacks : sequence of keras.callbacks.Callback
+        The user's callbacks.
+    rank : int
+        The rank.
+    logs_path : str or None
+        Local directory of the run's logs.
     """
-    with zipfile.ZipFile(file, "w") as archive:
-        write_archive(model, archive, rewritten)
+    chosen = []
+    for callback in callbacks:
+        if writes_files(callback) or getattr(callback, "rank_zero_only", False):
+            if rank != 0:
+                continue
+            if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
+                callback.log_dir = logs_path
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.filename = _kept(callback.filename, logs_path)
+            if isinstance(callback, keras.callbacks.ModelCheckpoint):
+                callback.filepath = _kept(callback.filepath, logs_path)
+        chosen.append(callback)
+    return chosen
+
+
+def writes_files(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback is one of Keras's that write to files or to a server."""
+    return isinstance(callback, _WRITING)
+
+
+def _kept(path: str, logs_path: str | None) -> str:
+    """Move a relative path below the run's logs; leave absolute paths and URLs unchanged."""
+    if logs_path is None or os.path.isabs(path) or "://" in path:
+        return path
+    kept = os.path.join(logs_path, path)
+    os.makedirs(os.path.dirname(kept), exist_ok=True)
+    return kept
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Check that callbacks can run on several ranks. Runs on the driver.
+
+    Raises
+    ------
+    ParamError
+        If a callback is not a Keras callback, or backs up and restores models by itself.
+    """
+    if isinstance(callbacks, keras.callbacks.Callback):
+        raise ParamError(f"callbacks: expected a list of callbacks, found {callbacks!r}.")
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CallbackList):
+            raise ParamError(
+                "callbacks: a CallbackList holds callbacks that run on different ranks. Give them "
+                "as a plain list."
+            )
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ParamError(
+                "callbacks: BackupAndRestore would restore one rank and not the others. Leave it "
+                "out: the store keeps a checkpoint of every epoch, and a fit with the same run_id "
+                "goes on from there."
+            )
+
+
+def judges_by_name(callback: Any) -> bool:
+    """Return whether Keras must infer the better direction of the monitored value."""
+    return (
+        getattr(callback, "mode", None) == "auto"
+        and getattr(callback, "monitor_op", True) is None
+        and getattr(callback, "monitor", "loss") not in ("loss", "val_loss")
+    )
+
+
+def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> None:
+    """Check that Keras can judge the values that callbacks with ``mode="auto"`` monitor.
+
+    Runs on the driver. Keras itself raises on the ranks, after the first epoch.
+
+    Parameters
+    ----------
+    param : str
+        Name of the param, for the message.
+    callbacks : sequence of keras.callbacks.Callback
+        Value of the param.
+    model : keras.Model
+        The compiled model, with built metrics.
+
+    Raises
+    ------
+    ParamError
+        If Keras cannot infer whether lower or higher values are better.
+    """
+    for callback in filter(judges_by_name, callbacks):
+        judge = copy.copy(callback)
+        judge.set_model(model)
+        try:
+            judge._set_monitor_op()
+        except ValueError as error:
+            name = f"{type(callback).__name__}(monitor={callback.monitor!r})"
+            raise ParamError(
+                f"{param}: {name} has mode='auto', and Keras cannot tell whether less or more of "
+                f"{callback.monitor!r} is better. Set mode='min' or mode='max' in {name}."
+            ) from error
 
 
 class ScalarState:

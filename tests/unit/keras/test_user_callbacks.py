@@ -13,13 +13,17 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint, LearningRateScheduleCallback, LogCallback
-from hvd_estimators.keras.callback_rules import check_callbacks, for_rank
-from hvd_estimators.keras.callback_states import callback_state, restore_callback
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.loop import ProgressReports, RankCallbacks
 from hvd_estimators.keras.metrics import are_built
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.user_callbacks import (
+    callback_state,
+    check_callbacks,
+    for_rank,
+    restore_callback,
+)
 from hvd_estimators.launch.service import events
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.keras.backend import model_optimizers
-from hvd_estimators.keras.callback_states import snapshot
-from hvd_estimators.keras.model_file import load_weights
+from hvd_estimators.keras.model_file import load_weights, snapshot
 
 
 @keras.saving.register_keras_serializable("copies")
