@@ -29,8 +29,8 @@ from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.launch.gpus import rank_gpus
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch.tensors import TensorSpec, tensor_batches
 from hvd_estimators.torch.transfer import gpu_memory

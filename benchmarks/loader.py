@@ -25,10 +25,9 @@ from benchmarks.common import need_baseline
 from benchmarks.figures import Record, compared, parser, show_result, show_table
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import plan_shards
-from hvd_estimators.loading.reader import PlannedDataModule
+from hvd_estimators.loading.readers import ArrowDataModule, PlannedDataModule
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch.tensors import tensor_batches
 

@@ -25,10 +25,9 @@ from pyarrow import parquet
 
 from benchmarks.figures import compared, parser, show_result, show_table
 from benchmarks.loader import TRIES, Data, petastorm_batches, write
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import plan_shards
-from hvd_estimators.loading.reader import PlannedDataModule
+from hvd_estimators.loading.readers import ArrowDataModule, PlannedDataModule
 from hvd_estimators.torch.tensors import tensor_batches
 
 PASSES = 3

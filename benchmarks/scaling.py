@@ -26,8 +26,8 @@ from benchmarks.hosts import Link, Work, efficiency, fitted_link, step_seconds
 from benchmarks.loader import write
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.torch.tensors import tensor_batches
 
 GIVEN, HELD_OUT, STEPS_OF = (2, 4), (3,), (1, 2, 4)

@@ -25,10 +25,9 @@ from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import order_warning, plan_shards
-from hvd_estimators.loading.reader import PlannedDataModule
+from hvd_estimators.loading.readers import ArrowDataModule, PlannedDataModule
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.prepare.datasets import load_manifest
 

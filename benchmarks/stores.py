@@ -32,11 +32,10 @@ from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.data.remote_reads import joined
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import plan_shards
-from hvd_estimators.loading.reader import PlannedDataModule
+from hvd_estimators.loading.readers import ArrowDataModule, PlannedDataModule
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import Store as BaseStore
 

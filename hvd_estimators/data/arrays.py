@@ -1,7 +1,11 @@
-"""Conversion of Arrow columns to NumPy arrays, without a Python loop over rows."""
+"""Conversion of Arrow columns to NumPy arrays and back, without a Python loop over rows.
+
+Training, `transform` and ``load_predictor`` all use it. Imports no PySpark and no framework.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +14,30 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.partitions import partition_column
-from hvd_estimators.data.types import is_bytes, is_level, is_list_view, without_decimals
+from hvd_estimators.data.types import (
+    DENSE,
+    is_bytes,
+    is_level,
+    is_list,
+    is_list_view,
+    is_vector,
+    partition_column,
+    without_decimals,
+)
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["Array", "Columns", "num_rows", "table_to_columns", "take"]
+__all__ = [
+    "Array",
+    "Columns",
+    "num_rows",
+    "rows_of",
+    "table_to_columns",
+    "take",
+    "to_array",
+    "to_lists",
+    "to_vectors",
+    "valid_rows",
+]
 
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
@@ -63,77 +86,98 @@ def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:
 
 def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
     if spec.kind == "sparse":
-        return _densify(table, spec)
+        indices_name, values_name = spec.stored_names
+        offsets, indices = _elements(_one_chunk(table, indices_name), indices_name)
+        _, elements = _elements(_one_chunk(table, values_name), values_name)
+        values = to_array(elements, values_name)
+        return _scatter(offsets, to_array(indices, indices_name), values, spec.width)
     column = _one_chunk(table, spec.name)
     if spec.kind == "text":
         return _text(column, spec.name)
-    values = column
-    for size in spec.shape:
-        lengths, elements = _lists(values, spec.name)
-        if len(lengths) and not (lengths == size).all():
-            found = sorted({int(lengths.min()), int(lengths.max())} - {size})
-            remedy = "Pad or cut the arrays to one length."
-            if is_bytes(values.type):
-                remedy = "Pad the bytes to one length, or store compressed images decoded."
-            raise DataError(
-                f"Column {spec.name!r} is ragged: expected {size} elements in every row, "
-                f"found rows of {found[0]}. {remedy}"
-            )
-        values = elements
-    return _scalars(values, spec.name).reshape((len(column), *spec.shape))
-
-
-def _densify(table: pa.Table, spec: ColumnSpec) -> Array:
-    indices_name, values_name = spec.stored_names
-    lengths, indices = _lists(_one_chunk(table, indices_name), indices_name)
-    _, elements = _lists(_one_chunk(table, values_name), values_name)
-    values = _scalars(elements, values_name)
-    dense = np.zeros((table.num_rows, spec.width), dtype=values.dtype)
-    rows = np.repeat(np.arange(table.num_rows), lengths)
-    dense[rows, _scalars(indices, indices_name)] = values
-    return dense
+    return to_array(column, spec.name, spec.shape)
 
 
 def _one_chunk(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name)
-    _refuse_nulls(name, column.null_count)
+    _reject_nulls(name, column.null_count)
     if column.num_chunks == 0:
         return pa.array([], type=column.type)
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
-def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
-    """Return the row lengths of a list (or bytes) column and its concatenated elements.
+def to_array(column: pa.Array, name: str, shape: Sequence[int] | None = None) -> Array:
+    """Return a column without nulls as an array, rows first.
 
-    The column must not contain nulls, because a null in a fixed-size list column has arbitrary
-    elements.
+    The array may be a read-only view of Arrow's memory.
+
+    Parameters
+    ----------
+    column : pa.Array
+        Numbers, booleans, decimals (which become doubles), text, lists of one length in all rows
+        (also nested), or Spark's vectors (which become 32-bit floats).
+    name : str
+        Name of the column, for errors.
+    shape : sequence of int, optional
+        Shape of a row; bytes with a shape become arrays of unsigned 8-bit integers. Default: the
+        lengths of the first row's lists.
+
+    Raises
+    ------
+    DataError
+        If lists differ in length, or if a null is left in them.
     """
+    if is_vector(column.type):
+        return _from_vectors(column, name)
     column = _decoded(column, name)
-    if is_bytes(column.type):
-        lengths, values = _bytes(column)
-    elif pa.types.is_fixed_size_list(column.type):
-        size = column.type.list_size
-        values = column.values.slice(column.offset * size, len(column) * size)
-        lengths = np.full(len(column), size)
-    elif is_list_view(column.type):
-        # Rows of list views can overlap and can be in any order.
-        lengths, values = column.sizes.to_numpy(), column.flatten()
-    else:
-        offsets = column.offsets.to_numpy()
-        values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-        lengths = np.diff(offsets)
-    while not values.null_count and is_level(values.type):
-        values = values.field(0)
-    if values.null_count:
+    if not (is_list(column.type) if shape is None else shape):
+        array: Array = without_decimals(column).to_numpy(zero_copy_only=False)
+        return array
+    offsets, elements = _elements(column, name)
+    size = _common_size(np.diff(offsets), name, column.type, None if shape is None else shape[0])
+    array = to_array(elements, name, None if shape is None else shape[1:])
+    return array.reshape(len(column), size, *array.shape[1:])
+
+
+def _elements(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
+    """Return `_split_lists` of a column without nulls; raise `DataError` for null elements."""
+    offsets, elements = _split_lists(_decoded(column, name))
+    while not elements.null_count and is_level(elements.type):
+        elements = elements.field(0)
+    if elements.null_count:
         raise DataError(
-            f"Column {name!r} holds arrays with null elements ({values.null_count} of them); "
+            f"Column {name!r} holds arrays with null elements ({elements.null_count} of them); "
             "fill them before training."
         )
-    return lengths, values
+    return offsets, elements
 
 
-def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Implement `_lists` for bytes, which Arrow cannot view as lists."""
+def _split_lists(column: pa.Array) -> tuple[Array, pa.Array]:
+    """Split a column of lists or bytes into its elements and the offsets of the rows in them.
+
+    The first offset is 0, and the last one is the number of elements. The elements of a null row
+    are arbitrary.
+    """
+    if is_bytes(column.type):
+        return _split_bytes(column)
+    if pa.types.is_fixed_size_list(column.type):
+        size = column.type.list_size
+        elements = column.values.slice(column.offset * size, len(column) * size)
+        return np.arange(len(column) + 1) * size, elements
+    if is_list_view(column.type):
+        # Rows of list views can overlap and can be in any order.
+        sizes = column.sizes.to_numpy()
+        if column.null_count:
+            sizes = np.where(column.is_valid().to_numpy(zero_copy_only=False), sizes, 0)
+        return np.append(0, np.cumsum(sizes)), column.flatten()
+    offsets = column.offsets.to_numpy()
+    if not len(offsets):  # an empty column
+        return np.zeros(1, np.int64), column.values.slice(0, 0)
+    elements = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    return offsets - offsets[0], elements
+
+
+def _split_bytes(column: pa.Array) -> tuple[Array, pa.Array]:
+    """Implement `_split_lists` for bytes, which Arrow cannot view as lists."""
     if pa.types.is_fixed_size_binary(column.type):
         size, data = column.type.byte_width, 1
         offsets = (column.offset + np.arange(len(column) + 1)) * size
@@ -146,13 +190,56 @@ def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
         offsets = offsets[: len(column) + 1] if len(column) else np.zeros(1, dtype)
     start, stop = int(offsets[0]), int(offsets[-1])
     if start == stop:
-        return np.diff(offsets), pa.array([], pa.uint8())
+        return offsets - start, pa.array([], pa.uint8())
     buffer = column.buffers()[data].slice(start, stop - start)
-    return np.diff(offsets), pa.Array.from_buffers(pa.uint8(), stop - start, [None, buffer])
+    elements = pa.Array.from_buffers(pa.uint8(), stop - start, [None, buffer])
+    return offsets - start, elements
 
 
-def _scalars(column: pa.Array, name: str) -> Array:
-    return without_decimals(_decoded(column, name)).to_numpy(zero_copy_only=False)
+def _common_size(
+    sizes: Array, name: str, data_type: pa.DataType | None = None, expected: int | None = None
+) -> int:
+    """Return the length of all rows, by default that of the first; raise `DataError` for others."""
+    size = expected
+    if size is None:
+        size = int(sizes[0]) if len(sizes) else 0
+    if len(sizes) and (sizes != size).any():
+        other = min({int(sizes.min()), int(sizes.max())} - {size})
+        remedy = "Pad or cut the arrays to one length."
+        if data_type is not None and is_bytes(data_type):
+            remedy = "Pad the bytes to one length, or store compressed images decoded."
+        raise DataError(
+            f"Column {name!r} is ragged: expected {size} elements in every row, found rows of "
+            f"{other}. {remedy}"
+        )
+    return size
+
+
+def _scatter(offsets: Array, indices: Array, values: Array, width: int) -> Array:
+    """Return a matrix with the given values at some indices of each row, and zeros elsewhere."""
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    matrix = np.zeros((len(offsets) - 1, width), values.dtype)
+    matrix[rows, indices] = values
+    return matrix
+
+
+def _from_vectors(column: pa.StructArray, name: str) -> Array:
+    """Return dense and sparse vectors as one array of 32-bit floats."""
+    names = (field.name for field in column.type)
+    fields = dict(zip(names, column.flatten(), strict=True))
+    is_dense = fields["type"].to_numpy(zero_copy_only=False) == DENSE
+    offsets, elements = _split_lists(fields["values"])
+    values = elements.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    lengths = np.diff(offsets)
+    if is_dense.all():
+        return values.reshape(len(column), _common_size(lengths, name))
+    sizes = fields["size"].fill_null(0).to_numpy(zero_copy_only=False)
+    size = _common_size(np.where(is_dense, lengths, sizes), name)
+    _, indices = _split_lists(fields["indices"])
+    # Dense vectors have no indices, so all indices belong to sparse vectors, in row order.
+    positions = np.arange(len(values)) - np.repeat(offsets[:-1], lengths)
+    positions[np.repeat(~is_dense, lengths)] = indices.to_numpy(zero_copy_only=False)
+    return _scatter(offsets, positions, values, size)
 
 
 def _text(column: pa.Array, name: str) -> Array:
@@ -161,7 +248,7 @@ def _text(column: pa.Array, name: str) -> Array:
         return column.to_numpy(zero_copy_only=False)
     values = column.dictionary.to_numpy(zero_copy_only=False)
     rows = values[column.indices.to_numpy()] if len(column) else values[:0]
-    _refuse_nulls(name, sum(row is None for row in rows) if column.dictionary.null_count else 0)
+    _reject_nulls(name, sum(row is None for row in rows) if column.dictionary.null_count else 0)
     return rows
 
 
@@ -169,10 +256,101 @@ def _decoded(column: pa.Array, name: str) -> pa.Array:
     if not pa.types.is_dictionary(column.type):
         return column
     decoded = column.dictionary_decode()
-    _refuse_nulls(name, decoded.null_count)  # a dictionary value can be null
+    _reject_nulls(name, decoded.null_count)  # a dictionary value can be null
     return decoded
 
 
-def _refuse_nulls(name: str, nulls: int) -> None:
+def _reject_nulls(name: str, nulls: int) -> None:
     if nulls:
         raise DataError(f"Column {name!r} holds {nulls} nulls; fill or drop them before training.")
+
+
+def valid_rows(column: pa.Array) -> Array | None:
+    """Return a mask of the rows without nulls, also within arrays; None if there are no nulls."""
+    valid: Array | None = None
+    if column.null_count:
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
+    if not is_list(column.type):
+        return valid
+    offsets, elements = _split_lists(column)
+    valid_elements = valid_rows(elements)
+    if valid_elements is None:
+        return valid
+    # A row holds nulls if the running count of nulls grows from its first entry to its last.
+    num_nulls = np.append(0, np.cumsum(~valid_elements))[offsets]
+    has_valid_elements = num_nulls[1:] == num_nulls[:-1]
+    return has_valid_elements if valid is None else valid & has_valid_elements
+
+
+def rows_of(column: pa.Array, selected: Array) -> pa.Array:
+    """Return the selected rows of a column.
+
+    For lists, the result is a view if all other rows hold no entries. This avoids the copy that
+    Arrow's filter makes. Large rows have many empty rows between them.
+    """
+    if pa.types.is_struct(column.type):
+        parts = [rows_of(part, selected) for part in column.flatten()]
+        return pa.StructArray.from_arrays(parts, fields=list(column.type))
+    if pa.types.is_list(column.type):
+        offsets, elements = _split_lists(column)
+        is_null = column.is_null().to_numpy(zero_copy_only=False)
+        if not np.diff(offsets)[~selected].any() and not is_null[selected].any():
+            ends = np.append(offsets[:-1][selected], offsets[-1:])
+            return pa.ListArray.from_arrays(pa.array(ends), elements).cast(column.type)
+    return column.filter(pa.array(selected))
+
+
+_ELEMENT = "element"
+"""Spark's name for the elements of arrays; Spark would cast lists with another name."""
+
+
+def to_lists(elements: pa.Array, shape: Sequence[int], valid: Array | None = None) -> pa.Array:
+    """Return a column of lists, nested for more than two dimensions.
+
+    Parameters
+    ----------
+    elements : pa.Array
+        The elements of an array in C order.
+    shape : sequence of int
+        Shape of that array, rows first.
+    valid : array, optional
+        Mask of the column's rows that the array has; the other rows are null.
+    """
+    column = elements
+    for axis in range(len(shape) - 1, 0, -1):
+        rows, size = math.prod(shape[:axis]), shape[axis]
+        if axis > 1 or valid is None:
+            offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
+        else:
+            ends = np.append(0, np.cumsum(valid)).astype(np.int32) * np.int32(size)
+            # A null offset at the start of a list makes the list null.
+            offsets = pa.array(ends, mask=np.append(~valid, False))
+        data_type = pa.list_(pa.field(_ELEMENT, column.type))
+        column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
+    return column
+
+
+def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
+    """Return an array of shape ``(rows, size)`` as Spark stores dense ML vectors.
+
+    Parameters
+    ----------
+    array : array
+        The vectors.
+    valid : array, optional
+        Mask of the column's rows that the array has; the other rows are null.
+    """
+    doubles = np.ascontiguousarray(array, np.float64)
+    values = to_lists(pa.array(doubles.reshape(-1)), doubles.shape, valid)
+    count = len(values)
+    numbers = pa.list_(pa.field(_ELEMENT, pa.float64(), nullable=False))
+    places = pa.list_(pa.field(_ELEMENT, pa.int32(), nullable=False))
+    # The fields of Spark's VectorUDT, in Spark's order.
+    fields = {
+        pa.field("type", pa.int8(), nullable=False): pa.array(np.full(count, DENSE, np.int8)),
+        pa.field("size", pa.int32()): pa.nulls(count, pa.int32()),
+        pa.field("indices", places): pa.nulls(count, places),
+        pa.field("values", numbers): values.cast(numbers),
+    }
+    mask = None if valid is None else pa.array(~valid)
+    return pa.StructArray.from_arrays([*fields.values()], fields=[*fields], mask=mask)

@@ -12,11 +12,17 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, table_to_columns
-from hvd_estimators.data.footers import FileFooter, Footer, read_footers, read_tail, unreadable
+from hvd_estimators.data.footers import FileFooter, read_footers, read_tail, unreadable
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
-from hvd_estimators.data.partitions import check_partition, partition_spec
 from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
-from hvd_estimators.data.types import column_spec, is_bytes, is_level, text_options
+from hvd_estimators.data.types import (
+    check_partition,
+    column_spec,
+    is_bytes,
+    is_level,
+    partition_spec,
+    text_options,
+)
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
@@ -127,9 +133,9 @@ def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
 
 def _split(
     path: str,
-    footers: Sequence[Footer],
+    footers: Sequence[FileFooter],
     specs: Sequence[ColumnSpec],
-    first: Footer | None = None,
+    first: FileFooter | None = None,
 ) -> Split:
     groups = []
     for footer in footers:
@@ -146,16 +152,16 @@ def _split(
     return Split(path, tuple(groups))
 
 
-def _positions(footer: Footer, specs: Sequence[ColumnSpec]) -> list[int]:
+def _positions(footer: FileFooter, specs: Sequence[ColumnSpec]) -> list[int]:
     """Return the positions of the Parquet columns that store the given columns."""
     names = [name for spec in specs for name in spec.stored_names]
     return [position for name in names for position in footer.leaves[name]]
 
 
-def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
+def _check(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> None:
     """Check that a file has a column of the same type as the first file."""
     if spec.kind == "partition":
-        if footer.holds(spec.name):
+        if footer.has_column(spec.name):
             raise ColumnError(
                 f"The file {footer.file!r} holds a column {spec.name!r}, which other files have in "
                 "their path only. Write it into all of them, or into none."
@@ -163,7 +169,7 @@ def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
         check_partition(spec, footer.partitions, footer.file)
         return
     for name in spec.stored_names:
-        if not footer.holds(name):
+        if not footer.has_column(name):
             raise ColumnError(
                 f"The file {footer.file!r} has no column {spec.name!r}; its columns are "
                 f"{', '.join(footer.schema.names)}. Write the file again with it, or move it away."
@@ -180,7 +186,7 @@ def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
             )
 
 
-def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
+def _check_type(footer: FileFooter, spec: ColumnSpec, first: FileFooter) -> None:
     """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
     found = column_spec(
         spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
@@ -195,10 +201,10 @@ def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
 
 
 def _spec(
-    footers: Sequence[Footer], name: str, allow_text: bool | Mapping[str, bool]
+    footers: Sequence[FileFooter], name: str, allow_text: bool | Mapping[str, bool]
 ) -> ColumnSpec:
     first = footers[0]
-    if first.holds(name):
+    if first.has_column(name):
         options = text_options(allow_text, name)
         return column_spec(name, first.type(name), first.file, **options)
     if name not in first.partitions:
@@ -220,7 +226,7 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
         with contextlib.ExitStack() as stack:
             source: Any = store.local_path(first.file)
             if source is None:
-                footer = FileFooter.of(read_tail(store, first.file))
+                footer = FileFooter.of(first.file, read_tail(store, first.file))
                 pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
                 chunks = footer.chunks(first.index, names)
                 source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)

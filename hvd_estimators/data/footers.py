@@ -10,20 +10,19 @@ Runs on the driver and on ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import posixpath
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.partitions import partition_values
-from hvd_estimators.data.remote_reads import Range
-from hvd_estimators.data.types import num_leaves
+from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import ColumnError, StoreError
 from hvd_estimators.store.base import Store
 
@@ -31,8 +30,8 @@ __all__ = [
     "TAIL_BYTES",
     "DataFile",
     "FileFooter",
-    "Footer",
     "FooterCache",
+    "Range",
     "data_files",
     "leaf_positions",
     "read_footers",
@@ -155,56 +154,7 @@ def _is_data(below: str) -> bool:
 _THREADS = 16
 
 
-@dataclass(frozen=True)
-class Footer:
-    """A file's footer, which is not cached.
-
-    Attributes
-    ----------
-    file : str
-        Full path of the file in the store.
-    metadata : pyarrow.parquet.FileMetaData
-        The parsed footer.
-    schema : pyarrow.Schema
-        Arrow types of the columns.
-    leaves : dict of str to range
-        Column to the positions of the Parquet columns that store it.
-    partitions : dict of str to str
-        Partition values in the path, relative to the dataset's path.
-    """
-
-    file: str
-    metadata: parquet.FileMetaData
-    schema: pa.Schema
-    leaves: dict[str, range]
-    partitions: dict[str, str]
-
-    def holds(self, name: str) -> bool:
-        """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
-        count = len(self.schema.get_all_field_indices(name))
-        if count > 1:
-            raise ColumnError(
-                f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
-                "Rename the others."
-            )
-        return bool(count)
-
-    def type(self, name: str) -> pa.DataType:
-        """Return a column's Arrow type."""
-        return self.schema.field(name).type
-
-    def nulls(self, name: str) -> int:
-        """Return the number of nulls in a column, as far as the writer recorded them."""
-        return sum(
-            statistics.null_count
-            for group in range(self.metadata.num_row_groups)
-            for leaf in self.leaves[name]
-            if (statistics := self.metadata.row_group(group).column(leaf).statistics) is not None
-            and statistics.has_null_count
-        )
-
-
-def read_footers(store: Store, path: str) -> list[Footer]:
+def read_footers(store: Store, path: str) -> list[FileFooter]:
     """Read the footers of all files under a path, as listed by `data_files`.
 
     Raises
@@ -217,13 +167,11 @@ def read_footers(store: Store, path: str) -> list[Footer]:
         return list(pool.map(lambda file: _read(store, file), files))
 
 
-def _read(store: Store, file: DataFile) -> Footer:
+def _read(store: Store, file: DataFile) -> FileFooter:
     try:
-        metadata = parquet.read_metadata(pa.BufferReader(read_tail(store, file.path)))
-        schema = metadata.schema.to_arrow_schema()
+        return FileFooter.of(file.path, read_tail(store, file.path), file.partitions)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
-    return Footer(file.path, metadata, schema, leaf_positions(schema), file.partitions)
 
 
 def unreadable(file: str, error: Exception) -> StoreError:
@@ -271,67 +219,96 @@ def leaf_positions(schema: pa.Schema) -> dict[str, range]:
     # Paths are ambiguous: field b of a struct a has the same path as a column a.b. The paths below
     # a list also differ between writers.
     leaves, start = {}, 0
-    for field in schema:
-        leaves[field.name] = range(start, start + num_leaves(field.type))
-        start = leaves[field.name].stop
+    for name, data_type in zip(schema.names, schema.types, strict=True):
+        leaves[name] = range(start, start + num_leaves(data_type))
+        start = leaves[name].stop
     return leaves
 
 
-def _chunk_ranges(metadata: Any, row_group: int, positions: Iterable[int]) -> list[Range]:
-    """Return the byte ranges of some column chunks, in file order.
-
-    Parameters
-    ----------
-    metadata : pyarrow.parquet.FileMetaData
-        The footer.
-    row_group : int
-        Position of the row group.
-    positions : iterable of int
-        Positions of the Parquet columns.
-    """
-    group = metadata.row_group(row_group)
-    ranges = []
-    for position in sorted(set(positions)):
-        chunk = group.column(position)
-        start = chunk.data_page_offset
-        if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-            start = min(start, chunk.dictionary_page_offset)
-        ranges.append((start, start + chunk.total_compressed_size))
-    return sorted(ranges)
+Range = tuple[int, int]
+"""Byte range of a file: first byte (inclusive) and last byte (exclusive)."""
 
 
 @dataclass(frozen=True)
 class FileFooter:
-    """A parsed footer of a file.
+    """A parsed footer of a Parquet file.
 
     Attributes
     ----------
+    file : str
+        Full path of the file in the store.
     metadata : pyarrow.parquet.FileMetaData
         The parsed footer.
+    schema : pyarrow.Schema
+        Arrow types of the columns.
     leaves : mapping of str to range
         See `leaf_positions`.
-    end : int
-        Offset of the end of the file, or slightly less.
+    tail_bytes : int
+        Size of the footer and the bytes after it.
+    partitions : mapping of str to str
+        Partition values in the path, relative to the dataset's path.
     """
 
+    file: str
     metadata: parquet.FileMetaData
+    schema: pa.Schema
     leaves: Mapping[str, range]
-    end: int
+    tail_bytes: int
+    partitions: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(tail: bytes) -> FileFooter:
+    def of(file: str, tail: bytes, partitions: Mapping[str, str] | None = None) -> FileFooter:
         """Parse the end of a file."""
         metadata = parquet.read_metadata(pa.BufferReader(tail))
-        columns = range(metadata.num_columns)
-        groups = (_chunk_ranges(metadata, i, columns) for i in range(metadata.num_row_groups))
-        end = max((group[-1][1] for group in groups if group), default=0)
-        leaves = leaf_positions(metadata.schema.to_arrow_schema())
-        return FileFooter(metadata, leaves, end + len(tail))
+        schema = metadata.schema.to_arrow_schema()
+        leaves = leaf_positions(schema)
+        return FileFooter(file, metadata, schema, leaves, len(tail), partitions or {})
+
+    def has_column(self, name: str) -> bool:
+        """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
+        count = len(self.schema.get_all_field_indices(name))
+        if count > 1:
+            raise ColumnError(
+                f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
+                "Rename the others."
+            )
+        return bool(count)
+
+    def type(self, name: str) -> pa.DataType:
+        """Return a column's Arrow type."""
+        return self.schema.field(name).type
+
+    def nulls(self, name: str) -> int:
+        """Return the number of nulls in a column, as far as the writer recorded them."""
+        return sum(
+            statistics.null_count
+            for group in range(self.metadata.num_row_groups)
+            for leaf in self.leaves[name]
+            if (statistics := self.metadata.row_group(group).column(leaf).statistics) is not None
+            and statistics.has_null_count
+        )
 
     def chunks(self, row_group: int, names: Iterable[str]) -> list[Range]:
         """Return the byte ranges of some columns in a row group, in file order."""
-        positions = [position for name in names for position in self.leaves.get(name, ())]
-        return _chunk_ranges(self.metadata, row_group, positions)
+        return self._ranges(row_group, {leaf for n in names for leaf in self.leaves.get(n, ())})
+
+    @functools.cached_property
+    def end(self) -> int:
+        """Offset of the end of the file, or slightly less."""
+        leaves = range(self.metadata.num_columns)
+        groups = (self._ranges(group, leaves) for group in range(self.metadata.num_row_groups))
+        return max((ranges[-1][1] for ranges in groups if ranges), default=0) + self.tail_bytes
+
+    def _ranges(self, row_group: int, leaves: Iterable[int]) -> list[Range]:
+        group = self.metadata.row_group(row_group)
+        ranges = []
+        for leaf in leaves:
+            chunk = group.column(leaf)
+            start = chunk.data_page_offset
+            if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+                start = min(start, chunk.dictionary_page_offset)
+            ranges.append((start, start + chunk.total_compressed_size))
+        return sorted(ranges)
 
 
 class FooterCache:
@@ -368,7 +345,7 @@ class FooterCache:
             if footer is not None:
                 self._parsed.move_to_end(path)
                 return footer
-        footer = FileFooter.of(self.tail(path))
+        footer = FileFooter.of(path, self.tail(path))
         with self._lock:
             self._parsed[path] = footer
             while len(self._parsed) > _PARSED:

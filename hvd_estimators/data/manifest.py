@@ -10,7 +10,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["MANIFEST_FILE", "ColumnSpec", "DatasetManifest", "RowGroup", "Split"]
+import numpy as np
+
+__all__ = ["MANIFEST_FILE", "ColumnSpec", "DatasetManifest", "RowGroup", "RowRange", "Split"]
 
 MANIFEST_FILE = "_manifest.json"
 
@@ -61,6 +63,11 @@ class ColumnSpec:
             width *= size
         return width
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row in memory; for text, that of the pointers to it."""
+        return self.width * np.dtype(self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -82,6 +89,21 @@ class RowGroup:
     index: int
     rows: int
     open_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group."""
+
+    file: str
+    row_group: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in the range."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,32 @@
-"""Reads of Parquet column chunks from remote stores.
+"""Reads of Parquet row ranges from local files and remote stores.
 
-An object store takes tens of milliseconds to answer even a small request. Therefore adjacent
-columns of a row group are fetched in one request, and all requests run in parallel.
+PyArrow opens local files directly. An object store takes tens of milliseconds to answer even a
+small request. Therefore adjacent columns of a row group are fetched in one request, all requests
+run in parallel, and the next ranges are fetched while the current one is decoded.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import io
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
+from pyarrow import parquet
+from typing_extensions import Self
+
+from hvd_estimators.data.footers import FileFooter, FooterCache, Range
+from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
 
-__all__ = ["FETCHED_BYTES", "HOLE_BYTES", "FetchedFile", "Range", "joined", "open_bytes"]
+__all__ = ["FetchedFile", "RangeFiles", "RangeRead", "joined", "open_bytes"]
 
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
@@ -54,10 +65,6 @@ milliseconds.
 """
 
 
-Range = tuple[int, int]
-"""Byte range of a file: first byte (inclusive) and last byte (exclusive)."""
-
-
 def joined(ranges: Iterable[Range], hole: int = HOLE_BYTES) -> list[Range]:
     """Merge adjacent ranges, and ranges with at most ``hole`` bytes between them."""
     runs: list[Range] = []
@@ -94,9 +101,9 @@ class FetchedFile(io.RawIOBase):
 
     Attributes
     ----------
-    held_bytes : int
+    max_bytes : int
         Maximum number of bytes in memory.
-    whole : bool
+    is_fetched_at_once : bool
         Whether all chunks are fetched at once.
     """
 
@@ -117,16 +124,16 @@ class FetchedFile(io.RawIOBase):
         self._position = 0
         runs = joined(chunks)
         total = sum(stop - start for start, stop in runs)
-        self.whole = total <= most
-        if self.whole:
-            self.held_bytes = total
+        self.is_fetched_at_once = total <= most
+        if self.is_fetched_at_once:
+            self.max_bytes = total
             self._spans = [_Span(self, pool, run, run[1] - run[0]) for run in runs]
         else:
             total = sum(stop - start for start, stop in chunks)
             for start, stop in chunks:
                 piece = max(most * (stop - start) // total // 2, FETCHED_BYTES)
                 self._spans.append(_Span(self, pool, (start, stop), piece))
-            self.held_bytes = sum(2 * span.piece for span in self._spans)
+            self.max_bytes = sum(2 * span.piece for span in self._spans)
         self._starts = [span.start for span in self._spans]
         for span in self._spans:
             span.fetch(0)
@@ -222,3 +229,209 @@ class _Span:
         for future in self._pieces.values():
             future.cancel()
         self._pieces.clear()
+
+
+WHOLE_BYTES = 64 * 2**20
+"""Maximum stored bytes of a row group's columns for a fetch at once; larger ones are split.
+
+Spark's default row groups, 128 MiB before compression, are mostly smaller.
+"""
+
+OPEN_BYTES = WHOLE_BYTES
+"""Maximum fetched bytes of all row groups that are interleaved."""
+
+AHEAD_BYTES = WHOLE_BYTES
+"""Maximum bytes that are prefetched."""
+
+_AHEAD_RANGES = 4
+_REQUESTS = 16
+"""Maximum number of parallel requests."""
+
+
+@dataclass(frozen=True)
+class RangeRead:
+    """A row range that is read in slices.
+
+    Attributes
+    ----------
+    row_range : RowRange
+        The range.
+    rows : int or None
+        Rows per slice. Slices begin at multiples of this number within the row group. None means
+        one slice with all rows.
+    group_size : int
+        Number of row ranges that are interleaved, including this one.
+    """
+
+    row_range: RowRange
+    rows: int | None = None
+    group_size: int = 1
+
+
+class RangeFiles:
+    """Context manager that opens the files of row ranges, for several threads.
+
+    Parameters
+    ----------
+    store : Store
+        The store of the files.
+    specs : sequence of ColumnSpec
+        The columns to read.
+    footers : FooterCache, optional
+        Cache of known footers. Default: a new, private cache.
+    """
+
+    def __init__(
+        self, store: Store, specs: Sequence[ColumnSpec], footers: FooterCache | None = None
+    ) -> None:
+        self.specs = specs
+        self.footers = footers or FooterCache(store)
+        self._store = store
+        self._names = [name for spec in specs for name in spec.stored_names]
+        # Keep text dictionary-encoded, because many rows may share a few values.
+        self._text = [spec.name for spec in specs if spec.kind == "text"]
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._announced: deque[_Announced] = deque()
+        self._ahead: deque[tuple[RangeRead, FetchedFile]] = deque()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Open files and threads stay in the process that created them.
+        return RangeFiles, (self._store, self.specs, self.footers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop fetching and release prefetched bytes."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            self._announced.clear()
+            ahead = list(self._ahead)
+            self._ahead.clear()
+        for _, file in ahead:
+            file.close()
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def open(self, read: RangeRead) -> Iterator[parquet.ParquetFile]:
+        """Open the file of a row range, for one read of its row group by `range_tables`."""
+        path = read.row_range.file
+        footer = self.footers.get(path)
+        options = {"metadata": footer.metadata, "read_dictionary": self._text, "pre_buffer": False}
+        local = self._store.local_path(path)
+        if local is not None:
+            with parquet.ParquetFile(local, buffer_size=FETCHED_BYTES, **options) as file:
+                yield file
+            return
+        with contextlib.closing(self._fetched(read, footer)) as source:
+            self._advance()
+            # Not used as a context manager, because PyArrow does not close a file that it did not
+            # open.
+            buffer_size = 0 if source.is_fetched_at_once else FETCHED_BYTES
+            yield parquet.ParquetFile(source, buffer_size=buffer_size, **options)
+
+    def announce(self, read: RangeRead) -> None:
+        """Announce a range that will be opened after all earlier announced ranges.
+
+        The range is fetched as soon as the prefetch limit allows it. Does nothing for local files.
+        """
+        path = read.row_range.file
+        if self._store.local_path(path) is not None:
+            return
+        footer = self._running().submit(self.footers.get, path)
+        with self._lock:
+            self._announced.append(_Announced(read, footer))
+        footer.add_done_callback(lambda _: self._advance())
+
+    def tails(self, reads: Iterable[RangeRead]) -> dict[str, bytes]:
+        """Return the file ends of some ranges, for `FooterCache.add` in another process."""
+        paths = dict.fromkeys(read.row_range.file for read in reads)
+        remote = [path for path in paths if self._store.local_path(path) is None]
+        if not remote:
+            return {}
+        return dict(zip(remote, self._running().map(self.footers.tail, remote), strict=True))
+
+    def ahead(self, groups: Iterator[tuple[RangeRead, ...]]) -> Iterator[tuple[RangeRead, ...]]:
+        """Yield groups of ranges unchanged, and announce upcoming ranges before they are opened."""
+        waiting: deque[tuple[RangeRead, ...]] = deque()
+        for group in groups:
+            for read in group:
+                self.announce(read)
+            waiting.append(group)
+            if sum(map(len, waiting)) > _AHEAD_RANGES:
+                yield waiting.popleft()
+        yield from waiting
+
+    def _fetched(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
+        """Return the prefetched file of a range, or start to fetch it."""
+        with self._lock:
+            for entry in self._ahead:
+                if entry[0] == read:
+                    self._ahead.remove(entry)
+                    return entry[1]
+            for announced in self._announced:
+                if announced.read == read:
+                    self._announced.remove(announced)
+                    break
+        return self._fetch(read, footer)
+
+    def _advance(self) -> None:
+        """Fetch announced ranges in order, within the prefetch limit."""
+        with self._lock:
+            while self._announced and self._pool is not None:
+                read, footer = self._announced[0].read, self._announced[0].footer
+                if not footer.done():
+                    return
+                if not footer.cancelled() and footer.exception() is None:
+                    taken = sum(file.max_bytes for _, file in self._ahead)
+                    chunks = self._chunks(read, footer.result())
+                    needed = min(sum(stop - start for start, stop in chunks), _share(read))
+                    if taken and taken + needed > AHEAD_BYTES:
+                        return
+                    self._ahead.append((read, self._fetch(read, footer.result())))
+                # If the footer cannot be read, opening the file raises the error.
+                self._announced.popleft()
+
+    def _fetch(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
+        return FetchedFile(
+            self._store,
+            read.row_range.file,
+            self._chunks(read, footer),
+            footer.end,
+            _share(read),
+            self._pool or self._running(),
+        )
+
+    def _chunks(self, read: RangeRead, footer: FileFooter) -> list[tuple[int, int]]:
+        group = read.row_range.row_group
+        # If the row group no longer exists, reading it raises the error.
+        return footer.chunks(group, self._names) if group < footer.metadata.num_row_groups else []
+
+    def _running(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_REQUESTS, "hvd_estimators requests")
+            return self._pool
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A range that will be opened, and the pending footer of its file."""
+
+    read: RangeRead
+    footer: Future[FileFooter]
+
+
+def _share(read: RangeRead) -> int:
+    """Return the maximum number of bytes of a range in memory."""
+    return min(WHOLE_BYTES, OPEN_BYTES // read.group_size)

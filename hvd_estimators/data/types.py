@@ -1,22 +1,34 @@
-"""Column types of Spark and Arrow, and the NumPy types in which readers deliver them."""
+"""Column types of Spark, Arrow and Hive partitions, and their NumPy types."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError
 
 __all__ = [
+    "DENSE",
     "SPARK_DTYPES",
+    "VECTOR_FIELDS",
+    "check_partition",
     "column_spec",
     "is_bytes",
     "is_level",
+    "is_list",
     "is_list_view",
+    "is_vector",
     "num_leaves",
+    "partition_column",
+    "partition_spec",
+    "partition_values",
     "text_options",
     "without_decimals",
 ]
@@ -35,41 +47,29 @@ SPARK_DTYPES: Mapping[str, str] = {
 """Spark's scalar types by class name, since ranks have no PySpark, and their NumPy names."""
 
 
+VECTOR_FIELDS = ("type", "size", "indices", "values")
+"""Fields of the struct in which Spark stores ML vectors."""
+
+DENSE = 1
+"""Value of the field ``type`` for dense vectors; sparse vectors have 0."""
+
+
+def is_vector(data_type: pa.DataType) -> bool:
+    """Return whether a type is the struct in which Spark stores ML vectors."""
+    return pa.types.is_struct(data_type) and {field.name for field in data_type} == set(
+        VECTOR_FIELDS
+    )
+
+
 def without_decimals(column: pa.Array) -> pa.Array:
-    """Convert decimals in a column, or in its lists, to the nearest doubles.
+    """Convert decimals to the nearest doubles, and return other columns unchanged.
 
     The result equals that of Spark's cast. Arrow's own cast is often wrong in the last bit.
     """
-    kinds = pa.types
-    if kinds.is_dictionary(column.type) and kinds.is_decimal(column.type.value_type):
-        column = column.dictionary_decode()
-    if not kinds.is_decimal(_leaf(column.type)):
+    if not pa.types.is_decimal(column.type):
         return column
     # Cast via strings, because Arrow parses a string to the nearest double.
-    text = column.cast(_with_leaf(column.type, pa.string()))
-    return text.cast(_with_leaf(column.type, pa.float64()))
-
-
-def _leaf(data_type: pa.DataType) -> pa.DataType:
-    while _is_any_list(data_type):
-        data_type = data_type.value_type
-    return data_type
-
-
-def _with_leaf(data_type: pa.DataType, leaf: pa.DataType) -> pa.DataType:
-    """Return a type with its innermost list element type replaced."""
-    if not _is_any_list(data_type):
-        return leaf
-    inner = _with_leaf(data_type.value_type, leaf)
-    field = data_type.value_field.with_type(inner)
-    if pa.types.is_fixed_size_list(data_type):
-        return pa.list_(field, data_type.list_size)
-    return pa.large_list(field) if pa.types.is_large_list(data_type) else pa.list_(field)
-
-
-def _is_any_list(data_type: pa.DataType) -> bool:
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(data_type) for is_kind in kinds)
+    return column.cast(pa.string()).cast(pa.float64())
 
 
 def _one_of(*names: str) -> Callable[[pa.DataType], bool]:
@@ -87,7 +87,10 @@ is_bytes = _one_of("is_binary", "is_large_binary", "is_binary_view", "is_fixed_s
 _is_string = _one_of("is_string", "is_large_string", "is_string_view")
 
 
-_is_list = _one_of("is_list", "is_large_list", "is_list_view", "is_large_list_view")
+def is_list(data_type: pa.DataType) -> bool:
+    """Return whether a type is one of Arrow's list types."""
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, is_list_view)
+    return any(is_kind(data_type) for is_kind in kinds)
 
 
 def column_spec(
@@ -132,7 +135,7 @@ def column_spec(
     while True:
         if pa.types.is_fixed_size_list(leaf):
             shape.append(leaf.list_size)
-        elif _is_list(leaf):
+        elif is_list(leaf):
             shape.append(-1)
         else:
             break
@@ -205,7 +208,7 @@ def num_leaves(data_type: pa.DataType) -> int:
         return sum(num_leaves(data_type[i].type) for i in range(data_type.num_fields))
     if pa.types.is_map(data_type):
         return num_leaves(data_type.key_type) + num_leaves(data_type.item_type)
-    if _is_list(data_type) or pa.types.is_fixed_size_list(data_type):
+    if is_list(data_type):
         return num_leaves(data_type.value_type)
     return 1
 
@@ -227,3 +230,103 @@ def _remedy(leaf: pa.DataType, data_type: pa.DataType) -> str:
     if isinstance(leaf, pa.BaseExtensionType):
         return f"store it as the type that it is made of, {leaf.storage_type}"
     return "store it as one of these"
+
+
+# A Hive partition is a column whose values are in file paths, as in ``day=3/a.parquet``.
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def partition_values(path: str) -> dict[str, str]:
+    """Return the partition values in a path by column; the deepest folder wins.
+
+    Names and values are unquoted, because Hive and Spark write ``%3A`` for a colon.
+    """
+    values = {}
+    for folder in path.split("/")[:-1]:
+        name, _, value = folder.partition("=")
+        if name and name != folder:
+            values[unquote(name)] = unquote(value)
+    return values
+
+
+def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
+    """Return the spec of a partition column.
+
+    Parameters
+    ----------
+    name : str
+        The column's name.
+    values : mapping of str to str
+        File to the value in its path.
+
+    Returns
+    -------
+    ColumnSpec
+        With dtype ``int64`` if all values are integers, ``float64`` otherwise.
+
+    Raises
+    ------
+    ColumnError
+        If a value is not a number.
+    DataError
+        If a value is Hive's null.
+    """
+    dtypes = {_partition_dtype(name, value, file) for file, value in values.items()}
+    return ColumnSpec(name, "partition", "int64" if dtypes == {"int64"} else "float64")
+
+
+def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> None:
+    """Check that a file's path contains a valid value of a partition column.
+
+    Raises
+    ------
+    ColumnError
+        If the path has no value, or if the value does not fit the column's dtype.
+    DataError
+        If the value is Hive's null.
+    """
+    if spec.name not in values:
+        raise ColumnError(
+            f"The file {file!r} has no column {spec.name!r}: expected it in the path, as in "
+            f"'{spec.name}=1/', where other files have it. Move the file into such a folder."
+        )
+    dtype = _partition_dtype(spec.name, values[spec.name], file)
+    if spec.dtype == "int64" and dtype != "int64":
+        raise ColumnError(
+            f"Column {spec.name!r} has the value {values[spec.name]!r} in the path {file!r}; "
+            "expected an integer, as in the other files. Write the partitions with one type."
+        )
+
+
+def partition_column(spec: ColumnSpec, file: str, rows: int) -> npt.NDArray[np.generic]:
+    """Return the partition value in a file's path, repeated for each of its rows.
+
+    Raises
+    ------
+    ColumnError, DataError
+        See `check_partition`.
+    """
+    values = partition_values(file)
+    check_partition(spec, values, file)
+    text = values[spec.name]
+    value = int(text) if spec.dtype == "int64" else float(text)
+    return np.full(rows, value, spec.dtype)
+
+
+def _partition_dtype(name: str, value: str, file: str) -> str:
+    if value == _NULL:
+        raise DataError(
+            f"Column {name!r} is null in all rows of {file!r}, as the path says; remove these rows "
+            "before training."
+        )
+    if not _NUMBER.fullmatch(value):
+        raise ColumnError(
+            f"Column {name!r} is a partition with the value {value!r} (path {file!r}); expected "
+            "numbers. Store a number in the files instead, such as that of "
+            "pyspark.ml.feature.StringIndexer, or leave it out."
+        )
+    if _INTEGER.fullmatch(value) and -(2**63) <= int(value) < 2**63:
+        return "int64"
+    return "float64"

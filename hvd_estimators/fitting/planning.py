@@ -15,8 +15,7 @@ from hvd_estimators.fitting.run import ReadOrder, RunParams, find_run
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
-from hvd_estimators.loading.readers import check_shards, reads_several
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, reads_several
 from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.params.estimator import (
     CheckpointParams,

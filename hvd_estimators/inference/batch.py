@@ -15,41 +15,28 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.arrays import Array, rows_of, to_array, valid_rows
 from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.loading.transform import Transformation
 
 __all__ = [
-    "DENSE",
     "FRAMEWORKS_CHOICE",
-    "VECTOR",
     "BatchPredictor",
     "Predictor",
     "Resources",
     "check_outputs",
     "has_nulls",
-    "is_list",
-    "is_ragged",
     "is_scalar",
     "known_sizes",
     "one_ahead",
-    "rows_of",
-    "to_array",
     "to_arrays",
-    "valid_rows",
 ]
 
 Result = TypeVar("Result")
 
 Predictor = Callable[[list[Array]], list[Array]]
 """Function from feature arrays to output arrays, both with rows first. Runs on executors."""
-
-VECTOR = ("type", "size", "indices", "values")
-"""Fields of the struct in which Spark stores ML vectors."""
-
-DENSE = 1
-"""Value of ``type`` for dense vectors; sparse vectors have 0."""
 
 
 @dataclass(frozen=True)
@@ -331,11 +318,6 @@ def has_nulls(name: str) -> DataError:
     )
 
 
-def is_ragged(name: str) -> DataError:
-    """Return the error for a column whose arrays differ in length."""
-    return DataError(f"Column {name!r} is ragged: its arrays differ in length.")
-
-
 def to_arrays(
     inference: BatchPredictor, columns: Sequence[pa.Array], is_row: Array | None = None
 ) -> tuple[dict[str, Array], Array | None]:
@@ -359,15 +341,12 @@ def to_arrays(
     """
     masks = [] if is_row is None else [is_row]
     for name, column in zip(inference.columns, columns, strict=True):
-        holds_none = valid_rows(column)
-        if holds_none is None:
+        valid = valid_rows(column)
+        if valid is None:
             continue
-        if (
-            not inference.keeps_nulls
-            and not (holds_none if is_row is None else holds_none | ~is_row).all()
-        ):
+        if not inference.keeps_nulls and not (valid if is_row is None else valid | ~is_row).all():
             raise has_nulls(name)
-        masks.append(holds_none)
+        masks.append(valid)
     valid = np.logical_and.reduce(masks) if masks else None
     if valid is None or valid.all():
         valid = None
@@ -378,118 +357,3 @@ def to_arrays(
         for name, column in zip(inference.columns, columns, strict=True)
     }
     return arrays, valid
-
-
-def valid_rows(column: pa.Array) -> Array | None:
-    """Return a mask of the rows without nulls, also within arrays; None if there are no nulls."""
-    valid: Array | None = None
-    if column.null_count:
-        valid = column.is_valid().to_numpy(zero_copy_only=False)
-    if not is_list(column.type):
-        return valid
-    offsets, items = _parts(column)
-    valid_items = valid_rows(items)
-    if valid_items is None:
-        return valid
-    # A row holds nulls if the running count of nulls grows from its first entry to its last.
-    num_nulls = np.concatenate([[0], np.cumsum(~valid_items)])[offsets]
-    holds_none = num_nulls[1:] == num_nulls[:-1]
-    return holds_none if valid is None else valid & holds_none
-
-
-def rows_of(column: pa.Array, wanted: Array) -> pa.Array:
-    """Return the wanted rows of a column.
-
-    For lists, the result is a view if all other rows hold no entries. This avoids the copy that
-    Arrow's filter makes. Large rows have many empty rows between them.
-    """
-    if pa.types.is_struct(column.type):
-        parts = [rows_of(part, wanted) for part in column.flatten()]
-        return pa.StructArray.from_arrays(parts, fields=list(column.type))
-    if pa.types.is_list(column.type):
-        offsets, items = _parts(column)
-        is_null = column.is_null().to_numpy(zero_copy_only=False)
-        if not np.diff(offsets)[~wanted].any() and not is_null[wanted].any():
-            ends = np.append(offsets[:-1][wanted], offsets[-1:])
-            return pa.ListArray.from_arrays(pa.array(ends), items).cast(column.type)
-    return column.filter(pa.array(wanted))
-
-
-def to_array(column: pa.Array, name: str) -> Array:
-    """Return a column without nulls as an array, rows first.
-
-    The array may be a read-only view of Arrow's memory.
-
-    Parameters
-    ----------
-    column : pa.Array
-        Numbers, booleans, text, lists of one length in all rows (also nested or of a fixed size),
-        or Spark's vectors, which become 32-bit floats.
-    name : str
-        Name of the column, for errors.
-
-    Raises
-    ------
-    DataError
-        If lists differ in length.
-    """
-    if pa.types.is_struct(column.type):
-        return _vectors(column, name)
-    if not is_list(column.type):
-        array: Array = column.to_numpy(zero_copy_only=False)
-        return array
-    offsets, items = _parts(column)
-    size = _size_of_all(np.diff(offsets), name)
-    array = to_array(items, name)
-    return array.reshape(len(column), size, *array.shape[1:])
-
-
-def is_list(data_type: pa.DataType) -> bool:
-    """Return whether a type is one of Arrow's list types."""
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(data_type) for is_kind in kinds)
-
-
-def _parts(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Return the offsets of lists among their entries, the end included, and the entries."""
-    if pa.types.is_fixed_size_list(column.type):
-        size = column.type.list_size
-        entries = column.values.slice(column.offset * size, len(column) * size)
-        return np.arange(len(column) + 1) * size, entries
-    offsets = column.offsets.to_numpy()
-    if not len(offsets):
-        return np.zeros(1, np.int64), column.values.slice(0, 0)
-    entries = column.values.slice(offsets[0], offsets[-1] - offsets[0])
-    return offsets - offsets[0], entries
-
-
-def _size_of_all(sizes: Array, name: str) -> int:
-    if not len(sizes):
-        return 0
-    if (sizes != sizes[0]).any():
-        raise is_ragged(name)
-    return int(sizes[0])
-
-
-def _vectors(column: pa.StructArray, name: str) -> Array:
-    """Return dense and sparse vectors as one array of 32-bit floats."""
-    fields: dict[str, Any] = {
-        column.type.field(index).name: field for index, field in enumerate(column.flatten())
-    }
-    is_dense = fields["type"].to_numpy(zero_copy_only=False) == DENSE
-    starts, values = _parts(fields["values"])
-    numbers = values.to_numpy(zero_copy_only=False)
-    lengths = np.diff(starts)
-    if is_dense.all():
-        size = _size_of_all(lengths, name)
-        return numbers.astype(np.float32).reshape(len(column), size)
-    sizes = fields["size"].fill_null(0).to_numpy(zero_copy_only=False)
-    size = _size_of_all(np.where(is_dense, lengths, sizes), name)
-    array = np.zeros((len(column), size), np.float32)
-    rows = np.repeat(np.arange(len(column)), lengths)
-    of_dense = np.repeat(is_dense, lengths)
-    array[is_dense] = numbers[of_dense].reshape(-1, size)
-    _, indices = _parts(fields["indices"])
-    # Dense vectors have no indices, so all indices belong to sparse vectors, in row order.
-    array[rows[~of_dense], indices.to_numpy(zero_copy_only=False)] = numbers[~of_dense]
-    return array

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.arrays import Array, to_lists
 from hvd_estimators.data.types import without_decimals
 from hvd_estimators.exceptions import ParamError, PredictionError
-from hvd_estimators.inference.batch import DENSE, is_scalar
+from hvd_estimators.inference.batch import is_scalar
 
 __all__ = [
     "DOUBLE",
@@ -24,7 +24,6 @@ __all__ = [
     "output_columns",
     "output_types",
     "to_column",
-    "to_vectors",
 ]
 
 
@@ -92,10 +91,6 @@ _MOST_DIGITS = 38
 
 _EXACT = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
 """Decimal context with enough digits for any double."""
-
-
-_ITEM = "element"
-"""Spark's name for the elements of arrays; Spark would cast lists with another name."""
 
 
 _PLAIN_LOWEST, _PLAIN_LIMIT = 1e-3, 1e7
@@ -305,42 +300,7 @@ def to_column(
     column = kind.elements(values.reshape(-1), name)
     if is_scalar(shape):
         return column if valid is None else column.take(_positions(valid))
-    for axis in range(values.ndim - 1, 0, -1):
-        rows, size = math.prod(values.shape[:axis]), values.shape[axis]
-        if axis > 1 or valid is None:
-            offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
-        else:
-            ends = np.concatenate([[0], np.cumsum(valid)]).astype(np.int32) * np.int32(size)
-            # A null offset at the start of a list makes the list null.
-            offsets = pa.array(ends, mask=np.append(~valid, False))
-        data_type = pa.list_(pa.field(_ITEM, column.type))
-        column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
-    return column
-
-
-def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
-    """Return an output of one dimension in the form in which Spark stores dense ML vectors.
-
-    Parameters
-    ----------
-    array : array
-        The output, of shape ``(rows, size)``.
-    valid : array, optional
-        Mask of the column's rows that the output has; the other rows are null.
-    """
-    values = to_column(array, (-1,), valid)
-    count = len(values)
-    numbers = pa.list_(pa.field(_ITEM, pa.float64(), nullable=False))
-    places = pa.list_(pa.field(_ITEM, pa.int32(), nullable=False))
-    # The fields of Spark's VectorUDT, in Spark's order.
-    parts = {
-        pa.field("type", pa.int8(), nullable=False): pa.array(np.full(count, DENSE, np.int8)),
-        pa.field("size", pa.int32()): pa.nulls(count, pa.int32()),
-        pa.field("indices", places): pa.nulls(count, places),
-        pa.field("values", numbers): values.cast(numbers),
-    }
-    mask = None if valid is None else pa.array(~valid)
-    return pa.StructArray.from_arrays([*parts.values()], fields=[*parts], mask=mask)
+    return to_lists(column, values.shape, valid)
 
 
 def _positions(valid: Array) -> pa.Array:

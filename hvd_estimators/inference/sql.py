@@ -14,9 +14,9 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators.data.types import without_decimals
+from hvd_estimators.data.types import is_list, is_vector
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.inference.batch import VECTOR, is_list, is_scalar
+from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.output_columns import OutputType
 
 __all__ = ["active_session", "checked_name", "spark_type", "sql_arguments"]
@@ -87,7 +87,7 @@ def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
 def sql_arguments(
     given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str]
 ) -> list[pa.Array]:
-    """Convert the arguments of a UDF in SQL to columns: numbers, arrays of numbers, or text.
+    """Check that the arguments of a UDF in SQL are numbers, arrays of numbers, vectors or text.
 
     Parameters
     ----------
@@ -116,21 +116,20 @@ def sql_arguments(
 
 
 def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
-    kinds, found = pa.types, column.type
-    if kinds.is_struct(found) and {field.name for field in found} == set(VECTOR):
+    kinds, data_type = pa.types, column.type
+    if is_vector(data_type):
         return column
-    numbers, depth = found, 0
-    while is_list(numbers):
-        numbers, depth = numbers.value_type, depth + 1
-    if kinds.is_decimal(numbers):
-        return without_decimals(column)
-    if kinds.is_integer(numbers) or kinds.is_floating(numbers) or kinds.is_boolean(numbers):
+    leaf = data_type
+    while is_list(leaf):
+        leaf = leaf.value_type
+    is_number = (kinds.is_integer, kinds.is_floating, kinds.is_boolean, kinds.is_decimal)
+    if any(is_kind(leaf) for is_kind in is_number):
         return column
     is_any_text = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
-    if depth == 0 and is_text and any(is_kind(found) for is_kind in is_any_text):
+    if is_text and any(is_kind(data_type) for is_kind in is_any_text):
         return column
     raise ColumnError(
-        f"Argument {name!r} {_described(found)}; the UDF takes numbers, booleans, vectors and "
+        f"Argument {name!r} {_described(data_type)}; the UDF takes numbers, booleans, vectors and "
         "arrays of numbers. Convert it in the query, or select other columns."
     )
 

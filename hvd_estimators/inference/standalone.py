@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array
-from hvd_estimators.data.types import without_decimals
+from hvd_estimators.data.arrays import Array, to_array, valid_rows
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
@@ -27,10 +26,7 @@ from hvd_estimators.inference.batch import (
     Predictor,
     Resources,
     has_nulls,
-    is_ragged,
     is_scalar,
-    to_array,
-    valid_rows,
 )
 from hvd_estimators.inference.classification import class_columns, class_scores
 from hvd_estimators.inference.errors import naming_transformation
@@ -158,7 +154,7 @@ def read_table(
             column = (
                 column.filter(pa.array(valid)) if isinstance(column, pa.Array) else column[valid]
             )
-        array = to_array(_readable(column), name) if isinstance(column, pa.Array) else column
+        array = to_array(column, name) if isinstance(column, pa.Array) else column
         _check_type(array, name, text is None or name in text)
         arrays[name] = array
     return InputTable(arrays, len(next(iter(arrays.values()))), valid, null_column, give, as_arrow)
@@ -298,14 +294,17 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         if isinstance(values, pa.ChunkedArray):
             values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([])
     if isinstance(values, pa.Array):
-        return values
+        return _decoded(values)
     numpy_type = getattr(values, "dtype", None)
     is_extension = numpy_type is not None and not isinstance(numpy_type, np.dtype)
     if not is_extension:
         try:
             array = values if isinstance(values, np.ndarray) else np.asarray(values)
         except ValueError as error:
-            raise is_ragged(name) from error
+            raise DataError(
+                f"Column {name!r} is ragged: its arrays differ in length. Pad or cut them to one "
+                "length."
+            ) from error
         if array.ndim == 0:
             raise ParamError(
                 f"rows: column {name!r} is {values!r}; expected an array, rows first. For single "
@@ -322,7 +321,11 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         raise ColumnError(
             f"Column {name!r} holds values of which the model can take none ({error})."
         ) from error
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return _decoded(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _listed(values: Any) -> Any:
@@ -359,12 +362,6 @@ def _valid(columns: Mapping[str, Array | pa.Array]) -> tuple[Array | None, str |
             null_column = null_column or name
             valid = found if valid is None else valid & found
     return valid, null_column
-
-
-def _readable(column: pa.Array) -> pa.Array:
-    """Convert a column to a type that NumPy supports."""
-    column = without_decimals(column)
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _check_type(array: Array, name: str, is_text: bool) -> None:

@@ -31,17 +31,17 @@ from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import first_imports, loads
-from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.arrays import Array, to_vectors
+from hvd_estimators.data.types import VECTOR_FIELDS
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.inference.batch import (
-    VECTOR,
     BatchPredictor,
     Predictor,
     one_ahead,
     to_arrays,
 )
 from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, as_bytes, received
-from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column, to_vectors
+from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
 from hvd_estimators.inference.sql import sql_arguments
 from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
 
@@ -112,7 +112,7 @@ def vector_parts(column: Column) -> Column:
     if not has_arrow_udfs():
         return parts
     indices = F.coalesce(parts["indices"], F.array().cast("array<int>"))
-    fields = {**{name: parts[name] for name in VECTOR}, "indices": indices}
+    fields = {**{name: parts[name] for name in VECTOR_FIELDS}, "indices": indices}
     struct = F.struct(*(field.alias(name) for name, field in fields.items()))
     return F.when(column.isNotNull(), struct)
 

@@ -49,9 +49,8 @@ from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState, for_rank, writes_files
-from hvd_estimators.loading.reader import PlannedDataModule
-from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.loading.readers import DataModule, PlannedDataModule
+from hvd_estimators.loading.spec import DataSpec, open_data_module
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.horovod_session import horovod_session

@@ -35,7 +35,7 @@ from hvd_estimators.lightning.trainer_args import (
     TrainerObjects,
     trainer_arguments,
 )
-from hvd_estimators.loading.readers import open_data_module
+from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.synced_directory import SyncedDirectory

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,15 +19,14 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 from typing_extensions import Self
 
-from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.manifest import ColumnSpec, RowRange
+from hvd_estimators.data.remote_reads import RangeRead
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.loading.plan import RowRange
 
 __all__ = [
     "PART_BYTES",
     "InterleaveGroup",
     "Prefetch",
-    "RangeRead",
     "interleave",
     "mixed",
     "one_per_group",
@@ -109,26 +107,6 @@ PART_BYTES = 16 * 2**20
 """Target size in memory of the rows per read; a single row can be larger."""
 
 
-@dataclass(frozen=True)
-class RangeRead:
-    """A row range that is read in slices.
-
-    Attributes
-    ----------
-    row_range : RowRange
-        The range.
-    rows : int or None
-        Rows per slice. Slices begin at multiples of this number within the row group. None means
-        one slice with all rows.
-    together : int
-        Number of row ranges that are interleaved, including this one.
-    """
-
-    row_range: RowRange
-    rows: int | None = None
-    together: int = 1
-
-
 def range_tables(
     file: parquet.ParquetFile, slices: RangeRead, specs: Sequence[ColumnSpec]
 ) -> Iterator[tuple[pa.Table, bool]]:
@@ -139,7 +117,7 @@ def range_tables(
     Parameters
     ----------
     file : pyarrow.parquet.ParquetFile
-        The range's file, as opened by `hvd_estimators.loading.range_files`.
+        The range's file, as opened by `hvd_estimators.data.remote_reads.RangeFiles`.
     slices : RangeRead
         Rows of one row group.
     specs : sequence of ColumnSpec
@@ -196,7 +174,7 @@ def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) ->
     Text stays dictionary-encoded, so it needs no more memory than in the file.
     """
     group = groups.row_group(row_range.row_group)
-    size = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
+    size = sum(spec.row_bytes for spec in specs)
     text = {spec.name for spec in specs if spec.kind == "text"}
     columns = (group.column(i) for i in range(group.num_columns)) if text else ()
     stored = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in text)

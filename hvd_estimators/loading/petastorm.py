@@ -27,10 +27,10 @@ import zmq
 from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, table_to_columns
+from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
 from hvd_estimators.exceptions import ReaderError
-from hvd_estimators.loading.interleave import InterleaveGroup, RangeRead, interleave, range_tables
-from hvd_estimators.loading.range_files import RangeFiles
-from hvd_estimators.loading.reader import PlannedDataModule
+from hvd_estimators.loading.interleave import InterleaveGroup, interleave, range_tables
+from hvd_estimators.loading.readers import PlannedDataModule
 
 __all__ = ["Failure", "PetastormDataModule", "make_pool"]
 

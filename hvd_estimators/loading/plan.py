@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_estimators.data.manifest import ColumnSpec, RowGroup
+from hvd_estimators.data.manifest import ColumnSpec, RowGroup, RowRange
 from hvd_estimators.exceptions import DataError
 
 __all__ = [
     "MOST_OPEN_GROUPS",
-    "RowRange",
     "ShardPlan",
     "batch_sizes",
     "order_warning",
@@ -56,7 +55,7 @@ def order_warning(
     str or None
         The warning, or None.
     """
-    row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
+    row_bytes = sum(spec.row_bytes for spec in specs)
     rank_bytes = max(map(plan.rows, range(plan.num_shards))) * row_bytes
     read_together = sum(min(plan.open_groups, len(shard)) for shard in plan.shards)
     if rank_bytes <= 2 * buffer_bytes or read_together >= _ENOUGH_GROUPS:
@@ -79,21 +78,6 @@ def _mib(num_bytes: float) -> str:
 
 MOST_OPEN_GROUPS = 64
 """Maximum number of row groups that a rank reads at a time; each needs an open file."""
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group."""
-
-    file: str
-    row_group: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        """Number of rows in the range."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)

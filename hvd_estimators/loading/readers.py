@@ -1,36 +1,507 @@
-"""Factory of data modules, virtual shards, and checks of user-defined data modules."""
+"""Data modules: the batches of a rank, from its row ranges or from a user's source.
+
+`PlannedDataModule` implements order, shuffling, batching and caching. `ArrowDataModule` reads with
+PyArrow only. `hvd_estimators.loading.petastorm` has the other reader, and `VirtualShards` joins the
+readers of several shards.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import Self
 
-from hvd_estimators._util.install_hints import INSTALL
-from hvd_estimators.exceptions import DataError, DependencyError, ParamError
-from hvd_estimators.loading.blocks import BufferPool
-from hvd_estimators.loading.plan import virtual_shards
-from hvd_estimators.loading.reader import ChunkedDataModule, DataModule, PlannedDataModule
-from hvd_estimators.loading.shuffle import Chunk
-
-if TYPE_CHECKING:
-    from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
+from hvd_estimators.data.footers import FooterCache
+from hvd_estimators.data.manifest import ColumnSpec, RowRange
+from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.loading import shuffle
+from hvd_estimators.loading.blocks import BufferPool, Rows
+from hvd_estimators.loading.interleave import (
+    PART_BYTES,
+    InterleaveGroup,
+    Prefetch,
+    interleave,
+    mixed,
+    one_per_group,
+    range_tables,
+)
+from hvd_estimators.loading.plan import ShardPlan, batch_sizes
+from hvd_estimators.loading.shuffle import (
+    Chunk,
+    read_into_memory,
+    shuffle_in_memory,
+    stream_batches,
+)
+from hvd_estimators.loading.transform import RowFunction, Transformation, Transformed
+from hvd_estimators.store.base import Store
 
 __all__ = [
+    "ArrowDataModule",
     "CheckedDataModule",
+    "ChunkedDataModule",
     "DataModule",
+    "PlannedDataModule",
     "VirtualShards",
-    "check_data_module",
-    "check_shards",
-    "open_data_module",
-    "reads_several",
 ]
+
+Batch = dict[str, Array]
+
+
+class DataModule(ABC):
+    """Base class of data modules, which provide a rank's batches. Runs on ranks.
+
+    Use it as a context manager. To train on other data, define a subclass and pass it as
+    ``data_module``. The constructor receives only keyword arguments. Use those that you need and
+    pass the others to the base class.
+
+    Parameters
+    ----------
+    train_dir, val_dir : str
+        Paths of the Parquet files; ``val_dir`` is None without validation.
+    num_train_epochs : int
+        Number of epochs to train.
+    has_val : bool
+        Whether `val_data` will be called.
+    train_batch_size, val_batch_size : int
+        Rows in a full batch of one rank.
+    shuffle : bool
+        Whether training rows are shuffled.
+    transform_fn : callable, optional
+        Maps a row (a dict of values) to a row. Applied to every row.
+    inmemory_cache_all : bool
+        Keep the rank's rows in memory after the first pass.
+    cur_shard, shard_count : int
+        This rank and the number of ranks.
+    schema_fields : sequence of str
+        The columns that training needs.
+    storage_options : dict, optional
+        Options for the store's fsspec filesystem.
+    steps_per_epoch_train, steps_per_epoch_val : int
+        Batches of one epoch.
+    verbose : int
+        0 disables output.
+    **kwargs
+        Further arguments of the trainer; see `PlannedDataModule`.
+    """
+
+    short_name: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        *,
+        train_dir: str,
+        val_dir: str | None,
+        num_train_epochs: int = 1,
+        has_val: bool = True,
+        train_batch_size: int = 32,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        transform_fn: RowFunction | None = None,
+        inmemory_cache_all: bool = False,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        schema_fields: Sequence[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        steps_per_epoch_train: int = 1,
+        steps_per_epoch_val: int = 1,
+        verbose: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        self.train_dir = train_dir
+        self.val_dir = val_dir
+        self.num_train_epochs = num_train_epochs
+        self.has_val = has_val
+        self.train_batch_size = train_batch_size
+        self.val_batch_size = val_batch_size
+        self.shuffle = shuffle
+        self.transform_fn = transform_fn
+        self.inmemory_cache_all = inmemory_cache_all
+        self.cur_shard = cur_shard
+        self.shard_count = shard_count
+        self.schema_fields = schema_fields
+        self.storage_options = storage_options
+        self.steps_per_epoch_train = steps_per_epoch_train
+        self.steps_per_epoch_val = steps_per_epoch_val
+        self.verbose = verbose
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(  # noqa: B027 - not every module holds something open
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Release readers and threads. By default, this method does nothing."""
+
+    @abstractmethod
+    def train_data(self) -> Iterator[Batch]:
+        """Return an infinite iterator of training batches.
+
+        Each batch maps column names to arrays. Arrays have the shape ``(rows, *shape)``. If the
+        iterator ends, training fails with a `DataError`.
+        """
+
+    @abstractmethod
+    def val_data(self) -> Iterator[Batch]:
+        """Return a new iterator over the batches of one pass over this rank's validation rows."""
+
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return the training batches in chunks of several batches."""
+        return _single_chunks(self.train_data())
+
+    def val_chunks(self) -> Iterator[Chunk]:
+        """Return the validation batches of one pass in chunks."""
+        return _single_chunks(self.val_data())
+
+    def num_val_batches(self) -> int | None:
+        """Return the number of this rank's validation batches per pass, or None if unknown.
+
+        Default: None, which means that only a pass over the rows can determine the number.
+        """
+        return None
+
+    def global_train_sizes(self) -> Iterator[int] | None:
+        """Return the number of rows in each training step over all ranks, or None if unknown.
+
+        Default: None. The trainer then sums the ranks' rows in every step.
+        """
+        return None
+
+
+class ChunkedDataModule(DataModule):
+    """Data module that produces chunks and splits them into single batches."""
+
+    def train_data(self) -> Iterator[Batch]:
+        """Return the batches of `train_chunks`."""
+        return _batches(self.train_chunks())
+
+    def val_data(self) -> Iterator[Batch]:
+        """Return the batches of `val_chunks`."""
+        return _batches(self.val_chunks())
+
+    @abstractmethod
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return an infinite iterator of training batches in chunks."""
+
+    @abstractmethod
+    def val_chunks(self) -> Iterator[Chunk]:
+        """Return a new iterator over the validation batches of one pass, in chunks."""
+
+
+def _single_chunks(batches: Iterator[Batch]) -> Iterator[Chunk]:
+    for batch in batches:
+        yield Chunk(Rows.of(batch), (num_rows(batch),))
+
+
+def _batches(chunks: Iterator[Chunk]) -> Iterator[Batch]:
+    for chunk in chunks:
+        yield from chunk.batches()
+
+
+_CHUNKS_AHEAD = 2
+
+
+_DRAWN_ROWS = 2**12
+"""Number of cached rows that are drawn and transformed at a time."""
+
+
+class PlannedDataModule(ChunkedDataModule):
+    """Data module that delivers exactly the rows of a `ShardPlan`.
+
+    A subclass implements only `read`, which turns row ranges into columns in the given order. This
+    class implements order, shuffling, batching, row transformation and caching.
+
+    Parameters
+    ----------
+    columns : sequence of ColumnSpec
+        The columns to read.
+    train_plan, val_plan : ShardPlan
+        Assignment of rows to shards; ``val_plan`` is None without validation.
+    random_seed : int
+        Determines the row order, together with the rank and the pass.
+    skip_train_steps : int
+        Number of training batches to skip. A resumed run starts after them.
+    reader_pool_type : {"thread", "process", "dummy"}
+        Type of the worker pool.
+    train_reader_worker_count, val_reader_worker_count : int
+        Number of workers of the pool.
+    transformation : Transformation, optional
+        Applied to all rows. Default: ``transform_fn``, if given.
+    shuffle_buffer_size : int, optional
+        Size of the shuffle buffer in bytes. Default: 128 MiB.
+    store : Store, optional
+        Opens the files. Default: a store created from ``train_dir`` and ``storage_options``.
+    **kwargs
+        See `DataModule`.
+
+    Attributes
+    ----------
+    memory : BufferPool
+        Allocates the batches. May be replaced before reading starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        columns: Sequence[ColumnSpec],
+        train_plan: ShardPlan,
+        val_plan: ShardPlan | None = None,
+        random_seed: int = 0,
+        skip_train_steps: int = 0,
+        reader_pool_type: str = "thread",
+        train_reader_worker_count: int = 2,
+        val_reader_worker_count: int = 2,
+        transformation: Transformation | None = None,
+        shuffle_buffer_size: int | None = None,
+        store: Store | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.store = store or Store.create(
+            self.train_dir, storage_options=dict(self.storage_options or {})
+        )
+        self.footers = FooterCache(self.store)
+        self.columns = columns
+        self.train_plan = train_plan
+        self.val_plan = val_plan
+        self.random_seed = random_seed
+        self.skip_train_steps = skip_train_steps
+        self.reader_pool_type = reader_pool_type
+        self.train_reader_worker_count = train_reader_worker_count
+        self.val_reader_worker_count = val_reader_worker_count
+        if transformation is None and self.transform_fn is not None:
+            transformation = Transformation(self.transform_fn)
+        self.transformation = transformation
+        self.shuffle_buffer_bytes = shuffle_buffer_size or shuffle.SHUFFLE_BUFFER_BYTES
+        self._cache: dict[RowRange, list[Columns]] = {}
+        self.memory = BufferPool()
+        self._open: set[Generator[Chunk, None, None] | Prefetch[Chunk]] = set()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop all readers."""
+        for source in list(self._open):
+            source.close()
+
+    @abstractmethod
+    def read(
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges, pass after pass, in the given order.
+
+        This method is called in a separate thread, unless the pool type is "dummy". It may read a
+        bounded number of bytes ahead.
+
+        Parameters
+        ----------
+        passes : iterator of sequence of InterleaveGroup
+            Groups of ranges to read in each pass. The ranges of a group are interleaved (see
+            `interleave`). May be infinite; consumed lazily.
+        workers : int
+            Maximum number of parallel readers.
+
+        Yields
+        ------
+        dict
+            Columns of one or more tables of each slice. No dict contains rows of two ranges.
+        """
+
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return the training batches in chunks, pass after pass, each in its own order."""
+        return self._ahead(self._train_chunks(), "training rows")
+
+    def val_chunks(self) -> Iterator[Chunk]:
+        """Return the validation batches of one pass in chunks, in stored order."""
+        return self._ahead(self._val_chunks(), "validation rows")
+
+    def _train_chunks(self) -> Generator[Chunk, None, None]:
+        sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
+        first_pass, skip = divmod(self.skip_train_steps, len(sizes))
+        held = self.shuffle and self.inmemory_cache_all
+        with contextlib.closing(
+            self._held_chunks(sizes, first_pass) if held else self._read_chunks(sizes, first_pass)
+        ) as chunks:
+            for chunk in chunks:
+                skipped = min(skip, len(chunk.sizes))
+                skip -= skipped
+                if skipped < len(chunk.sizes):
+                    yield chunk.skip(skipped) if skipped else chunk
+
+    def _read_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
+        """Return the training batches; read the files in each pass."""
+        rngs = (
+            self._rng(pass_number, "rows") if self.shuffle else None
+            for pass_number in itertools.count(first_pass)
+        )
+        passes = self._train_passes(first_pass)
+        with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
+            yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
+
+    def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
+        """Return the training batches; read the files once and shuffle all rows in each pass."""
+        bundles = one_per_group(self.train_plan.shards[self.cur_shard])
+        total = self.train_plan.rows(self.cur_shard)
+        with contextlib.closing(
+            self.read(iter([bundles]), self.train_reader_worker_count)
+        ) as parts:
+            rows = read_into_memory(parts, total, self.memory)
+        rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
+        if self.transformation is None:
+            yield from shuffle_in_memory(rows, sizes, rngs, self.memory)
+            return
+        # Transform the rows in each pass, because transformations may be random.
+        some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
+        parts_drawn = (
+            chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory)
+        )
+        transformed = self._transformed(parts_drawn)
+        yield from stream_batches(transformed, sizes, itertools.repeat(None), self.memory)
+
+    def _val_chunks(self) -> Generator[Chunk, None, None]:
+        if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
+            return
+        ranges = self.val_plan.shards[self.cur_shard]
+        sizes = self._val_sizes(self.val_plan)
+        passes = iter([one_per_group(ranges)])
+        with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
+            yield from stream_batches(parts, sizes, memory=self.memory)
+
+    def num_val_batches(self) -> int:
+        """Return this rank's validation batches per pass, at most the steps per epoch."""
+        if self.val_plan is None:
+            return 0
+        return min(len(self._val_sizes(self.val_plan)), self.steps_per_epoch_val)
+
+    def _val_sizes(self, plan: ShardPlan) -> list[int]:
+        # The last steps of a short shard can be empty.
+        return [size for size in plan.batch_sizes(self.cur_shard, self.val_batch_size) if size]
+
+    def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
+        """Produce chunks in a separate thread while earlier ones are used."""
+        in_this_thread = self.reader_pool_type == "dummy"
+        source = (
+            chunks if in_this_thread else Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
+        )
+        self._open.add(source)
+        try:
+            yield from source
+        finally:
+            source.close()
+            self._open.discard(source)
+
+    def global_train_sizes(self) -> Iterator[int]:
+        """Return an infinite iterator of the rows in each training step, over all ranks."""
+        sizes = self.train_plan.global_batch_sizes(self.train_batch_size)
+        step = self.skip_train_steps
+        while True:
+            yield sizes[step % len(sizes)]
+            step += 1
+
+    def _parts(
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
+    ) -> Generator[Columns, None, None]:
+        read = self._read_cached if self.inmemory_cache_all else self.read
+        with contextlib.closing(read(passes, workers)) as parts:
+            yield from self._transformed(parts)
+
+    def _transformed(self, parts: Iterable[Columns]) -> Iterator[Columns]:
+        transformed = None if self.transformation is None else Transformed(self.transformation)
+        for part in parts:
+            if transformed is None:
+                yield part
+            else:
+                yield from transformed.parts(part, PART_BYTES)
+
+    def _read_cached(
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Return the ranges in stored order; read each range once."""
+        for bundles in passes:
+            ranges = [slices.row_range for bundle in bundles for slices in bundle]
+            missing = [row_range for row_range in ranges if row_range not in self._cache]
+            with contextlib.closing(self.read(iter([one_per_group(missing)]), workers)) as parts:
+                for row_range in ranges:
+                    if row_range not in self._cache:
+                        self._cache[row_range] = list(_take_rows(parts, row_range.rows))
+                        _make_read_only(self._cache[row_range])
+                    yield from self._cache[row_range]
+
+    def _train_passes(self, first_pass: int) -> Iterator[Sequence[InterleaveGroup]]:
+        ranges = self.train_plan.shards[self.cur_shard]
+        row_bytes = sum(spec.row_bytes for spec in self.columns)
+        open_groups = self.train_plan.open_groups
+        total = self.train_plan.rows(self.cur_shard)
+        is_known = self.transformation is None and all(c.kind != "text" for c in self.columns)
+        if is_known and total * row_bytes <= self.shuffle_buffer_bytes:
+            open_groups = 1  # the buffer mixes all rows
+        for pass_number in itertools.count(first_pass):
+            if self.shuffle:
+                rng = self._rng(pass_number, "row groups")
+                yield mixed(ranges, open_groups, row_bytes, self.shuffle_buffer_bytes, rng)
+            else:
+                yield one_per_group(ranges)
+
+    def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
+        salt = {"row groups": 0, "rows": 1}[purpose]
+        return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
+
+
+def _make_read_only(parts: Iterable[Columns]) -> None:
+    """Make cached arrays read-only, so that a transformation must copy them before editing."""
+    for part in parts:
+        for array in part.values():
+            array.setflags(write=False)
+
+
+def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
+    """Yield parts until they contain a number of rows."""
+    while rows > 0:
+        part = next(parts, None)
+        if part is None:
+            return
+        rows -= num_rows(part)
+        yield part
+
+
+class ArrowDataModule(PlannedDataModule):
+    """Data module that reads row groups with PyArrow in threads, which decode without the GIL.
+
+    ``reader_pool_type="process"`` behaves like ``"thread"``. With ``"dummy"``, the calling thread
+    reads. Each worker holds at most one unconsumed table of a row group (see `range_tables`).
+    """
+
+    short_name = "arrow"
+
+    def read(
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges in threads; see `PlannedDataModule.read`."""
+
+        def read(slices: RangeRead) -> Generator[tuple[Columns, bool], None, None]:
+            with files.open(slices) as file:
+                for table, ends_slice in range_tables(file, slices, self.columns):
+                    yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
+
+        bundles = (bundle for bundles in passes for bundle in bundles)
+        with RangeFiles(self.store, self.columns, self.footers) as files:
+            if self.reader_pool_type == "dummy":
+                yield from interleave(bundles, read, 0)
+            else:
+                yield from interleave(files.ahead(bundles), read, workers)
 
 
 class CheckedDataModule(ChunkedDataModule):
@@ -193,180 +664,3 @@ def _one_by_one(chunks: Iterator[Chunk]) -> Generator[Chunk, None, None]:
         for size in chunk.sizes:
             yield Chunk(chunk.rows.slice(start, start + size), (size,))
             start += size
-
-
-def check_data_module(data_module: str | type[DataModule] | None) -> None:
-    """Check that a data module can be created. Runs on the driver.
-
-    Raises
-    ------
-    ParamError
-        If it is neither a known name nor a subclass of `DataModule`.
-    DependencyError
-        If it needs a package that is not installed.
-    """
-    if isinstance(data_module, type) and issubclass(data_module, DataModule):
-        return
-    if data_module is None or data_module == "arrow":
-        return
-    if data_module != "petastorm":
-        raise ParamError(
-            "data_module: expected 'petastorm', 'arrow' or a class derived from "
-            f"hvd_estimators.loading.readers.DataModule, found {data_module!r}."
-        )
-    if importlib.util.find_spec("petastorm") is None:
-        raise DependencyError(
-            "data_module='petastorm' needs Petastorm, which is not installed. Set "
-            f"data_module='arrow', which reads the same files, or run: {INSTALL['petastorm']}"
-        )
-
-
-def check_shards(
-    data_module: str | type[Any] | None, num_shards: int, num_ranks: int, run_id: str | None
-) -> None:
-    """Check that the given number of ranks can run a run's shards. Runs on the driver.
-
-    Parameters
-    ----------
-    data_module : str, type or None
-        Name or class of the data module.
-    num_shards, num_ranks : int
-        Number of the run's canonical shards, and number of ranks.
-    run_id : str or None
-        The run, for messages.
-
-    Raises
-    ------
-    ParamError
-        If there are more ranks than shards. Also if there are fewer ranks than shards and the data
-        module is user-defined, because it reads only one shard per rank.
-    """
-    if num_ranks > num_shards:
-        raise ParamError(
-            f"num_proc: the run {run_id!r} began with {num_shards} ranks, which share out each "
-            f"global batch, and cannot go on with more, found {num_ranks}. Set num_proc to "
-            f"{num_shards} or less, or another run_id."
-        )
-    if num_ranks < num_shards and not reads_several(data_module):
-        raise ParamError(
-            f"data_module: the run {run_id!r} began with {num_shards} ranks, and with {num_ranks} "
-            f"some have to read for two. {data_module!r} reads for one: only data modules of this "
-            f"package can read for several. Set num_proc={num_shards}, or another run_id."
-        )
-
-
-def reads_several(data_module: str | type[Any] | None) -> bool:
-    """Return whether a rank can read several shards; False for user-defined data modules."""
-    return not isinstance(data_module, type) or issubclass(data_module, PlannedDataModule)
-
-
-def open_data_module(
-    data: DataSpec,
-    rank: int,
-    size: int,
-    *,
-    epoch: int,
-    rows: int = 0,
-    epochs: int,
-    memory: BufferPool | None = None,
-) -> DataModule:
-    """Create a rank's data module. Runs on ranks.
-
-    Parameters
-    ----------
-    data : DataSpec
-        The data of the job.
-    rank, size : int
-        This rank and the number of ranks.
-    epoch : int
-        The first epoch to train.
-    rows : int
-        Rows of that epoch, over all shards, that were already trained on; see
-        `DataSpec.rows_after`.
-    epochs : int
-        Number of remaining epochs, including the first one.
-    memory : BufferPool, optional
-        Allocates the batches; not used by user-defined data modules.
-
-    Returns
-    -------
-    DataModule
-        With as many ranks as shards, a data module with one batch per step. With fewer ranks, a
-        `VirtualShards` with several micro-batches per step. A user-defined data module is wrapped
-        in a `CheckedDataModule`.
-
-    Raises
-    ------
-    ValueError
-        If no step ends after ``rows`` rows.
-    ParamError
-        See `check_shards`.
-    """
-    skip_steps = epoch * data.train_steps_per_epoch + data.batches_before(epoch, rows)
-    if size == data.num_shards:
-        return _open_shard(data, rank, skip_steps, epochs, memory)
-    check_shards(data.data_module, data.num_shards, size, None)
-    shards = virtual_shards(data.num_shards, rank, size)
-    workers = {
-        name: max(getattr(data.options, name) // len(shards), 1)
-        for name in ("train_reader_worker_count", "val_reader_worker_count")
-    }
-    data = replace(data, options=replace(data.options, **workers))
-    opened = [_open_shard(data, shard, skip_steps, epochs, memory) for shard in shards]
-    modules = [module for module in opened if isinstance(module, PlannedDataModule)]
-    for module in modules:
-        module.footers = modules[0].footers
-    return VirtualShards(modules, size)
-
-
-def _open_shard(
-    data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: BufferPool | None
-) -> DataModule:
-    """Create the data module of one shard, without the first steps of the run."""
-    module = _module_class(data.data_module)(
-        train_dir=data.train_path,
-        val_dir=data.val_path,
-        num_train_epochs=epochs,
-        has_val=data.val_plan is not None,
-        train_batch_size=data.batch_size,
-        val_batch_size=data.val_batch_size,
-        cur_shard=shard,
-        shard_count=data.num_shards,
-        schema_fields=[column.name for column in data.columns],
-        steps_per_epoch_train=data.train_steps_per_epoch,
-        steps_per_epoch_val=data.validation_steps_per_epoch,
-        columns=data.columns,
-        train_plan=data.train_plan,
-        val_plan=data.val_plan,
-        random_seed=data.random_seed,
-        skip_train_steps=skip_steps,
-        label_cols=data.label_cols,
-        **data.options.as_arguments(),
-    )
-    if isinstance(module, PlannedDataModule):
-        module.memory = memory or module.memory
-        return module
-    return CheckedDataModule(
-        module,
-        rank=shard,
-        steps=data.train_steps_per_epoch,
-        skip_steps=skip_steps,
-        has_val_rows=data.val_plan is not None and data.val_plan.rows(shard) > 0,
-    )
-
-
-def _module_class(data_module: str | type[DataModule] | None) -> type[DataModule]:
-    if isinstance(data_module, type):
-        return data_module
-    if data_module != "arrow":
-        try:
-            from hvd_estimators.loading.petastorm import PetastormDataModule
-        except ImportError:
-            # Importing an installed Petastorm can fail with current versions of PyArrow.
-            if data_module is not None:
-                raise
-        else:
-            return PetastormDataModule
-    from hvd_estimators.loading.arrow import ArrowDataModule
-
-    return ArrowDataModule

@@ -1,21 +1,40 @@
-"""Serializable description of a training job's data. Contains no Spark objects."""
+"""A training job's data: its serializable description, and the data module that a rank opens.
+
+Contains no Spark objects.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.loading.plan import ShardPlan
-from hvd_estimators.loading.reader import DataModule
+from hvd_estimators.exceptions import DataError, DependencyError, ParamError
+from hvd_estimators.loading.blocks import BufferPool
+from hvd_estimators.loading.plan import ShardPlan, virtual_shards
+from hvd_estimators.loading.readers import (
+    ArrowDataModule,
+    CheckedDataModule,
+    DataModule,
+    PlannedDataModule,
+    VirtualShards,
+)
 from hvd_estimators.loading.transform import RowFunction, Transformation
 from hvd_estimators.store.base import Store
 
-__all__ = ["DataSpec", "ReaderOptions"]
+__all__ = [
+    "DataSpec",
+    "ReaderOptions",
+    "check_data_module",
+    "check_shards",
+    "open_data_module",
+    "reads_several",
+]
 
 
 @dataclass(frozen=True)
@@ -219,3 +238,178 @@ class DataSpec:
         """Cumulative number of rows, over all shards, after each step of a pass; begins with 0."""
         sizes = self.train_plan.global_batch_sizes(self.batch_size)
         return list(itertools.accumulate(sizes, initial=0))
+
+
+def check_data_module(data_module: str | type[DataModule] | None) -> None:
+    """Check that a data module can be created. Runs on the driver.
+
+    Raises
+    ------
+    ParamError
+        If it is neither a known name nor a subclass of `DataModule`.
+    DependencyError
+        If it needs a package that is not installed.
+    """
+    if isinstance(data_module, type) and issubclass(data_module, DataModule):
+        return
+    if data_module is None or data_module == "arrow":
+        return
+    if data_module != "petastorm":
+        raise ParamError(
+            "data_module: expected 'petastorm', 'arrow' or a class derived from "
+            f"hvd_estimators.loading.readers.DataModule, found {data_module!r}."
+        )
+    if importlib.util.find_spec("petastorm") is None:
+        raise DependencyError(
+            "data_module='petastorm' needs Petastorm, which is not installed. Set "
+            f"data_module='arrow', which reads the same files, or run: {INSTALL['petastorm']}"
+        )
+
+
+def check_shards(
+    data_module: str | type[Any] | None, num_shards: int, num_ranks: int, run_id: str | None
+) -> None:
+    """Check that the given number of ranks can run a run's shards. Runs on the driver.
+
+    Parameters
+    ----------
+    data_module : str, type or None
+        Name or class of the data module.
+    num_shards, num_ranks : int
+        Number of the run's canonical shards, and number of ranks.
+    run_id : str or None
+        The run, for messages.
+
+    Raises
+    ------
+    ParamError
+        If there are more ranks than shards. Also if there are fewer ranks than shards and the data
+        module is user-defined, because it reads only one shard per rank.
+    """
+    if num_ranks > num_shards:
+        raise ParamError(
+            f"num_proc: the run {run_id!r} began with {num_shards} ranks, which share out each "
+            f"global batch, and cannot go on with more, found {num_ranks}. Set num_proc to "
+            f"{num_shards} or less, or another run_id."
+        )
+    if num_ranks < num_shards and not reads_several(data_module):
+        raise ParamError(
+            f"data_module: the run {run_id!r} began with {num_shards} ranks, and with {num_ranks} "
+            f"some have to read for two. {data_module!r} reads for one: only data modules of this "
+            f"package can read for several. Set num_proc={num_shards}, or another run_id."
+        )
+
+
+def reads_several(data_module: str | type[Any] | None) -> bool:
+    """Return whether a rank can read several shards; False for user-defined data modules."""
+    return not isinstance(data_module, type) or issubclass(data_module, PlannedDataModule)
+
+
+def open_data_module(
+    data: DataSpec,
+    rank: int,
+    size: int,
+    *,
+    epoch: int,
+    rows: int = 0,
+    epochs: int,
+    memory: BufferPool | None = None,
+) -> DataModule:
+    """Create a rank's data module. Runs on ranks.
+
+    Parameters
+    ----------
+    data : DataSpec
+        The data of the job.
+    rank, size : int
+        This rank and the number of ranks.
+    epoch : int
+        The first epoch to train.
+    rows : int
+        Rows of that epoch, over all shards, that were already trained on; see
+        `DataSpec.rows_after`.
+    epochs : int
+        Number of remaining epochs, including the first one.
+    memory : BufferPool, optional
+        Allocates the batches; not used by user-defined data modules.
+
+    Returns
+    -------
+    DataModule
+        With as many ranks as shards, a data module with one batch per step. With fewer ranks, a
+        `VirtualShards` with several micro-batches per step. A user-defined data module is wrapped
+        in a `CheckedDataModule`.
+
+    Raises
+    ------
+    ValueError
+        If no step ends after ``rows`` rows.
+    ParamError
+        See `check_shards`.
+    """
+    skip_steps = epoch * data.train_steps_per_epoch + data.batches_before(epoch, rows)
+    if size == data.num_shards:
+        return _open_shard(data, rank, skip_steps, epochs, memory)
+    check_shards(data.data_module, data.num_shards, size, None)
+    shards = virtual_shards(data.num_shards, rank, size)
+    workers = {
+        name: max(getattr(data.options, name) // len(shards), 1)
+        for name in ("train_reader_worker_count", "val_reader_worker_count")
+    }
+    data = replace(data, options=replace(data.options, **workers))
+    opened = [_open_shard(data, shard, skip_steps, epochs, memory) for shard in shards]
+    modules = [module for module in opened if isinstance(module, PlannedDataModule)]
+    for module in modules:
+        module.footers = modules[0].footers
+    return VirtualShards(modules, size)
+
+
+def _open_shard(
+    data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: BufferPool | None
+) -> DataModule:
+    """Create the data module of one shard, without the first steps of the run."""
+    module = _module_class(data.data_module)(
+        train_dir=data.train_path,
+        val_dir=data.val_path,
+        num_train_epochs=epochs,
+        has_val=data.val_plan is not None,
+        train_batch_size=data.batch_size,
+        val_batch_size=data.val_batch_size,
+        cur_shard=shard,
+        shard_count=data.num_shards,
+        schema_fields=[column.name for column in data.columns],
+        steps_per_epoch_train=data.train_steps_per_epoch,
+        steps_per_epoch_val=data.validation_steps_per_epoch,
+        columns=data.columns,
+        train_plan=data.train_plan,
+        val_plan=data.val_plan,
+        random_seed=data.random_seed,
+        skip_train_steps=skip_steps,
+        label_cols=data.label_cols,
+        **data.options.as_arguments(),
+    )
+    if isinstance(module, PlannedDataModule):
+        module.memory = memory or module.memory
+        return module
+    return CheckedDataModule(
+        module,
+        rank=shard,
+        steps=data.train_steps_per_epoch,
+        skip_steps=skip_steps,
+        has_val_rows=data.val_plan is not None and data.val_plan.rows(shard) > 0,
+    )
+
+
+def _module_class(data_module: str | type[DataModule] | None) -> type[DataModule]:
+    if isinstance(data_module, type):
+        return data_module
+    if data_module != "arrow":
+        try:
+            from hvd_estimators.loading.petastorm import PetastormDataModule
+        except ImportError:
+            # Importing an installed Petastorm can fail with current versions of PyArrow.
+            if data_module is not None:
+                raise
+        else:
+            return PetastormDataModule
+    return ArrowDataModule

@@ -9,8 +9,8 @@ from typing import Any
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
-from hvd_estimators.loading.readers import check_data_module
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
+from hvd_estimators.loading.spec import check_data_module
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,

@@ -10,9 +10,9 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -153,9 +153,11 @@ def prepare_data(
     seed = random_seed or 0
     split = _validation(df, validation, seed)
     max_files = num_processes * partitions_per_process
+    plan = _analyzed_plan(df)
     shuffle: Shuffle | None = None
     if shuffle_on_write:
-        shuffle = Shuffle(seed, _num_files(df, columns, num_processes, max_files))
+        rows = _estimated_rows(plan)
+        shuffle = Shuffle(seed, _num_files(rows, columns, num_processes, max_files))
     by_position = shuffle is not None or (split is not None and split.by_position)
     store.check_data()
 
@@ -168,7 +170,7 @@ def prepare_data(
             columns,
             split,
             shuffle,
-            in_order=by_position and _keeps_order(df),
+            in_order=by_position and _keeps_order(plan),
             check_finite=check_finite,
         )
         logger.log(
@@ -227,19 +229,19 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
 
 
 def _num_files(
-    df: DataFrame, columns: Sequence[StoredColumn], num_processes: int, max_files: int
+    rows: float | None, columns: Sequence[StoredColumn], num_processes: int, max_files: int
 ) -> int:
     """Return the number of files for shuffled rows: a row group each, if there are few rows.
 
     The result must not depend on the number of partitions or cores, so that the same rows give the
     same files.
     """
-    rows = _estimated_rows(df)
     if rows is None:
         return max_files
+    shapes = (() if column.spec.kind == "scalar" else (_USUAL_WIDTH,) for column in columns)
     row_bytes = sum(
-        np.dtype(column.spec.dtype).itemsize * (1 if column.spec.kind == "scalar" else _USUAL_WIDTH)
-        for column in columns
+        replace(column.spec, shape=shape).row_bytes
+        for column, shape in zip(columns, shapes, strict=True)
     )
     return min(max(math.ceil(rows * row_bytes / ROW_GROUP_BYTES), num_processes), max_files)
 
@@ -254,9 +256,8 @@ _UNKNOWN_BYTES = 2**63 - 1
 """Size that Spark assumes for a source of unknown size."""
 
 
-def _keeps_order(df: DataFrame) -> bool:
+def _keeps_order(plan: Any) -> bool:
     """Return whether rows always come in the same order, which is not the case after a shuffle."""
-    plan = _analyzed(df)
     if plan is None:
         return False
     try:
@@ -277,12 +278,11 @@ def _keeps_order(df: DataFrame) -> bool:
         return False
 
 
-def _estimated_rows(df: DataFrame) -> float | None:
+def _estimated_rows(plan: Any) -> float | None:
     """Return an estimate of the maximum number of rows, from the plan alone; None if unknown.
 
     Cached data does not change the result.
     """
-    plan = _analyzed(df)
     if plan is None:
         return None
     try:
@@ -293,7 +293,7 @@ def _estimated_rows(df: DataFrame) -> float | None:
         return None
 
 
-def _analyzed(df: DataFrame) -> Any:
+def _analyzed_plan(df: DataFrame) -> Any:
     """Return the analyzed plan in the JVM; None with Spark Connect."""
     if is_connect(df.sparkSession):
         return None

@@ -18,7 +18,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.types import SPARK_DTYPES, text_options
+from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 
 __all__ = [
@@ -245,12 +245,6 @@ _OLD_VECTORS = (
 )
 
 
-_DENSE = 1
-
-
-"""The field ``type`` of dense vectors, in the struct of VectorUDT; it is 0 for sparse vectors."""
-
-
 @dataclass(frozen=True)
 class StoredColumn:
     """Written form of a DataFrame column.
@@ -381,7 +375,7 @@ def _dense(name: str, column: Column) -> StoredColumn:
     raw = F.unwrap_udt(column)
     array = (
         # Dense vectors are cast without JVM objects; vector_to_array creates one per vector.
-        F.when(raw["type"] == _DENSE, raw["values"].cast("array<float>"))
+        F.when(raw["type"] == DENSE, raw["values"].cast("array<float>"))
         # vector_to_array fails on a null, and does not name the column.
         .when(column.isNotNull(), vector_to_array(column, "float32"))
     )
@@ -394,9 +388,9 @@ def _sparse(name: str, column: Column, taken: Collection[str]) -> StoredColumn:
     spec = replace(spec, stored=tuple(unused_name(part, taken) for part in spec.stored_names))
     raw = F.unwrap_udt(column)
     values = raw["values"].cast("array<float>")
-    size = F.when(raw["type"] == _DENSE, F.size(values)).otherwise(raw["size"])
+    size = F.when(raw["type"] == DENSE, F.size(values)).otherwise(raw["size"])
     pairs = F.when(
-        raw["type"] == _DENSE,
+        raw["type"] == DENSE,
         F.transform(
             values, lambda value, index: F.struct(index.alias("index"), value.alias("value"))
         ),

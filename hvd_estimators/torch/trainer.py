@@ -14,7 +14,8 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.loading.readers import DataModule, open_data_module
+from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.checkpoint import RunCheckpoints
 from hvd_estimators.torch.collectives import (

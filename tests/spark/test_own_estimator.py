@@ -23,7 +23,7 @@ from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamErro
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.loading.readers import open_data_module
+from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import number, param
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter

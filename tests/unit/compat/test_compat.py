@@ -29,7 +29,7 @@ NAMES = [
     ("", "run_elastic", "hvd_estimators.launch.api"),
     (".runner", "run_elastic", "hvd_estimators.launch.api"),
     (".common.backend", "Backend", "hvd_estimators.launch.backend"),
-    (".common.datamodule", "DataModule", "hvd_estimators.loading.reader"),
+    (".common.datamodule", "DataModule", "hvd_estimators.loading.readers"),
     (".common.estimator", "HorovodEstimator", "hvd_estimators.estimator"),
     (".common.estimator", "HorovodModel", "hvd_estimators.model"),
     (".common.store", "DBFSLocalStore", "hvd_estimators.store.local"),

@@ -12,8 +12,8 @@ from pyarrow import parquet
 from hvd_estimators.data.discovery import first_rows, read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.store import FilesystemStore
 

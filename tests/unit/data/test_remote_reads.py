@@ -17,13 +17,12 @@ from pyarrow import parquet
 from hvd_estimators.data import footers, remote_reads
 from hvd_estimators.data.discovery import first_rows, read_manifest
 from hvd_estimators.data.footers import FileFooter, FooterCache, read_tail
-from hvd_estimators.data.remote_reads import FetchedFile, joined
+from hvd_estimators.data.manifest import RowRange
+from hvd_estimators.data.remote_reads import FetchedFile, RangeFiles, RangeRead, joined
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.loading import range_files
-from hvd_estimators.loading.arrow import ArrowDataModule
-from hvd_estimators.loading.interleave import RangeRead, range_tables
-from hvd_estimators.loading.plan import RowRange, plan_shards
-from hvd_estimators.loading.range_files import RangeFiles
+from hvd_estimators.loading.interleave import range_tables
+from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -122,8 +121,8 @@ def test_a_row_group_takes_a_request_per_run_of_columns_and_a_file_one_more(
     ) as module:
         groups = manifest.train.row_groups
         for _ in range(epochs):
-            bundles = [(RangeRead(part),) for part in plan.shards[0]]
-            parts = list(module.read(iter([bundles]), 2))
+            groups_of_ranges = [(RangeRead(part),) for part in plan.shards[0]]
+            parts = list(module.read(iter([groups_of_ranges]), 2))
             ids = np.concatenate([part["id"] for part in parts])
             assert ids.tolist() == list(range(len(groups) * ROWS))
             assert sum(len(batch["id"]) for batch in module.val_data()) == len(groups) * ROWS
@@ -173,8 +172,8 @@ def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
     assert len(requests.take()) == 2 * FILES
 
 
-@pytest.mark.parametrize("together", [1, 4])
-def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, together):
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, group_size):
     """Of each column, so that no more is held than there is room for, and a piece more of each."""
     store, requests = counted_reads.make_store(tmp_path)
     rows = 40_000
@@ -184,9 +183,8 @@ def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, toge
     requests.take()
     piece, most = 10_000, 80_000
     monkeypatch.setattr(remote_reads, "FETCHED_BYTES", piece)
-    monkeypatch.setattr(range_files, "FETCHED_BYTES", piece)
-    monkeypatch.setattr(range_files, "WHOLE_BYTES", most)
-    monkeypatch.setattr(range_files, "OPEN_BYTES", 2 * most)
+    monkeypatch.setattr(remote_reads, "WHOLE_BYTES", most)
+    monkeypatch.setattr(remote_reads, "OPEN_BYTES", 2 * most)
     held = []
     fetch = FetchedFile.fetch
 
@@ -196,16 +194,16 @@ def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, toge
 
     monkeypatch.setattr(FetchedFile, "fetch", fetch_and_look)
     with RangeFiles(store, specs) as files:
-        slices = RangeRead(RowRange(path, 0, 0, rows), together=together)
-        with files.open(slices) as file:
-            tables = [table for table, _ in range_tables(file, slices, specs)]
+        read = RangeRead(RowRange(path, 0, 0, rows), group_size=group_size)
+        with files.open(read) as file:
+            tables = [table for table, _ in range_tables(file, read, specs)]
     ids = pa.concat_tables(tables)["id"].to_numpy()
     assert (ids == np.arange(rows)).all()
     (_, *pieces) = requests.take()
-    chunks = FileFooter.of(read_tail(store, path)).chunks(0, ["id", "twice"])
+    chunks = FileFooter.of(path, read_tail(store, path)).chunks(0, ["id", "twice"])
     total = sum(stop - start for start, stop in chunks)
     assert sum(size for _, _, size in pieces) == total
-    share = min(most, 2 * most // together)
+    share = min(most, 2 * most // group_size)
     expected = [max(share * (stop - start) // total // 2, piece) for start, stop in chunks]
     assert len(pieces) == sum(
         -(-(stop - start) // size) for (start, stop), size in zip(chunks, expected, strict=True)
@@ -238,19 +236,19 @@ def test_the_next_ranges_are_fetched_before_they_are_asked_for_as_long_as_there_
     parts = [RangeRead(part) for part in plan_shards(manifest.train.row_groups, 1).shards[0]]
     footer = FooterCache(store).get(parts[0].row_range.file)
     ((start, stop),) = joined(footer.chunks(0, ["id", "twice"]))
-    monkeypatch.setattr(range_files, "AHEAD_BYTES", 3 * (stop - start))
+    monkeypatch.setattr(remote_reads, "AHEAD_BYTES", 3 * (stop - start))
     requests.take()
     with RangeFiles(store, manifest.columns) as files:
-        for slices in parts[:6]:
-            files.announce(slices)
+        for read in parts[:6]:
+            files.announce(read)
         for _ in range(3):
             assert gate.asked.acquire(timeout=30)
         assert not gate.asked.acquire(timeout=0.2)
         gate.open.set()
-        for slices in parts[:6]:
-            with files.open(slices) as file:
-                tables = [table for table, _ in range_tables(file, slices, manifest.columns)]
-            assert pa.concat_tables(tables)["twice"][0].as_py() == 2 * ROWS * parts.index(slices)
+        for read in parts[:6]:
+            with files.open(read) as file:
+                tables = [table for table, _ in range_tables(file, read, manifest.columns)]
+            assert pa.concat_tables(tables)["twice"][0].as_py() == 2 * ROWS * parts.index(read)
     # Each once, and the footers of both files.
     assert len([start for _, start, _ in requests.take() if start >= 0]) == 6
 

@@ -12,9 +12,9 @@ from pyarrow import parquet
 
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.remote_reads import HOLE_BYTES
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import Store
 
 pytestmark = pytest.mark.timeout(180)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from hvd_estimators.data.manifest import RowRange
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run import FoundRun, as_json, check_reading, reading_identity
-from hvd_estimators.loading.plan import RowRange, ShardPlan
+from hvd_estimators.loading.plan import ShardPlan
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.store.base import RunPaths

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_estimators.data.arrays import to_vectors
 from hvd_estimators.exceptions import ParamError, PredictionError
 from hvd_estimators.inference.output_columns import (
     OutputType,
     java_text,
     output_types,
     to_column,
-    to_vectors,
 )
 
 pytestmark = pytest.mark.versions

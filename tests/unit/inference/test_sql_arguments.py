@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hvd_estimators.data.arrays import to_array
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.inference.batch import to_array
+from hvd_estimators.inference.batch import BatchPredictor, to_arrays
 from hvd_estimators.inference.sql import sql_arguments
 
 pytestmark = pytest.mark.versions
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.versions
 
 def column(given: pa.Array) -> pa.Array:
     return sql_arguments([given], ["a"], [])[0]
+
+
+def to_arrays_of(given: pa.Array) -> Any:
+    found, valid = to_arrays(BatchPredictor(("a",), ("a",), keeps_nulls=True), [given])
+    return found["a"], valid
 
 
 def vectors(*rows: Any) -> pa.Array:
@@ -37,10 +43,12 @@ def test_vectors_are_arrays_of_floats_dense_or_sparse() -> None:
 
 
 def test_decimals_are_floats_also_in_arrays_of_arrays() -> None:
-    assert column(pa.array([None, Decimal("0.25")])).to_pylist() == [None, 0.25]
-    found = column(pa.array([None, [[Decimal(1), Decimal("2.5")]]]))
-    assert found.type == pa.list_(pa.list_(pa.float64()))
-    assert found.to_pylist() == [None, [[1.0, 2.5]]]
+    found = to_array(column(pa.array([Decimal("0.25")])), "a")
+    assert (found.dtype, found.tolist()) == (np.float64, [0.25])
+    found = to_array(column(pa.array([[[Decimal(1), Decimal("2.5")]]])), "a")
+    assert (found.dtype, found.tolist()) == (np.float64, [[[1.0, 2.5]]])
+    (found,), valid = to_arrays_of(column(pa.array([None, [Decimal("0.25")]])))
+    assert (found.tolist(), valid.tolist()) == ([0.25], [False, True])
     numbers = pa.array([1, 2])
     assert column(numbers) is numbers
 

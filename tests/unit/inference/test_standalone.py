@@ -213,3 +213,24 @@ def test_decimals_are_the_nearest_doubles(form: str, precision: int, scale: int)
     expected = np.array([[float(number) for number in pair] for pair in pairs])
     np.testing.assert_array_equal(found["b"], expected)
     np.testing.assert_array_equal(found["c"], np.stack([expected, expected], 1))
+
+
+@pytest.mark.parametrize("form", ["dictionary", "list view", "lists of dictionaries"])
+def test_arrow_columns_of_any_layout_are_taken(form: str) -> None:
+    expected: Any = [[1.0, 2.0], [3.0, 4.0]]
+    if form == "dictionary":
+        column = pa.DictionaryArray.from_arrays(pa.array([1, 0, 2, 1]), pa.array([5.0, 6.0, None]))
+        found = read_table({"a": column}, ["a"], [], ())
+        assert (found.null_column, found.columns["a"].tolist()) == ("a", [6.0, 5.0, 6.0])
+        return
+    if form == "list view":
+        if not hasattr(pa, "ListViewArray"):
+            pytest.skip("this PyArrow has no list views")
+        column = pa.ListViewArray.from_arrays(
+            pa.array([2, 0, None], pa.int32()), pa.array([2, 2, 2], pa.int32()), [3.0, 4, 1, 2]
+        )
+    else:
+        items = pa.array([1.0, 2, 3, 4]).dictionary_encode()
+        column = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), items)
+    found = read_table({"a": column}, ["a"], [], ())
+    assert found.columns["a"].tolist() == expected

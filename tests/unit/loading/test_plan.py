@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.data.manifest import RowGroup
+from hvd_estimators.data.manifest import RowGroup, RowRange
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.loading.plan import MOST_OPEN_GROUPS, RowRange, batch_sizes, plan_shards
+from hvd_estimators.loading.plan import MOST_OPEN_GROUPS, batch_sizes, plan_shards
 
 # One list per file, with the rows of each of its row groups.
 LAYOUTS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6)

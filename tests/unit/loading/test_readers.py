@@ -12,8 +12,8 @@ from pyarrow import parquet
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import plan_shards
-from hvd_estimators.loading.readers import DataModule, check_data_module, open_data_module
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions
+from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_data_module, open_data_module
 from hvd_estimators.store import LocalStore
 
 

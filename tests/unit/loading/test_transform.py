@@ -15,9 +15,9 @@ from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading import interleave
 from hvd_estimators.loading import transform as transformation_module
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.loading.transform import EditedField, Transformation, Transformed, edited_fields
 
 pytestmark = pytest.mark.versions

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hvd_estimators.data.manifest import ColumnSpec, RowGroup
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import plan_shards, virtual_shards
-from hvd_estimators.loading.reader import DataModule, PlannedDataModule
-from hvd_estimators.loading.readers import check_shards, open_data_module
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions
+from hvd_estimators.loading.readers import DataModule, PlannedDataModule
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, open_data_module
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.loading.arrow import ArrowDataModule
 from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
 
 ROWS = 53

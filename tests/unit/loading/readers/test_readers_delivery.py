@@ -7,7 +7,7 @@ import pytest
 from numbered_rows import ROWS, Dataset, current, flat, module, pairs, steps, take
 
 from hvd_estimators.loading import interleave
-from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.readers import ArrowDataModule
 
 pytestmark = pytest.mark.timeout(60)
 

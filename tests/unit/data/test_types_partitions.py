@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.partitions import partition_column, partition_spec, partition_values
+from hvd_estimators.data.types import partition_column, partition_spec, partition_values
 from hvd_estimators.exceptions import ColumnError, DataError
 
 pytestmark = pytest.mark.versions

@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hvd_estimators.data.arrays import rows_of, to_array, valid_rows
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.inference.batch import BatchPredictor, rows_of, to_array, to_arrays, valid_rows
+from hvd_estimators.inference.batch import BatchPredictor, to_arrays
 
 pytestmark = pytest.mark.versions
 
