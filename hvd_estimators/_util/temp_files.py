@@ -18,11 +18,12 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 
-__all__ = ["LazyFile", "LocalFile", "folder_prefix", "sweep"]
+__all__ = ["LazyFile", "LocalFile", "delete_folders", "folder_prefix", "sweep"]
 
 _NAME = re.compile(r"hvd_estimators-of-([0-9a-f]{16})-(\d+)-(\d+)-\w+")
 
@@ -90,16 +91,25 @@ def folder_prefix() -> str:
 def sweep(parent: str) -> None:
     """Delete this user's temporary folders whose processes have certainly ended."""
     machine = this_process().machine
+
+    def is_abandoned(folder: Path) -> bool:
+        name = _NAME.fullmatch(folder.name)
+        if name is None or not machine or name[1] != _digest(machine):
+            return False
+        return is_dead(ProcessIdentity(machine, int(name[2]), name[3]))
+
+    delete_folders(parent, is_abandoned)
+
+
+def delete_folders(parent: str, is_abandoned: Callable[[Path], bool]) -> None:
+    """Delete the folders of this user for which a function returns True; errors are ignored."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            named = _NAME.fullmatch(entry.name)
-            if named is None or not machine or named[1] != _digest(machine):
-                continue
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 if (
                     entry.is_dir(follow_symlinks=False)
                     and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                    and is_dead(ProcessIdentity(machine, int(named[2]), named[3]))
+                    and is_abandoned(Path(entry))
                 ):
                     shutil.rmtree(entry, ignore_errors=True)
 

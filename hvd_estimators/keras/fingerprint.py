@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from hvd_estimators.fitting.run import named
+from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.keras.backend import all_layers, model_optimizers
 
 __all__ = ["model_fingerprint"]

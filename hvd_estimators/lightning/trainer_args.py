@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.fitting.dry_run import traceless
+from hvd_estimators.fitting.trial import traceless
 from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.fitting.run import named
+from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.torch.serialization import plain_module
 
 __all__ = ["model_fingerprint"]

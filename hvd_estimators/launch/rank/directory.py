@@ -13,7 +13,6 @@ import getpass
 import json
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
+from hvd_estimators._util.temp_files import delete_folders
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
 
@@ -66,17 +66,14 @@ def use_own_temporary_folder() -> None:
 
 def sweep(parent: str) -> None:
     """Delete this user's rank directories whose rank and parent have certainly both ended."""
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                is_own = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
-                if (
-                    is_own
-                    and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                    and is_dead(ProcessIdentity(**json.loads(Path(entry, _OWNER_FILE).read_text())))
-                    and not _is_running(Path(entry, PID_FILE))
-                ):
-                    shutil.rmtree(entry, ignore_errors=True)
+
+    def is_abandoned(folder: Path) -> bool:
+        if not folder.name.startswith(_PREFIX):
+            return False
+        starter = ProcessIdentity(**json.loads((folder / _OWNER_FILE).read_text()))
+        return is_dead(starter) and not _is_running(folder / PID_FILE)
+
+    delete_folders(parent, is_abandoned)
 
 
 @functools.lru_cache(maxsize=1)
