@@ -205,7 +205,7 @@ class TrainPlanning(
             storage_options=get("store").storage_options,
         )
 
-    def _params_in(self, spec: type) -> dict[str, Any]:
+    def _params_in(self, spec: type[Any]) -> dict[str, Any]:
         """Return the values of the params that a spec has fields of the same name for."""
         names = [field.name for field in fields(spec)]
         return {name: self.getOrDefault(name) for name in names if name in self._declarations}

@@ -30,7 +30,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import Tracking
 from hvd_estimators.fitting.progress import EpochFeed
-from hvd_estimators.fitting.run import ReadOrder, Run, RunParams
+from hvd_estimators.fitting.run import ReadOrder, Run
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.store import Store
@@ -54,12 +54,12 @@ _CLOSE_SECONDS = 120.0
 """Maximum wait for the history to be written at the end of a fit."""
 
 
-def start_note(estimator: RunParams, run: Run, spec: TrainSpec) -> dict[str, Any]:
+def start_note(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[str, Any]:
     """Return the record at the start of training; values of earlier fits of the run are preserved.
 
     Parameters
     ----------
-    estimator : RunParams
+    estimator : DeclaredParams
         The estimator.
     run : Run
         The run, with its metadata of earlier fits.
@@ -77,7 +77,7 @@ def start_note(estimator: RunParams, run: Run, spec: TrainSpec) -> dict[str, Any
     }
     document = {
         "run_id": run.paths.run_id,
-        "framework": estimator._framework,
+        "framework": spec.checkpoints.framework,
         "fingerprint": as_json(run.paths.fingerprint),
         "row_order": asdict(ReadOrder(data.num_shards, data.random_seed)),
         "params": noted_params(estimator),

@@ -13,10 +13,10 @@ import logging
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
@@ -421,20 +421,24 @@ class Fits:
         return index, self._fit(index)
 
 
-class RunResults(Sequence[TrainResult]):
+class RunResults(tuple[TrainResult, ...]):
     """Results of the ranks, in the order of the ranks.
 
     Parameters
     ----------
-    results : sequence of TrainResult
+    results : iterable of TrainResult
         One result per rank. The result of rank 0 holds the trained state.
     spec : TrainSpec
         The ranks' spec, of the framework's own class.
     """
 
-    def __init__(self, results: Sequence[TrainResult], spec: Any) -> None:
-        self._results = tuple(results)
+    spec: Any
+
+    def __new__(cls, results: Iterable[TrainResult], spec: Any) -> Self:
+        """Create the results."""
+        self = super().__new__(cls, results)
         self.spec = spec
+        return self
 
     @property
     def state(self) -> Any:
@@ -449,9 +453,9 @@ class RunResults(Sequence[TrainResult]):
         ResultsError
             If rank 0 returned no state.
         """
-        if len({result.weights_digest for result in self._results}) > 1:
+        if len({result.weights_digest for result in self}) > 1:
             raise HvdEstimatorsError(self._unequal())
-        state = self._results[0].state
+        state = self[0].state
         if state is None:
             raise ResultsError(
                 "Rank 0 returned no trained state. A backend has to return the ranks' results in "
@@ -461,36 +465,21 @@ class RunResults(Sequence[TrainResult]):
 
     def _unequal(self) -> str:
         """Return the message about ranks that ended with different weights."""
-        names = unequal_weights([result.weight_digests for result in self._results])
+        names = unequal_weights([result.weight_digests for result in self])
         message = "The ranks ended with different weights"
         message += f": {named_weights(names)}. " if names else ". "
-        message += (
-            "A callback, custom layer or step of the user's that treats ranks differently can "
-            "cause that."
-        )
+        message += "The user's callback, custom layer or step may treat ranks differently."
         run = getattr(self.spec, "run", None)
         if run is None:
             return message
         if run.checkpoints_path is None:
-            return f"{message} Run {run.run_id!r} keeps no checkpoints: its result is lost."
+            return f"{message} Run {run.run_id!r} has no checkpoints: its result is lost."
         return (
-            f"{message} What rank 0 trained is the newest checkpoint of run {run.run_id!r}, in "
-            f"{run.checkpoints_path}: load_checkpoint(store, run_id={run.run_id!r}) reads it."
+            f"{message} The newest checkpoint of run {run.run_id!r}, in {run.checkpoints_path}, "
+            f"has the state of rank 0: load_checkpoint(store, run_id={run.run_id!r}) reads it."
         )
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
         """Metrics of the whole run, with one record per epoch."""
-        return self._results[0].history
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    @overload
-    def __getitem__(self, index: int) -> TrainResult: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TrainResult]: ...
-
-    def __getitem__(self, index: int | slice) -> TrainResult | Sequence[TrainResult]:
-        return self._results[index]
+        return self[0].history

@@ -152,14 +152,8 @@ class HDFSStore(FilesystemStore):
             raise ParamError(
                 f"prefix_path: expected a path on HDFS, found {path!r}. Set hdfs://host:port/path."
             )
-        authority, path_in_fs = "", path
-        if scheme:
-            rest = path.split(":", 1)[1]
-            if rest.startswith("//"):
-                authority, slash, path_in_fs = rest[2:].partition("/")
-                path_in_fs = slash + path_in_fs
-            else:
-                path_in_fs = rest
+        parts = urlsplit(path, allow_fragments=False)
+        authority, path_in_fs = (parts.netloc, parts.path) if scheme else ("", path)
         if "@" in authority:
             user, _, host = authority.rpartition("@")
             raise ParamError(

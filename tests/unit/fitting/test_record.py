@@ -31,7 +31,7 @@ from hvd_estimators.store.leases import Lease
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.spec import EpochMetrics
+from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
 
 COLUMNS = [
     ColumnSpec("größe, x", "vector", "float32", (3,)),
@@ -49,7 +49,7 @@ def record(store: Any, run_id: str = "mine", before: Any = None, **params: Any) 
         *(tuple(COLUMNS), "train", None, plan, None, 2, ("größe, x",), ("y",), None),
         *(4, 4, 1, 0, 7, None),
     )
-    spec: Any = SimpleNamespace(data=data)
+    spec: Any = SimpleNamespace(data=data, checkpoints=CheckpointOptions("torch"))
     return RunRecord(run, start_note(estimator, run, spec))
 
 
