@@ -35,22 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hvd-estimators", description="Set up and check what hvd_estimators runs on."
+        prog="hvd-estimators", description="Build Horovod and check the installation."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     build = commands.add_parser(
         "build-horovod",
         help="build (or find in the cache) and install Horovod for the installed frameworks",
-        description="Build a Horovod wheel for the torch and TensorFlow that are installed beside "
-        "this Python, keep it in a cache, and install it. A first build takes some minutes.",
+        description="Build a Horovod wheel for the installed torch and TensorFlow, keep it in a "
+        "cache, and install it. The first build takes some minutes.",
     )
     _add_build_options(build)
     doctor = commands.add_parser(
         "doctor",
-        help="check what is installed and say how to fix what does not fit",
-        description="Check what is installed and whether it fits together, and run a small "
-        "allreduce. The exit status is 1 if there is a problem.",
+        help="check the installation and suggest fixes",
+        description="Check the installed packages and run a small allreduce. The exit status is 1 "
+        "if a check fails.",
     )
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
     doctor.set_defaults(run=_doctor)
@@ -68,7 +68,7 @@ def _add_build_options(build: argparse.ArgumentParser) -> None:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="where wheels are kept (default: $HVD_ESTIMATORS_CACHE, or hvd_estimators in "
+        help="folder of the wheels (default: $HVD_ESTIMATORS_CACHE, or hvd_estimators in "
         "$XDG_CACHE_HOME or ~/.cache)",
     )
     build.add_argument("--force", action="store_true", help="build although the cache has it")
@@ -83,14 +83,14 @@ def _add_build_options(build: argparse.ArgumentParser) -> None:
         "--with-compat",
         action="store_true",
         default=None,
-        help="make the wheel's horovod.spark this package's, for code and libraries that cannot "
-        "change their imports (default: as in the Horovod that is installed)",
+        help="serve horovod.spark from this package, for code and libraries that cannot change "
+        "their imports (default: as in the installed Horovod)",
     )
     compat.add_argument(
         "--without-compat",
         action="store_false",
         dest="with_compat",
-        help="switch the wheel's horovod.spark off",
+        help="make horovod.spark of the wheel raise an ImportError",
     )
     build.set_defaults(run=_build)
 

@@ -193,7 +193,7 @@ def _of_run(
             infos.remove(best)
     raise StoreError(
         f"The store holds no checkpoint of the run {run.run_id!r} in {run.checkpoints_path!r}"
-        f"{', or none of which it is known how good it is' if which == 'best' else ''}."
+        f"{', or none with a value of the metric' if which == 'best' else ''}."
     )
 
 
@@ -209,4 +209,4 @@ def _framework(file: IO[bytes]) -> str:
     file.seek(0)
     if file.read(4) == b"\x89HDF":
         return "keras"
-    raise ValueError("it is no file of torch, Keras or Lightning")
+    raise ValueError("it is not a file of torch, Keras or Lightning")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from pyspark.sql import DataFrame
 
-from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import (
     ColumnError,
     ParamError,
@@ -23,31 +24,21 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.fitting.record import RunRecord, start_note
-from hvd_estimators.fitting.restarts import (
-    Launch,
-    Restarts,
-    ending_by_sigterm,
-    warming_up,
-    without_leftovers,
-)
-from hvd_estimators.fitting.run import (
-    FoundRun,
-    ReadOrder,
-    RunLock,
-    RunResults,
-    check_reading,
-    check_run,
-    find_run,
-    reading_identity,
-)
-from hvd_estimators.fitting.trial import Trial, rows_of_frame, try_batches, zeros
+from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
+from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
+from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.prepare.datasets import column_metadata, load_manifest, pin
-from hvd_estimators.prepare.schema import known_columns, require_columns, require_frame
+from hvd_estimators.prepare.schema import (
+    known_columns,
+    quoted,
+    require_columns,
+    require_frame,
+)
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
 from hvd_estimators.training.call_transfer import Handover
@@ -160,25 +151,21 @@ class HorovodEstimator(EstimatorHooks):
             tried = self._try_rows(manifest) if trial is None else trial
         self._check_trial(tried, manifest)
         self._check_monitored(manifest.validation is not None)
-        run = self._run_paths(
-            self._framework, self._fingerprint(manifest, self._model_identity(tried))
-        )
-        store, given = self.getOrDefault("store"), self.getOrDefault("random_seed")
+        fingerprint = self._fingerprint(manifest, self._model_identity(tried))
+        given = self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
-        with RunLock(store, run, patient=self.getOrDefault("max_restarts") > 0) as held:
-            found = find_run(store, run)
-            check_run(found)
-            self._check_found(found, tried)
-
-            order = found.row_order or ReadOrder(backend.num_processes(), seed)
+        with self._make_run(self._run_paths(self._framework, fingerprint)) as run:
+            run.load().check_fingerprint()
+            self._check_resumable(run, tried)
+            order = run.row_order or ReadOrder(backend.num_processes(), seed)
 
             def spec_for(num_ranks: int) -> TrainSpec:
-                common = self._common_spec(manifest, num_ranks, run, order)
+                common = self._common_spec(manifest, num_ranks, run.paths, order)
                 self._check_spec(common, tried)
                 return self._make_spec(common, tried)
 
             try:
-                return self._run(backend, spec_for, tried, held, found)
+                return self._launch(run, backend, spec_for, tried)
             except WorkerFailedError as error:
                 # The message holds the rank's traceback. The driver's frames would bury it.
                 raise error.with_traceback(None) from None
@@ -197,94 +184,68 @@ class HorovodEstimator(EstimatorHooks):
         """Check that training measures the monitored metric, if the metric names are known."""
         self._check_monitor(self._metric_names(), has_validation or self._validates_itself())
 
-    def _check_found(self, found: FoundRun, trial: Trial) -> None:
+    def _check_resumable(self, run: Run, trial: Trial) -> None:
         """Check that the ranks can resume from one of the run's checkpoints."""
-        store: Store = self.getOrDefault("store")
 
-        def look(info: CheckpointInfo) -> None:
+        def check(info: CheckpointInfo) -> None:
             try:
                 self._check_checkpoint(info.path, trial)
             except StoreError:
-                check_valid(store, info)
+                check_valid(run.store, info)
                 raise
 
-        find_newest_valid(store, found.run, look, found.checkpoints)
+        find_newest_valid(run.store, run.paths, check, run.checkpoints)
 
-    def _run(
-        self,
-        backend: Backend,
-        spec_for: Callable[[int], TrainSpec],
-        trial: Trial,
-        held: RunLock,
-        found: FoundRun,
+    def _launch(
+        self, run: Run, backend: Backend, spec_for: Callable[[int], TrainSpec], trial: Trial
     ) -> HorovodModel:
         """Run the trainer on every rank, show progress, and create the model from the results.
 
         Parameters
         ----------
+        run : Run
+            The run, whose lease this fit holds.
         backend : Backend
             Backend that runs the ranks.
         spec_for : callable
             Returns the `TrainSpec` for a given number of ranks.
         trial : Trial
             Result of the dry run.
-        held : RunLock
-            Lock that keeps other fits from using the run.
-        found : FoundRun
-            Content of the run in the store before this fit.
         """
         spec = spec_for(backend.num_processes())
-        check_reading(found, spec.data)
+        run.check_reading(spec.data)
         with Handover(spec, self._state_reader) as handover:
             with handover.describing_saved_state(trained=False):
-                train = self._rank_function()
-                call = handover.put(train)
+                launch = Launch(run, handover, self._rank_function(), spec_for, spec)
             if self.getOrDefault("run_id") is not None:  # a generated run ID is unique
-                held.confirm()
-            if found.checkpoints:
+                run.confirm()
+            if run.checkpoints:
                 handover.delete_others()
-            tidied = without_leftovers(spec.store, spec.run, lambda: held.lost)
-            with ending_by_sigterm(), self._record(spec, found) as record, tidied:
+            with ending_by_sigterm(), self._record(run, spec) as record, run.without_orphans():
                 with (
                     handover.describing_saved_state(trained=False),
-                    show_progress(spec, max(found.checkpoints, default=None)) as shown,
+                    show_progress(spec, run.newest) as shown,
                 ):
-                    restarts = self._restarts(spec, held, record, found)
-                    handler = restarts.reached.handler(record.handler(shown))
+                    limit, least = map(self.getOrDefault, ("max_restarts", "min_num_proc"))
+                    restarts = Restarts(run, spec, limit, least, record.restarted)
+                    handler = restarts.progress.handler(record.handler(shown))
                     env = {
                         **({} if spec.use_gpu else HIDDEN),
                         **restarts.environment(),
                         **self._rank_environment(),
                     }
-                    launch = Launch(
-                        *(handover, train, spec_for, spec, call, env, handler), fence=held.fence
-                    )
-                    answers = restarts.run(backend, launch)
+                    results = restarts.launch(backend, lambda on: launch(on, env, handler))
                 with handover.describing_saved_state(trained=True):
-                    results = RunResults(handover.read(answers), launch.spec)
-                    model = self._wrap(results, trial)
-                    record.complete(results.history, model, results[0].stopped)
+                    run_results = RunResults(handover.read(results), launch.spec)
+                    model = self._wrap(run_results, trial)
+                    record.complete(run_results.history, model, run_results[0].stopped)
                     return model
 
-    def _restarts(
-        self, spec: TrainSpec, held: RunLock, record: RunRecord, found: FoundRun
-    ) -> Restarts:
-        """Return the object that decides about relaunches of the ranks."""
-        limit, least = (self.getOrDefault(name) for name in ("max_restarts", "min_num_proc"))
-        newest = max(found.checkpoints, default=None)
-        return Restarts(spec, limit, least, lambda: held.lost, record.restarted, newest)
-
-    def _record(self, spec: TrainSpec, found: FoundRun) -> RunRecord:
+    def _record(self, run: Run, spec: TrainSpec) -> RunRecord:
         """Create the record of this fit, which is updated while the ranks train."""
-        order = ReadOrder(spec.data.num_shards, spec.data.random_seed)
-        data = spec.data
-        document = start_note(
-            *(self, self._framework, spec.run, order, data.columns, data.num_ranks),
-            found.notes,
-            reading_identity(data),
-        )
-        tracking = self._make_tracking(spec.run.run_id, document["params"])
-        return RunRecord(spec.store, spec.run, document, bool(found.checkpoints), tracking)
+        document = start_note(self, run, spec)
+        tracking = self._make_tracking(run.paths.run_id, document["params"])
+        return RunRecord(run, document, tracking)
 
     def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:
         """Create the fitted model from the ranks' results."""
@@ -365,7 +326,7 @@ class HorovodEstimator(EstimatorHooks):
         # Zeros may be invalid input for the model. The first real rows decide and give the error.
         with contextlib.suppress(ShapeError):
             return self._dry_run(zeros(known))
-        rows = rows_of_frame(dataset, known)
+        rows = _first_rows(dataset, known)
         return None if rows is None else self._try(rows)
 
     def _try_rows(self, manifest: DatasetManifest) -> Trial:
@@ -376,3 +337,17 @@ class HorovodEstimator(EstimatorHooks):
 
     def _try(self, columns: Columns) -> Trial:
         return try_batches(self._dry_run, columns, self.getOrDefault("batch_size"))
+
+
+def _first_rows(dataset: DataFrame, specs: Sequence[ColumnSpec]) -> Columns | None:
+    """Return the first rows of a DataFrame, or None if there are too few or some hold nulls."""
+    columns = dataset.select(*(quoted(spec.name) for spec in specs))
+    rows: Any = columns.limit(DRY_RUN_ROWS).toPandas()
+    if len(rows) < DRY_RUN_ROWS or rows.isna().any(axis=None):
+        return None
+    return {spec.name: _stack(rows[spec.name], spec) for spec in specs}
+
+
+def _stack(series: Any, spec: ColumnSpec) -> Array:
+    rows = [value.toArray() if hasattr(value, "toArray") else value for value in series]
+    return np.stack([np.asarray(row, spec.dtype) for row in rows])

@@ -105,8 +105,8 @@ class HorovodModel(
         if run_id is None:
             return ""
         return (
-            "This object is as it was. A store that keeps runs has what was trained as "
-            f"run_id={run_id!r}: fit() with that run_id and otherwise the same params returns it."
+            "This object is unchanged. If the store saves runs, fit() with "
+            f"run_id={run_id!r} and otherwise the same params returns the trained model again."
         )
 
     def getOutputCols(self) -> list[str]:

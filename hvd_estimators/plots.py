@@ -81,7 +81,7 @@ def plot_histories(
     histories = {run_id: _joined(frame) for run_id, frame in histories.items()}
     found = list(dict.fromkeys(n for frame in histories.values() for n in frame["name"].unique()))
     if not found:
-        raise ParamError(f"run_ids: nothing was measured yet in the runs of {store!r}.")
+        raise ParamError(f"run_ids: found no metrics in the runs of {store!r}.")
     wanted = sorted(found, key=lambda name: name != "loss") if names is None else list(names)
     for name in wanted:
         if name not in found:

@@ -56,27 +56,16 @@ __all__ = [
 ]
 
 Report = Callable[[str], None]
-
-
 """Called with each line of progress."""
 
-
 _FIRST_ERRORS = 5
-
-
 _TAIL_LINES = 20
-
-
 _LINE_LENGTH = 200
-
-
-_SIGN_OF_LIFE_SECONDS = 15.0
-
-
+_REPORT_SECONDS = 15.0
 _ERROR = re.compile(r"\berror\b:|CMake Error", re.IGNORECASE)
-
-
 _PROGRESS = re.compile(rb"^\s*(\[ *\d+%\] [^\r\n]*)$", re.MULTILINE)  # a progress line of CMake
+_TOOLS = "tools"
+_SYSTEM_NCCL = "libnccl-dev, or HOROVOD_NCCL_HOME"
 
 
 def run_logged(
@@ -101,7 +90,7 @@ def run_logged(
     try:
         while True:
             try:
-                process.wait(timeout=_SIGN_OF_LIFE_SECONDS)
+                process.wait(timeout=_REPORT_SECONDS)
                 break
             except subprocess.TimeoutExpired:
                 minutes, seconds = divmod(int(time.monotonic() - started), 60)
@@ -112,8 +101,8 @@ def run_logged(
         raise
     if process.returncode:
         raise BuildError(
-            f"{what} failed with exit status {process.returncode}. The whole log is {log}; "
-            f"what it says:\n{_digest(log)}"
+            f"{what} failed with exit status {process.returncode}. Excerpt of "
+            f"{log}:\n{_digest(log)}"
         )
 
 
@@ -130,12 +119,6 @@ def _progress(log: Path) -> str:
         lines.seek(max(0, log.stat().st_size - 2**18))
         steps = _PROGRESS.findall(lines.read())
     return steps[-1].decode(errors="replace") if steps else "preparing"
-
-
-_TOOLS = "tools"
-
-
-_SYSTEMS_NCCL = "libnccl-dev, or where HOROVOD_NCCL_HOME says"
 
 
 def build_horovod(
@@ -274,7 +257,7 @@ def build_wheel(
             source = _fetch_source(work, recipe, pip, environment, output, report)
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
-                report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEMS_NCCL}")
+                report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEM_NCCL}")
             command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
             # pip's cache identifies a wheel by its name alone, not by the framework it was built
             # for.
@@ -311,7 +294,7 @@ def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -
     if error:
         raise BuildError(
             f"Horovod is installed but does not import:\n{error}\nIf the framework was built on "
-            f"this machine, build Horovod anew: {BUILD_HOROVOD} --force"
+            f"this machine, rebuild Horovod: {BUILD_HOROVOD} --force"
         )
     report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
 

@@ -8,6 +8,7 @@ separate processes, because they may crash, hang or hold GPU memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -31,7 +32,7 @@ from packaging.version import Version
 from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
 from hvd_estimators.commands.toolchain import DISTRIBUTIONS, cuda_of, installed_version
 from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
-from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.exceptions import HvdEstimatorsError, WorkerFailedError
 from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES, installed_patches
 
 __all__ = [
@@ -43,32 +44,56 @@ __all__ = [
     "collect",
     "diagnose",
     "main",
+    "print_sums",
     "run_python",
     "two_rank_allreduce",
 ]
 
 _SUMS = ["3.0", "3.0"]  # ranks 0 and 1 contribute 1 and 2
 
+# Displayed component to the distributions that may provide it; the first match counts.
+_COMPONENTS = {
+    "pyspark": ("pyspark", "pyspark-connect", "pyspark-client"),
+    "pyarrow": ("pyarrow",),
+    "numpy": ("numpy",),
+    "petastorm": ("petastorm",),
+    **DISTRIBUTIONS,
+    "keras": ("keras",),
+    "lightning": ("pytorch-lightning", "lightning"),
+    "horovod": ("horovod",),
+}
+
+_IMPORTED = {"petastorm": "petastorm.reader", "torch": "torch", "tensorflow": "tensorflow"}
+
+_HOROVOD_SCRIPT = """\
+import json
+import horovod.{framework} as hvd
+print(json.dumps({{name: bool(getattr(hvd, name + "_built")()) for name in {features}}}))
+"""
+
+_HOROVOD_FEATURES = ("gloo", "mpi", "nccl", "cuda")
+
+_IMPORT_SECONDS = 120.0
+
+_ALLREDUCE_SECONDS = 120.0
+
+_JAVA_COMMAND = "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to an installed Java"
+
+# https://spark.apache.org/docs/3.5.9/ and https://spark.apache.org/docs/latest/, "Downloading"
+_JAVA_FOR_PYSPARK = {3: (8, 11, 17), 4: (17, 21)}
+
 
 class ProbeError(HvdEstimatorsError):
     """A failed check of this machine; the message ends with the last line of its output."""
 
 
-def run_python(
-    *arguments: str,
-    environment: Mapping[str, str] | None = None,
-    seconds: float,
-    what: str = "process",
-) -> str:
+def run_python(*arguments: str, seconds: float, what: str = "process") -> str:
     """Run a Python program and return the last line of its output.
 
     Parameters
     ----------
     *arguments : str
-        Arguments of the interpreter: ``"-c", code`` or ``"-m", module``, and the program's
-        arguments.
-    environment : mapping, optional
-        Variables to add to this process's environment.
+        Arguments of the interpreter, such as ``"-c", code``.
     seconds : float
         Time limit.
     what : str
@@ -80,7 +105,7 @@ def run_python(
         If the program failed or did not end in time. The message has the last line of its output.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        with _process(arguments, environment or {}, output, errors) as process:
+        with _process(arguments, output, errors) as process:
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -106,21 +131,47 @@ def two_rank_allreduce(framework: str, *, seconds: float) -> float:
         If the ranks failed, got a wrong sum or did not end in time.
     """
     started = time.monotonic()
-    module = "hvd_estimators.commands.doctor_allreduce"
-    answer = run_python("-m", module, framework, seconds=seconds, what="an allreduce")
-    if answer.split() != _SUMS:
-        raise ProbeError(f"two ranks that gave 1 and 2 got the sums {answer}")
+    # A separate program, which can be killed after the timeout.
+    script = f"from hvd_estimators.commands import doctor; doctor.print_sums({framework!r})"
+    sums = run_python("-c", script, seconds=seconds, what="an allreduce")
+    if sums.split() != _SUMS:
+        raise ProbeError(f"two ranks that gave 1 and 2 got the sums {sums}")
     return time.monotonic() - started
+
+
+def print_sums(framework: str) -> None:
+    """Print the sums that two ranks of this machine reduce, or exit with the cause of a failure."""
+    # Otherwise the command line would import Horovod.
+    from hvd_estimators.launch.local_backend import LocalBackend
+
+    # The check is for Horovod only, and the GPUs may be in use.
+    backend = LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        print(*backend.run(_sum_over_ranks, (framework,)))
+    except WorkerFailedError as error:
+        traceback = str(error).partition("\nThe end of its output:")[0]
+        sys.exit(f"rank {error.rank}: {traceback.splitlines()[-1]}")
+    except HvdEstimatorsError as error:
+        sys.exit(str(error))
+
+
+def _sum_over_ranks(framework: str) -> float:
+    """Add up a number of each rank. Runs on the ranks."""
+    hvd = importlib.import_module(f"horovod.{framework}")
+    library = importlib.import_module(framework)
+    hvd.init()
+    tensor = getattr(library, "tensor", None) or library.constant
+    return float(hvd.allreduce(tensor([hvd.rank() + 1.0]), op=hvd.Sum)[0])
 
 
 @contextlib.contextmanager
 def _process(
-    arguments: Sequence[str], environment: Mapping[str, str], output: IO[str], errors: IO[str]
+    arguments: Sequence[str], output: IO[str], errors: IO[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run Python in a separate process group, which is killed when the block ends."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,
@@ -137,38 +188,6 @@ def _process(
 def _last_line(file: IO[str]) -> str:
     file.seek(0)
     return next((line.strip() for line in reversed(file.readlines()) if line.strip()), "")
-
-
-# Displayed component to the distributions that may provide it; the first match counts.
-_COMPONENTS = {
-    "pyspark": ("pyspark", "pyspark-connect", "pyspark-client"),
-    "pyarrow": ("pyarrow",),
-    "numpy": ("numpy",),
-    "petastorm": ("petastorm",),
-    **DISTRIBUTIONS,
-    "keras": ("keras",),
-    "lightning": ("pytorch-lightning", "lightning"),
-    "horovod": ("horovod",),
-}
-
-
-_IMPORTED = {"petastorm": "petastorm.reader", "torch": "torch", "tensorflow": "tensorflow"}
-
-
-_HOROVOD_SCRIPT = """\
-import json
-import horovod.{framework} as hvd
-print(json.dumps({{name: bool(getattr(hvd, name + "_built")()) for name in {features}}}))
-"""
-
-
-_HOROVOD_FEATURES = ("gloo", "mpi", "nccl", "cuda")
-
-
-_IMPORT_SECONDS = 120.0
-
-
-_ALLREDUCE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -232,8 +251,11 @@ class Facts:
 
 def collect() -> Facts:
     """Collect the facts about this machine; importing frameworks takes some seconds."""
-    found = {name: installed_version(*names) for name, names in _COMPONENTS.items()}
-    versions = {name: version for name, version in found.items() if version}
+    versions = {
+        name: version
+        for name, names in _COMPONENTS.items()
+        if (version := installed_version(*names))
+    }
     frameworks = [name for name in DISTRIBUTIONS if name in versions]
     with ThreadPoolExecutor(max_workers=2) as pool:
         imports = {
@@ -280,12 +302,11 @@ def _horovod_facts(framework: str) -> HorovodFacts:
     built_for = _built_for(framework)
     try:
         what = f"import horovod.{framework}"
-        answer = run_python("-c", script, seconds=_IMPORT_SECONDS, what=what)
+        output = run_python("-c", script, seconds=_IMPORT_SECONDS, what=what)
     except ProbeError as error:
         return HorovodFacts(built_for, error=str(error))
-    return HorovodFacts(
-        built_for, tuple(name for name, built in json.loads(answer).items() if built)
-    )
+    features = json.loads(output)
+    return HorovodFacts(built_for, tuple(name for name, built in features.items() if built))
 
 
 def _built_for(framework: str) -> str | None:
@@ -305,8 +326,8 @@ def _java_version() -> str | None:
     if java is None:
         return None
     done = subprocess.run([java, "-version"], capture_output=True, text=True)
-    found = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
-    return found.group(1) if found else None
+    match = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
+    return match.group(1) if match else None
 
 
 def _gpu_facts() -> tuple[str, ...]:
@@ -315,13 +336,6 @@ def _gpu_facts() -> tuple[str, ...]:
         return ()
     done = subprocess.run(command, capture_output=True, text=True)
     return tuple(done.stdout.split("\n")[:-1]) if done.returncode == 0 else ()
-
-
-_JAVA_COMMAND = "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to an installed Java"
-
-
-# https://spark.apache.org/docs/3.5.9/ and https://spark.apache.org/docs/latest/, "Downloading"
-_JAVA_FOR_PYSPARK = {3: (8, 11, 17), 4: (17, 21)}
 
 
 class Status(str, Enum):
@@ -396,12 +410,10 @@ def _python(facts: Facts) -> Row:
 def _java(facts: Facts) -> Row:
     pyspark = Version(facts.versions.get("pyspark", "3.5"))
     known = _JAVA_FOR_PYSPARK.get(pyspark.major, _JAVA_FOR_PYSPARK[max(_JAVA_FOR_PYSPARK)])
-    wanted = f"PySpark {pyspark} runs on Java {', '.join(map(str, known))}"
-    if facts.java is None:
-        return Row("Java", f"none; {wanted}", Status.PROBLEM, _JAVA_COMMAND)
-    if _java_major(facts.java) not in known:
-        return Row("Java", f"{facts.java}; {wanted}", Status.PROBLEM, _JAVA_COMMAND)
-    return Row("Java", facts.java)
+    if facts.java is not None and _java_major(facts.java) in known:
+        return Row("Java", facts.java)
+    found = f"{facts.java or 'none'}; PySpark {pyspark} runs on Java {', '.join(map(str, known))}"
+    return Row("Java", found, Status.PROBLEM, _JAVA_COMMAND)
 
 
 def _java_major(version: str) -> int:
@@ -415,6 +427,10 @@ def _required(facts: Facts, component: str, name: str, minimum: str) -> Row:
     version = facts.versions.get(name)
     if version is None:
         return Row(component, "not installed", Status.PROBLEM, remedy)
+    return _with_minimum(component, version, minimum, remedy)
+
+
+def _with_minimum(component: str, version: str, minimum: str, remedy: str) -> Row:
     if Version(version) < Version(minimum):
         return Row(component, f"{version}, older than {minimum}", Status.PROBLEM, remedy)
     return Row(component, version)
@@ -453,9 +469,7 @@ def _framework(facts: Facts, component: str, name: str, minimum: str = "0") -> R
     error = facts.import_errors.get(name)
     if error:
         return Row(component, f"{version}: {error}", Status.PROBLEM, remedy)
-    if Version(version) < Version(minimum):
-        return Row(component, f"{version}, older than {minimum}", Status.PROBLEM, remedy)
-    return Row(component, version)
+    return _with_minimum(component, version, minimum, remedy)
 
 
 def _horovod(facts: Facts) -> Iterator[Row]:
@@ -474,10 +488,10 @@ def _horovod(facts: Facts) -> Iterator[Row]:
             found = f"{version}, built without Gloo"
             yield Row(component, found, Status.PROBLEM, f"{BUILD_HOROVOD} --force")
         elif facts.horovod_patches < REQUIRED_PATCHES:
-            found = f"{version}, built without what ranks need to listen where others reach them"
+            found = f"{version}, built without a patch that ranks need to reach each other"
             yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
         elif facts.horovod_patches < PATCHES_REVISION:
-            found = f"{version}, does not notice ranks that hold up the others"
+            found = f"{version}, built without the patch that detects stalled ranks"
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
@@ -491,13 +505,13 @@ def _horovod_spark(facts: Facts) -> Iterator[Row]:
         found = "switched off; this package's where a program imports hvd_estimators.compat"
         yield Row(component, found)
     elif facts.horovod_spark == "frozen":
-        found = "that of 2023, which does not run on today's packages"
+        found = "the package of 2023, which does not run on today's packages"
         yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
 
 
-def _same_version(one: str, other: str) -> bool:
+def _same_version(built_for: str, installed: str) -> bool:
     """Return whether two versions are equal in the parts that both specify."""
-    a, b = Version(one), Version(other)
+    a, b = Version(built_for), Version(installed)
     # A package index may list 2.11.0 for a package whose own version is 2.11.0+cu130.
     return a.public == b.public and (a.local == b.local or None in (a.local, b.local))
 

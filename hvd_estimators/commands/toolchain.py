@@ -58,15 +58,12 @@ __all__ = [
 
 HOROVOD_VERSION = "0.28.1"
 
-
 # Part of the cache key. Increment it if a change below, or a source patch, changes the wheel of the
 # same versions.
 RECIPE_REVISION = 3
 
-
 # Horovod's and Gloo's sources use these headers without including them.
 _CXX_HEADERS = ("cstdint", "stdexcept", "string")
-
 
 _WRAPPER = """\
 #!/bin/sh
@@ -79,6 +76,27 @@ for argument in "$@"; do
 done
 exec {compiler} "$@" $extra
 """
+
+GPU_CHOICES = ("auto", "none", "cuda")
+
+NCCL_LIBRARY = "libnccl.so.2"
+"""File name of NCCL's shared library, as ranks load it."""
+
+# TensorFlow is distributed under several names; all of them install the module `tensorflow`.
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
+}
+
+# The file of each framework with the CUDA version of its build, and a pattern for the version.
+_CUDA_NOTES = {
+    "torch": ("version.py", r"^cuda\b.*?=\s*'([\d.]+)'"),
+    "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
+}
+
+_CUDA_FOLDER = Path("/usr/local/cuda")
+
+_MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a little less
 
 
 @dataclass(frozen=True)
@@ -117,8 +135,8 @@ class BuildRecipe:
     @property
     def frameworks(self) -> tuple[str, ...]:
         """Modules of Horovod that the wheel makes importable."""
-        found = (("torch", self.torch), ("tensorflow", self.tensorflow))
-        return tuple(name for name, version in found if version)
+        versions = (("torch", self.torch), ("tensorflow", self.tensorflow))
+        return tuple(name for name, version in versions if version)
 
     @property
     def cxx_standard(self) -> int:
@@ -196,35 +214,6 @@ def _at_least(version: str | None, minimum: str) -> bool:
     return version is not None and Version(version).release >= Version(minimum).release
 
 
-GPU_CHOICES = ("auto", "none", "cuda")
-
-
-NCCL_LIBRARY = "libnccl.so.2"
-
-
-"""File name of NCCL's shared library, as ranks load it."""
-
-
-# TensorFlow is distributed under several names; all of them install the module `tensorflow`.
-DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
-}
-
-
-# The file of each framework with the CUDA version of its build, and a pattern for the version.
-_CUDA_NOTES = {
-    "torch": ("version.py", r"^cuda\b.*?=\s*'([\d.]+)'"),
-    "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
-}
-
-
-_CUDA_FOLDER = Path("/usr/local/cuda")
-
-
-_MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a little less
-
-
 def detect_recipe(gpu: str = "auto") -> BuildRecipe:
     """Return the recipe of a Horovod for the frameworks in this interpreter's environment.
 
@@ -295,8 +284,8 @@ def cuda_of(framework: str) -> str | None:
         return None
     file_name, pattern = _CUDA_NOTES[framework]
     note = Path(spec.submodule_search_locations[0], file_name)
-    found = re.search(pattern, note.read_text(), re.MULTILINE) if note.is_file() else None
-    return found.group(1) if found else None
+    match = re.search(pattern, note.read_text(), re.MULTILINE) if note.is_file() else None
+    return match.group(1) if match else None
 
 
 def find_cuda_toolkit() -> Path | None:
@@ -308,7 +297,7 @@ def find_cuda_toolkit() -> Path | None:
     """
     named = [Path(h) for h in map(os.environ.get, ("HOROVOD_CUDA_HOME", "CUDA_HOME")) if h]
     on_path = [Path(path) for path in [shutil.which("nvcc")] if path]
-    homes = [path.parent.parent for found in on_path for path in (found, found.resolve())]
+    homes = [path.parent.parent for nvcc in on_path for path in (nvcc, nvcc.resolve())]
     return next(filter(_is_cuda_toolkit, [*named, *homes, _CUDA_FOLDER]), None)
 
 

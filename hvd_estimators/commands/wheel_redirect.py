@@ -96,8 +96,8 @@ def installed_horovod_spark() -> str | None:
         package of 2023; None: Horovod or its ``spark`` package is not installed.
     """
     spec = find_spec("horovod")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        module = Path(place, "spark", "__init__.py")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        module = Path(folder, "spark", "__init__.py")
         if module.is_file():
             text = module.read_text()
             if text.startswith(_COMPAT_SIGN):
@@ -108,19 +108,19 @@ def installed_horovod_spark() -> str | None:
 
 def _compat_modules() -> Mapping[str, bytes]:
     """Return the files that replace ``horovod/spark``: names in the wheel to contents."""
-    found = {}
+    modules = {}
     for key, homes in HOMES.items():
         if not key:
             continue
         path = key.replace(".", "/")
-        is_package = any(other.startswith(f"{key}.") for other in HOMES)
+        is_package = any(module.startswith(f"{key}.") for module in HOMES)
         lines = [_COMPAT_SIGN]
         for name, home in sorted(homes.items()):
-            module, _, other = home.partition(":")
-            lines.append(f"from {module} import {other or name} as {name}")
+            module, _, original_name = home.partition(":")
+            lines.append(f"from {module} import {original_name or name} as {name}")
         file = f"{path}/__init__.py" if is_package else f"{path}.py"
-        found[_FOLDER + file] = "".join(f"{line}\n" for line in lines).encode()
-    return {**found, _MODULE: _COMPAT_PACKAGE.encode()}
+        modules[_FOLDER + file] = "".join(f"{line}\n" for line in lines).encode()
+    return {**modules, _MODULE: _COMPAT_PACKAGE.encode()}
 
 
 def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False) -> None:
@@ -151,17 +151,16 @@ def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False)
             records = [name for name in names if name.endswith(".dist-info/RECORD")]
             if _MODULE not in names or len(records) != 1:
                 raise BuildError(
-                    f"{wheel} is not a wheel of Horovod as it is known: {_MODULE!r} "
-                    "or its RECORD is missing."
+                    f"{wheel} is not a wheel of Horovod: {_MODULE!r} or its RECORD is missing."
                 )
             if with_compat:
                 written = _compat_modules()
-                kept = [name for name in names if not name.startswith(_FOLDER)]
+                unchanged = [name for name in names if not name.startswith(_FOLDER)]
             else:
                 written = {_MODULE: _GUARD.encode() + original.read(_MODULE)}
-                kept = [name for name in names if name not in written]
-            record = _record(original.read(records[0]), {*kept}, written)
-            for name in kept:
+                unchanged = [name for name in names if name not in written]
+            record = _record(original.read(records[0]), {*unchanged}, written)
+            for name in unchanged:
                 content = record if name == records[0] else original.read(name)
                 copy.writestr(original.getinfo(name), content, zipfile.ZIP_DEFLATED)
             for name, content in written.items():
@@ -174,12 +173,12 @@ def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False)
         partial.unlink(missing_ok=True)
 
 
-def _record(record: bytes, kept: set[str], written: Mapping[str, bytes]) -> bytes:
+def _record(record: bytes, unchanged: set[str], written: Mapping[str, bytes]) -> bytes:
     """Return a RECORD of the retained files and the written files.
 
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     """
-    rows = [row for row in csv.reader(io.StringIO(record.decode())) if row[0] in kept]
+    rows = [row for row in csv.reader(io.StringIO(record.decode())) if row[0] in unchanged]
     for name, content in written.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         rows.append([name, f"sha256={digest}", str(len(content))])

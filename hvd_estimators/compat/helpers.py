@@ -11,43 +11,9 @@ from pyspark.sql import SparkSession
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch import spark_backend
 
-__all__ = [
-    "ARRAY",
-    "BYTES_PER_GIB",
-    "CUSTOM_SPARSE",
-    "DENSE_VECTOR",
-    "METRIC_PRINT_FREQUENCY",
-    "MIXED_SPARSE_DENSE_VECTOR",
-    "NOCHANGE",
-    "PETASTORM_HDFS_DRIVER",
-    "SPARK_CONF_ALWAYS_RESTART_FAILED_TASK",
-    "SPARK_CONF_BLACKLIST_DISABLED",
-    "SPARK_CONF_BLACKLIST_ENABLED",
-    "SPARK_CONF_DEFAULT_VALUES",
-    "SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK",
-    "SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR",
-    "SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP",
-    "SPARK_CONF_DONT_REUSE_FAILING_NODE",
-    "SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP",
-    "SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK",
-    "SPARK_CONF_MAX_INT",
-    "SPARK_CONF_MAX_INT_MINUS_ONE",
-    "SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK",
-    "SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK",
-    "SPARK_CONF_REUSE_FAILED_EXECUTOR",
-    "SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP",
-    "SPARK_CONF_REUSE_FAILING_NODE",
-    "SPARK_CONF_REUSE_FAILING_NODE_IN_APP",
-    "SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK",
-    "SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK",
-    "SPARSE_VECTOR",
-    "TOTAL_BUFFER_MEMORY_CAP_GIB",
-    "SparkBackend",
-    "default_num_proc",
-    "is_databricks",
-    "to_list",
-]
+__all__ = ["SparkBackend", "default_num_proc", "is_databricks", "to_list"]
 
+# Constants of ``horovod.spark``. `hvd_estimators._util.horovod_spark_names` lists all of them.
 PETASTORM_HDFS_DRIVER = "libhdfs"
 METRIC_PRINT_FREQUENCY = 100
 ARRAY = "array"

@@ -15,7 +15,11 @@ from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.estimator import WritingParams
 from hvd_estimators.params.grids import GridParams
-from hvd_estimators.params.model import ClassificationParams, InferenceParams
+from hvd_estimators.params.model import (
+    ClassificationParams,
+    InferenceParams,
+    TransformationParams,
+)
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
@@ -230,12 +234,12 @@ class EstimatorHooks(
             name.
         """
         metadata = fitted.pop("metadata")
+        shared = (InferenceParams, ClassificationParams, TransformationParams)
+        names = [name for group in shared for name in group._declarations if self.isSet(name)]
         return {
             "feature_columns": self.getOrDefault("feature_cols"),
             "label_columns": self.getOrDefault("label_cols"),
             "_metadata": metadata,
-            **self._inference_params(),
-            **self._classification(),
-            **self._transformation_params(),
+            **{name: self.getOrDefault(name) for name in names},
             **fitted,
         }

@@ -6,12 +6,14 @@ Runs on the driver.
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
+from typing import Any
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.run import ReadOrder, RunParams, find_run
+from hvd_estimators.fitting.run import ReadOrder, Run, RunParams
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
@@ -26,7 +28,6 @@ from hvd_estimators.params.estimator import (
 )
 from hvd_estimators.params.model import TransformationParams
 from hvd_estimators.store import RunPaths
-from hvd_estimators.store.leases import await_free, require_free
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["TrainPlanning"]
@@ -60,15 +61,19 @@ class TrainPlanning(
         store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
         if run_id is None or self._grid_index is not None:
             return num_ranks
-        run = store.run_paths(run_id)
-        if store.saving_runs():
-            (await_free if self.getOrDefault("max_restarts") else require_free)(store, run)
-        order = find_run(store, run).row_order
+        run = self._make_run(store.run_paths(run_id))
+        run.require_free()
+        order = run.load().row_order
         if order is None:
             return num_ranks
         num_shards = order.canonical_shards
         check_shards(self.getOrDefault("data_module"), num_shards, num_ranks, run_id)
         return num_shards
+
+    def _make_run(self, paths: RunPaths) -> Run:
+        """Return a run; with ``max_restarts``, this fit waits for its lease."""
+        patient = self.getOrDefault("max_restarts") > 0
+        return Run(self.getOrDefault("store"), paths, patient=patient)
 
     def _check_restarts(self, backend: Backend) -> None:
         """Check that the ranks can be relaunched with ``min_num_proc`` ranks.
@@ -84,7 +89,7 @@ class TrainPlanning(
             return
         if not self.getOrDefault("max_restarts"):
             logger.warning(
-                "min_num_proc: it has no effect, since ranks are never launched again. Set "
+                "min_num_proc has no effect without max_restarts, because no relaunch follows. Set "
                 "max_restarts as well."
             )
         num_ranks = backend.num_processes()
@@ -112,25 +117,15 @@ class TrainPlanning(
         ParamError
             If these ranks cannot resume the run.
         """
-        get = self.getOrDefault
-        check_shards(get("data_module"), order.canonical_shards, num_ranks, run.run_id)
+        module = self.getOrDefault("data_module")
+        check_shards(module, order.canonical_shards, num_ranks, run.run_id)
+        params = self._params_in(TrainSpec)
+        params["callbacks"] = tuple(params["callbacks"])
         return TrainSpec(
+            **params,
             data=self._plan(manifest, order.canonical_shards, num_ranks, order.random_seed),
-            store=get("store"),
             run=run,
-            epochs=get("epochs"),
-            random_seed=get("random_seed"),
-            scale_learning_rate=get("scale_learning_rate"),
-            backward_passes_per_step=get("backward_passes_per_step"),
-            gradient_compression=get("gradient_compression"),
-            use_gpu=get("use_gpu"),
-            mp_start_method=get("mp_start_method"),
-            callbacks=tuple(get("callbacks")),
-            verbose=get("verbose"),
             checkpoints=self._checkpoint_options(self._framework),
-            resume_stopped=get("resume_stopped"),
-            terminate_on_nan=get("terminate_on_nan"),
-            buffer_reduction=get("buffer_reduction"),
         )
 
     def _plan(
@@ -198,24 +193,21 @@ class TrainPlanning(
     def _reader_options(self) -> ReaderOptions:
         """Return the reader options from the params."""
         get = self.getOrDefault
+        params = self._params_in(ReaderOptions)
+        params["shuffle_buffer_size"] = self._shuffle_buffer_bytes()
         return ReaderOptions(
-            shuffle=get("shuffle"),
-            shuffle_buffer_size=self._shuffle_buffer_bytes(),
-            inmemory_cache_all=get("inmemory_cache_all"),
-            cache_type=get("cache_type"),
-            cache_location=get("cache_location"),
-            cache_size_limit=get("cache_size_limit"),
-            reader_pool_type=get("reader_pool_type"),
+            **params,
             train_reader_worker_count=get("train_reader_num_workers"),
             val_reader_worker_count=get("val_reader_num_workers"),
-            categorical_cols=get("categorical_cols"),
-            continuous_cols=get("continuous_cols"),
             transform_fn=get("transformation_fn"),
             transformation=self._transformation(),
-            store=get("store"),
             storage_options=get("store").storage_options,
-            verbose=get("verbose"),
         )
+
+    def _params_in(self, spec: type[Any]) -> dict[str, Any]:
+        """Return the values of the params that a spec has fields of the same name for."""
+        names = [field.name for field in fields(spec)]
+        return {name: self.getOrDefault(name) for name in names if name in self._declarations}
 
     def _transformation(self) -> Transformation | None:
         """Return the readers' transformation of rows, or None if there is none."""

@@ -22,98 +22,75 @@ from pyspark.ml import Transformer
 from typing_extensions import Self
 
 import hvd_estimators
-from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import (
     JobCancelledError,
     TrainingInterruptedError,
     WorkerFailedError,
 )
+from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import Tracking
 from hvd_estimators.fitting.progress import EpochFeed
-from hvd_estimators.fitting.run import ReadOrder, as_json, named
+from hvd_estimators.fitting.run import ReadOrder, Run
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams
-from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.runs import history_text, read_history, run_file
-from hvd_estimators.training.spec import EpochMetrics, HistoryRow
+from hvd_estimators.training.spec import EpochMetrics, HistoryRow, TrainSpec
 
 __all__ = ["RunRecord", "end_note", "is_interrupt", "noted_params", "now", "start_note", "versions"]
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = (
     *("horovod", "keras", "lightning", "numpy", "pandas", "petastorm", "pyarrow", "pyspark"),
     *("pytorch-lightning", "tensorflow", "torch", "torchmetrics"),
 )
-
-
 _SECRET = re.compile(r"secret|passw|token(?!iz)|credential|api_?key|access_?key", re.IGNORECASE)
-
-
 _HIDDEN = "(hidden)"
-
-
 _MOST_ENTRIES = 100
-
-
 _MOST_CHARACTERS = 1000
+_CLOSE_SECONDS = 120.0
+"""Maximum wait for the history to be written at the end of a fit."""
 
 
-def start_note(
-    estimator: DeclaredParams,
-    framework: str,
-    run: RunPaths,
-    order: ReadOrder,
-    columns: Sequence[ColumnSpec],
-    num_ranks: int,
-    before: Mapping[str, Any] | None,
-    reading: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the record at the start of training.
+def start_note(estimator: DeclaredParams, run: Run, spec: TrainSpec) -> dict[str, Any]:
+    """Return the record at the start of training; values of earlier fits of the run are preserved.
 
     Parameters
     ----------
     estimator : DeclaredParams
         The estimator.
-    framework : str
-        The estimator's framework.
-    run : RunPaths
-        The run, with its fingerprint.
-    order : ReadOrder
-        Number of canonical shards and seed of the run's row order.
-    columns : sequence of ColumnSpec
-        The columns that are read.
-    num_ranks : int
-        Number of ranks of this fit.
-    before : mapping or None
-        Record of an earlier fit of the run; most of its values are preserved.
-    reading : mapping, optional
-        Identity of the row order without its seed, from
-        `hvd_estimators.fitting.run.reading_identity`.
+    run : Run
+        The run, with its metadata of earlier fits.
+    spec : TrainSpec
+        The ranks' configuration.
     """
+    data, before = spec.data, run.metadata or {}
     fit = {
         "started": now(),
         "state": "running",
         "epochs": estimator.getOrDefault("epochs"),
-        "num_ranks": num_ranks,
+        "num_ranks": data.num_ranks,
         "versions": versions(),
-        **({} if reading is None else {"reading": as_json(reading)}),
+        "reading": as_json(reading_identity(data)),
     }
     document = {
-        "run_id": run.run_id,
-        "framework": framework,
-        "fingerprint": as_json(run.fingerprint),
-        "row_order": asdict(order),
+        "run_id": run.paths.run_id,
+        "framework": spec.checkpoints.framework,
+        "fingerprint": as_json(run.paths.fingerprint),
+        "row_order": asdict(ReadOrder(data.num_shards, data.random_seed)),
         "params": noted_params(estimator),
         "columns": [
             {"name": c.name, "kind": c.kind, "dtype": c.dtype, "shape": list(c.shape)}
-            for c in columns
+            for c in data.columns
         ],
         "versions": fit["versions"],
-        "num_ranks": num_ranks,
+        "num_ranks": data.num_ranks,
         "started": fit["started"],
-        **(before or {}),
+        **before,
         "state": "running",
-        "fits": [*map(_over, (before or {}).get("fits", ())), fit],
+        "fits": [*map(_over, before.get("fits", ())), fit],
     }
     document.pop("ended", None)
     document.pop("error", None)
@@ -126,13 +103,13 @@ def end_note(
     """Return the record at the end of a fit, given the record at its start."""
     state: dict[str, Any] = {"state": "finished", "ended": now()}
     if error is not None:
-        told: dict[str, Any] = {"class": type(error).__name__, "message": _message(error, store)}
+        message = str(_brief(redacted(str(error), store.secrets)))
+        details: dict[str, Any] = {"class": type(error).__name__, "message": message}
         if isinstance(error, WorkerFailedError):
             # Lost executors, killed ranks and exceptions from user code all have this class.
-            told |= {"cause": error.cause, "rank": error.rank, "host": error.host}
-            told["error_type"] = error.error_type or None
-        how = "interrupted" if is_interrupt(error) else "failed"
-        state = {**state, "state": how, "error": told}
+            details |= {"cause": error.cause, "rank": error.rank, "host": error.host}
+            details["error_type"] = error.error_type or None
+        state |= {"state": "interrupted" if is_interrupt(error) else "failed", "error": details}
     *earlier, fit = document["fits"]
     return {**document, **state, "fits": [*earlier, {**fit, **state}]}
 
@@ -159,13 +136,11 @@ def noted_params(estimator: DeclaredParams) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, this package and its installed dependencies."""
-    found = {"python": sys.version.split()[0], "hvd_estimators": hvd_estimators.__version__}
+    installed = {"python": sys.version.split()[0], "hvd_estimators": hvd_estimators.__version__}
     for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def now() -> str:
@@ -185,16 +160,6 @@ def _brief(value: Any) -> Any:
     return value
 
 
-def _message(error: BaseException, store: Store) -> str:
-    return str(_brief(redacted(str(error), store.secrets)))
-
-
-logger = logging.getLogger(__name__)
-
-
-_PATIENCE = 120.0
-
-
 class RunRecord:
     """Context manager that records one fit of a run while the ranks train.
 
@@ -204,41 +169,31 @@ class RunRecord:
 
     Parameters
     ----------
-    store : Store
-        The store that holds the run.
-    run : RunPaths
+    run : Run
         The run.
     document : mapping
-        The record at the start of training, see `hvd_estimators.fitting.record.start_note`.
-    goes_on : bool
-        Whether an earlier fit of the run has checkpoints, and therefore may have a history.
+        The record at the start of training, see `start_note`.
     tracking : Tracking, optional
         MLflow logger that also gets metrics and model.
     """
 
     def __init__(
-        self,
-        store: Store,
-        run: RunPaths,
-        document: Mapping[str, Any],
-        goes_on: bool,
-        tracking: Tracking | None = None,
+        self, run: Run, document: Mapping[str, Any], tracking: Tracking | None = None
     ) -> None:
-        self._store = store
         self._run = run
+        self._store = run.store
         self._document = document
-        self._goes_on = goes_on
         self._rows: list[HistoryRow] = []
         self._written = ""
         self._tracking = tracking
-        self._feed = EpochFeed(self._take, f"history of run {run.run_id!r}")
+        self._feed = EpochFeed(self._add, f"history of run {run.paths.run_id!r}")
 
     def __enter__(self) -> Self:
         if self._store.saving_runs():
             self._write("metadata", _json(self._document))
-            if self._goes_on:
+            if self._run.checkpoints:
                 with self._warned():
-                    self._rows = read_history(self._store, self._run.run_path) or []
+                    self._rows = read_history(self._store, self._run.paths.run_path) or []
         if self._tracking is not None:
             self._tracking.start()
         return self
@@ -250,7 +205,7 @@ class RunRecord:
         traceback: TracebackType | None,
     ) -> None:
         if self._store.saving_runs():
-            self._feed.close(_PATIENCE)
+            self._feed.close(_CLOSE_SECONDS)
             if exc is not None and self._rows:
                 with self._warned():
                     # Does nothing unless the feed's last write failed.
@@ -300,15 +255,15 @@ class RunRecord:
         rows = [row for record in history for row in record.rows()]
         if stopped and self._document.get("stopped") == len(history):
             logger.warning(
-                "run_id: a callback had stopped the run %r after %d epochs. Its model is returned, "
-                "and nothing was trained. To go on, set resume_stopped=True, and change or leave "
-                "out what has stopped it; for a new run, set another run_id.",
-                self._run.run_id,
+                "run_id: a callback stopped the run %r after %d epochs. fit() returns its model "
+                "without training. To resume the run, set resume_stopped=True, and change or leave "
+                "out the callback. For a new run, set another run_id.",
+                self._run.paths.run_id,
                 len(history),
             )
         self._document = {**self._document, "stopped": len(history) if stopped else None}
         if self._store.saving_runs():
-            self._feed.close(_PATIENCE)
+            self._feed.close(_CLOSE_SECONDS)
             with self._warned():
                 self._write_rows(rows)
         if self._tracking is not None:
@@ -316,7 +271,7 @@ class RunRecord:
                 rows, model, self._document["framework"], self._document["versions"]
             )
 
-    def _take(self, rows: Sequence[HistoryRow]) -> None:
+    def _add(self, rows: Sequence[HistoryRow]) -> None:
         """Record epochs; retrained epochs replace recorded epochs from the first one on."""
         first = min(row[0] for row in rows)
         self._rows = [*(row for row in self._rows if row[0] < first), *rows]
@@ -329,14 +284,14 @@ class RunRecord:
             self._written = text
 
     def _write(self, name: str, text: str) -> None:
-        self._store.write_text(run_file(self._run.run_path, name), text)
+        self._store.write_text(run_file(self._run.paths.run_path, name), text)
 
     @contextlib.contextmanager
     def _warned(self) -> Any:
         try:
             yield
         except OSError as error:
-            logger.warning("What is noted of run %r is not complete: %s", self._run.run_id, error)
+            logger.warning("The record of run %r is incomplete: %s", self._run.paths.run_id, error)
 
 
 def _json(document: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_estimators.exceptions import (
     SlotsError,
@@ -27,38 +27,52 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting.record import now
+from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, PATIENCE_VARIABLE
 from hvd_estimators.launch.relaunch import await_relaunch_slots, final_error, summary
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
 from hvd_estimators.launch.validation import seconds_given
-from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
-from hvd_estimators.store.leases import FencingToken
-from hvd_estimators.store.paths import Position, manifest_of, orphans
+from hvd_estimators.store.paths import Position, manifest_of
 from hvd_estimators.training.call_transfer import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
-
-if TYPE_CHECKING:
-    from hvd_estimators.store import Store
 
 __all__ = [
     "Launch",
     "ProgressAcrossLaunches",
     "Restarts",
-    "comes_back",
     "ending_by_sigterm",
     "warming_up",
-    "without_leftovers",
+    "would_recur",
 ]
 
+logger = logging.getLogger(__name__)
 
-@dataclass
+# A driver that was asked to end may take this long, which is longer than ranks take to end.
+_EXIT_SECONDS = 60.0
+# Half an hour, see `hvd_estimators.launch.rank.hang_detection`.
+_STALL_SECONDS = 1800
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# An executor that is about to shut down still counts among the task slots.
+_LEAVING_PAUSE = 10.0
+
+_LEAVING = "TrainingInterruptedError"
+# Exceptions that a rank raises for external reasons: a lost peer, a machine that is about to shut
+# down, a store that does not respond, or a killed reader process.
+_TEMPORARY = {"HorovodInternalError", "ReaderError", "StoreUnavailableError", _LEAVING}
+# Horovod's messages for mismatched calls.
+_MISMATCH = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
+
+
 class Launch:
     """Launcher of a fit's ranks, called with a backend once per launch.
 
-    Attributes
+    Parameters
     ----------
+    run : Run
+        The run. Its fencing tokens stop ranks of earlier launches from writing.
     handover : Handover
         Writes the trainer and its spec to the store for the ranks.
     train : callable
@@ -66,45 +80,41 @@ class Launch:
     spec_for : callable
         Returns the `TrainSpec` for a given number of ranks.
     spec : TrainSpec
-        The spec of the current launch.
-    call : StoredCall
-        The file in the store from which the ranks read ``train`` and ``spec``.
-    env : mapping
-        Environment variables of the ranks.
-    handler : callable
-        Handler of the ranks' events.
-    fence : callable
-        Returns the `FencingToken` of a launch, given its number. The token stops ranks of earlier
-        launches from writing to the run.
-    number : int
-        Number of launches so far.
+        The spec of the first launch.
+
+    Attributes
+    ----------
+    spec : TrainSpec
+        The spec of the newest launch.
     """
 
-    handover: Handover
-    train: Trainer
-    spec_for: Callable[[int], TrainSpec]
-    spec: TrainSpec
-    call: StoredCall
-    env: Mapping[str, str | None]
-    handler: Handler
-    fence: Callable[[int], FencingToken | None] = lambda launch: None
-    number: int = 0
+    def __init__(
+        self,
+        run: Run,
+        handover: Handover,
+        train: Trainer,
+        spec_for: Callable[[int], TrainSpec],
+        spec: TrainSpec,
+    ) -> None:
+        self.spec = spec
+        self._run = run
+        self._handover = handover
+        self._train = train
+        self._spec_for = spec_for
+        self._call = handover.put(train)
+        self._number = 0
 
-    def __call__(self, backend: Backend) -> list[Any]:
+    def __call__(
+        self, backend: Backend, env: Mapping[str, str | None], handler: Handler
+    ) -> list[Any]:
         """Launch the ranks and return their results."""
         num_ranks = backend.num_processes()
         if num_ranks != self.spec.data.num_ranks:
-            self.spec = self.spec_for(num_ranks)
-            self.call = self.handover.put(self.train, self.spec)
-        call = replace(self.call, fence=self.fence(self.number))
-        self.number += 1
-        return backend.run(
-            train_stored,
-            args=(call,),
-            kwargs={},
-            env=dict(self.env),
-            on_event=self.handler,
-        )
+            self.spec = self._spec_for(num_ranks)
+            self._call = self._handover.put(self._train, self.spec)
+        call = replace(self._call, fence=self._run.fencing_token(self._number))
+        self._number += 1
+        return backend.run(train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler)
 
 
 def warming_up(
@@ -122,20 +132,20 @@ class ProgressAcrossLaunches:
 
     Attributes
     ----------
-    place : (int, int) or None
+    newest : (int, int) or None
         Latest epoch, from 0, and steps within it, as reported by the ranks of the current launch.
         None before their first report.
     """
 
     def __init__(self) -> None:
-        self.place: tuple[int, int] | None = None
-        self._told: set[tuple[str, int]] = set()
-        self._told_before: set[tuple[str, int]] = set()
+        self.newest: tuple[int, int] | None = None
+        self._reported: set[tuple[str, int]] = set()
+        self._reported_before: set[tuple[str, int]] = set()
 
     def restart(self) -> None:
         """Record that the ranks are relaunched."""
-        self.place = None
-        self._told_before = set(self._told)
+        self.newest = None
+        self._reported_before = set(self._reported)
 
     def handler(self, handler: Handler) -> Handler:
         """Return a handler that passes only new events to another handler."""
@@ -147,27 +157,15 @@ class ProgressAcrossLaunches:
         return handle
 
     def _is_new(self, event: Event) -> bool:
-        if isinstance(event, RankEpoch):
-            self._add(event.kind, event.epoch, (event.epoch + 1, 0))
-        elif isinstance(event, RankProgress):
-            if event.done:
-                self._add(event.kind, event.epoch, (event.epoch + 1, 0))
-            else:
-                self.place = max(self.place or (0, 0), (event.epoch, event.step))
-        else:
+        if not isinstance(event, (RankEpoch, RankProgress)):
             return True
-        return (event.kind, event.epoch) not in self._told_before
-
-    def _add(self, kind: str, epoch: int, place: tuple[int, int]) -> None:
-        self._told.add((kind, epoch))
-        self.place = max(self.place or (0, 0), place)
-
-
-# Longer than the wait for the ranks to end.
-_SECONDS = 60.0
-
-
-logger = logging.getLogger(__name__)
+        reached = (event.epoch + 1, 0)
+        if isinstance(event, RankProgress) and not event.done:
+            reached = (event.epoch, event.step)
+        else:
+            self._reported.add((event.kind, event.epoch))
+        self.newest = max(self.newest or (0, 0), reached)
+        return (event.kind, event.epoch) not in self._reported_before
 
 
 @contextlib.contextmanager
@@ -187,7 +185,7 @@ def ending_by_sigterm() -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    late = threading.Timer(_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
+    late = threading.Timer(_EXIT_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
     late.daemon = True
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -205,68 +203,17 @@ def ending_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def without_leftovers(store: Store, run: RunPaths, is_lost: Callable[[], bool]) -> Iterator[None]:
-    """Delete the ranks' unfinished checkpoints if an exception ends the block.
-
-    Parameters
-    ----------
-    store : Store
-        The store that holds the run.
-    run : RunPaths
-        The run of this fit.
-    is_lost : callable
-        Returns whether another process trains the run by now.
-    """
-    try:
-        yield
-    except BaseException:
-        directory = run.checkpoints_path
-        if directory is not None and not is_lost():
-            try:
-                for name in orphans(run.checkpoint_filename, store.names(directory)):
-                    store.delete(f"{directory}/{name}")
-            except OSError as error:
-                logger.warning("What ranks have left could not be deleted: %s", error)
-        raise
-
-
-# Half an hour, see `hvd_estimators.launch.rank.hang_detection`.
-_STALL_SECONDS = 1800
-
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-
-
-# An executor that is about to shut down still counts among the task slots.
-_LEAVING_PAUSE = 10.0
-
-
-# Exceptions that a rank raises for external reasons: a lost peer, a machine that is about to shut
-# down, a store that does not respond, or a killed reader process.
-_LEAVING = "TrainingInterruptedError"
-
-
-_PASSING = {"HorovodInternalError", "ReaderError", "StoreUnavailableError", _LEAVING}
-
-
-# Horovod's messages for mismatched calls.
-_MISTAKES = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
-
-
-def comes_back(error: WorkerFailedError) -> bool:
+def would_recur(error: WorkerFailedError) -> bool:
     """Return whether relaunched ranks would fail in the same way.
 
     They would if a rank exited by itself, or if Spark failed for an unknown reason. They would also
     if a rank raised an exception, unless the cause was a lost peer, a lost reader, an unavailable
     store or SIGTERM. Mismatched calls of Horovod do not count as a lost peer.
     """
-    if error.cause == "raised":
-        told = error.error_type in _PASSING
-        return not told or (
-            error.error_type == "HorovodInternalError" and bool(_MISTAKES.search(str(error)))
-        )
-    return error.cause not in ("killed", "stalled", "lost")
+    if error.cause != "raised":
+        return error.cause not in ("killed", "stalled", "lost")
+    is_mismatch = error.error_type == "HorovodInternalError" and _MISMATCH.search(str(error))
+    return error.error_type not in _TEMPORARY or bool(is_mismatch)
 
 
 @dataclass
@@ -275,35 +222,32 @@ class Restarts:
 
     Attributes
     ----------
+    run : Run
+        The run, with its checkpoints before the fit.
     spec : TrainSpec
         The spec of the first launch.
     limit : int
         Maximum number of restarts.
     least : int or None
         Minimum number of ranks; None for the number of the first launch.
-    is_lost : callable
-        Returns whether another process trains the run by now.
     note : callable
         Called with the record of each restart.
-    newest : Position or None
-        The checkpoint that the first launch resumes from.
-    reached : ProgressAcrossLaunches
+    progress : ProgressAcrossLaunches
         Progress of the ranks.
     failures : list of WorkerFailedError
         Errors of the launches that were followed by a relaunch.
     """
 
+    run: Run
     spec: TrainSpec
     limit: int
     least: int | None
-    is_lost: Callable[[], bool]
     note: Callable[[Mapping[str, Any]], None]
-    newest: Position | None = None
-    reached: ProgressAcrossLaunches = field(default_factory=ProgressAcrossLaunches)
+    progress: ProgressAcrossLaunches = field(default_factory=ProgressAcrossLaunches)
     failures: list[WorkerFailedError] = field(default_factory=list)
     _deadline: float = math.inf
 
-    def run(self, backend: Backend, launch: Callable[[Backend], list[Any]]) -> list[Any]:
+    def launch(self, backend: Backend, launch: Callable[[Backend], list[Any]]) -> list[Any]:
         """Launch the ranks until a launch succeeds, and return their results.
 
         Parameters
@@ -322,7 +266,7 @@ class Restarts:
         JobCancelledError
             If the thread's Spark jobs were cancelled, even while no job was running.
         """
-        current, before, pauses = backend, self.newest, _pauses()
+        current, before, pauses = backend, self.run.newest, _pauses()
         while True:
             started = time.monotonic()
             try:
@@ -339,7 +283,7 @@ class Restarts:
                     pause = max(pause, _LEAVING_PAUSE)
                 time.sleep(pause)
                 current = self._for_slots(backend, current)
-                self._tell(lost, position, current.num_processes())
+                self._report(lost, position, current.num_processes())
             except (SlotsError, UnreachableError) as error:
                 # Task slots may have been lost since they were counted.
                 if not self.failures:
@@ -359,14 +303,15 @@ class Restarts:
 
     def _add(self, error: WorkerFailedError) -> None:
         """Record a failed launch; raise its error if no restart may follow."""
-        if not self.limit or (comes_back(error) and not self.failures):
+        recurs = would_recur(error)
+        if not self.limit or (recurs and not self.failures):
             raise error
         why = ""
-        if comes_back(error):
+        if recurs:
             why = "; a failure of this kind comes back"
         elif len(self.failures) >= self.limit:
             why = f", and max_restarts={self.limit} allows no more"
-        elif self.is_lost():
+        elif self.run.lost:
             why = ", and another process trains this run by now"
         if why:
             raise final_error(error, self.failures, why) from error
@@ -404,11 +349,11 @@ class Restarts:
             if written is not None:
                 moment = datetime.datetime.now(datetime.timezone.utc)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
-        place = self.reached.place
-        self.reached.restart()
-        if place is not None and spec.verbose > 0:  # otherwise ranks report only epochs
-            each = spec.data.train_steps_per_epoch
-            steps = (place[0] - lost["epoch"]) * each + place[1] - lost["step"]
+        reached = self.progress.newest
+        self.progress.restart()
+        if reached is not None and spec.verbose > 0:  # otherwise ranks report only epochs
+            epochs = reached[0] - lost["epoch"]
+            steps = epochs * spec.data.train_steps_per_epoch + reached[1] - lost["step"]
             lost["steps"] = max(steps, 0)
         return lost
 
@@ -433,19 +378,19 @@ class Restarts:
             raise self._too_few(backend, f"the cluster has {slots}") from self.failures[-1]
         return resized
 
-    def _tell(self, lost: Mapping[str, Any], position: Position | None, num_ranks: int) -> None:
+    def _report(self, lost: Mapping[str, Any], position: Position | None, num_ranks: int) -> None:
         """Log and record a restart and the lost training."""
         error, number = self.failures[-1], len(self.failures)
         spec = self.spec
         if position is not None:
             source = f"from the checkpoint of epoch {lost['epoch'] + 1}, step {lost['step']}"
         elif spec.run.checkpoints_path is None:
-            source = "from the beginning of this fit, as the store keeps no checkpoints"
+            source = "from the beginning of this fit, because the store keeps no checkpoints"
         else:
-            source = "from the beginning, as there is no checkpoint yet"
+            source = "from the beginning, because the run has no checkpoint yet"
         steps = "" if lost["steps"] is None else f"{lost['steps']} steps and "
         logger.warning(
-            "Run %r: %s %d ranks are launched again (restart %d of at most %d) and go on %s: "
+            "Run %r: %s %d ranks are launched again (restart %d of at most %d) and resume %s: "
             "%s%.1f s of training are lost.",
             *(spec.run.run_id, summary(error), num_ranks, number, self.limit),
             *(source, steps, lost["seconds"]),
@@ -467,9 +412,9 @@ class Restarts:
     def _too_few(self, backend: Backend, found: str) -> SlotsError:
         least = backend.num_processes() if self.least is None else self.least
         return SlotsError(
-            f"{summary(self.failures[-1])} To launch the ranks again, {least} task slots "
-            "(min_num_proc) were waited for in vain, until HOROVOD_ELASTIC_TIMEOUT (600 s by "
-            f"default): {found}. They had been launched again {len(self.failures) - 1} times."
+            f"{summary(self.failures[-1])} Relaunching the ranks needs {least} task slots "
+            "(min_num_proc), which were not free within HOROVOD_ELASTIC_TIMEOUT (600 s by "
+            f"default): {found}. The ranks had been launched again {len(self.failures) - 1} times."
         )
 
 

@@ -1,8 +1,4 @@
-"""Runs: identity, lookup in the store, lock, params and results.
-
-A run's fingerprint is the identity of its data, model and settings. It is stored beside the
-checkpoints. Only a fit with an equal fingerprint can resume a run. The fingerprint is a dict of
-plain values, so that an error message can name the differences.
+"""Runs: lookup in the store, lease, params and results.
 
 A fit can use other reader settings than an earlier fit of its run, if it resumes at the start of an
 epoch. Within an epoch, other settings are not allowed: some rows would be read twice, and others
@@ -11,25 +7,31 @@ never. Runs on the driver.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import hashlib
-import json
 import logging
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import to_python
-from hvd_estimators.data.manifest import DatasetManifest, Split
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
+from hvd_estimators.fitting.fingerprint import (
+    as_json,
+    data_identity,
+    differences,
+    digest,
+    named,
+    reading_identity,
+)
 from hvd_estimators.fitting.mlflow import Tracking, TrackingRun, active_run
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.model import HorovodModel
@@ -40,91 +42,18 @@ from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.base import require_store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.leases import FencingToken, Lease
-from hvd_estimators.store.paths import Position
+from hvd_estimators.store.paths import Position, orphans
 from hvd_estimators.store.runs import read_metadata, run_file
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, named_weights, unequal_weights
 
-__all__ = [
-    "Fits",
-    "FoundRun",
-    "ReadOrder",
-    "RunLock",
-    "RunParams",
-    "RunResults",
-    "as_json",
-    "check_reading",
-    "check_run",
-    "data_identity",
-    "differences",
-    "digest",
-    "find_run",
-    "named",
-    "reading_identity",
-]
+__all__ = ["Fits", "ReadOrder", "Run", "RunParams", "RunResults"]
 
 logger = logging.getLogger(__name__)
 
-
-def reading_identity(data: DataSpec) -> dict[str, Any]:
-    """Return the identity of the row order, without its seed.
-
-    Files are identified by their position, because their names change when data are prepared again.
-    """
-    files: dict[str, int] = {}
-    ranges = [
-        [
-            [files.setdefault(found.file, len(files)), found.row_group, found.start, found.stop]
-            for found in shard
-        ]
-        for shard in data.train_plan.shards
-    ]
-    options, module = data.options, data.data_module
-    return {
-        "row groups of the files": digest({"shards": ranges, "open": data.train_plan.open_groups}),
-        "shuffle_buffer_size": options.shuffle_buffer_size if options.shuffle else None,
-        "inmemory_cache_all": options.shuffle and options.inmemory_cache_all,
-        # All data modules of this package read in the same order.
-        "data_module": named(module) if isinstance(module, type) else None,
-    }
-
-
-def check_reading(found: FoundRun, data: DataSpec) -> None:
-    """Check that a run that was interrupted within an epoch reads rows in the same order.
-
-    Raises
-    ------
-    ParamError
-        If the order differs.
-    """
-    if not found.checkpoints:
-        return
-    newest, run = found.checkpoints[-1], found.run
-    if data.num_ranks < data.num_shards:
-        logger.info(
-            "run_id: the run %r began with %d ranks, whose parts of each global batch the %d of "
-            "this fit train on in turn: batches and learning rate stay what they were.",
-            *(run.run_id, data.num_shards, data.num_ranks),
-        )
-    if not newest.rows:
-        return
-    fits = (found.notes or {}).get("fits") or [{}]
-    differing = differences(fits[-1].get("reading", {}), as_json(reading_identity(data)))
-    if differing:
-        raise ParamError(
-            f"run_id: the run {run.run_id!r} was interrupted within epoch {newest.epoch + 1}, and "
-            f"this fit reads rows in another order, with {'; '.join(differing)}: some of that "
-            "epoch would be trained on twice, and others never. Set what it was trained with, "
-            "or another run_id. To repeat the epoch from its start, delete the run's checkpoints "
-            f"of a position within it, from {checkpoint_path(run, newest)!r} backwards."
-        )
-
-
+# Differences between models or optimizers that cannot load each other's state.
 _OTHER_STATE = re.compile(
     r"model: (?:weights .*|optimizer .*|optimizers: [^:]*\(now with(?:out)?\))"
 )
-
-
-"""Differences between models or optimizers that cannot load each other's state."""
 
 
 @dataclass(frozen=True)
@@ -143,105 +72,41 @@ class ReadOrder:
     random_seed: int
 
 
-@dataclass(frozen=True)
-class FoundRun:
-    """Content of a run in the store before a fit.
+class Run:
+    """A fit's run in the store, and the lease that keeps other fits from using it.
 
-    Attributes
-    ----------
-    run : RunPaths
-        The run.
-    checkpoints : tuple of Position
-        Checkpoints of the run.
-    notes : mapping or None
-        The run's metadata record. None if there is no record, or if there are no checkpoints.
-    """
-
-    run: RunPaths
-    checkpoints: tuple[Position, ...] = ()
-    notes: Mapping[str, Any] | None = None
-
-    @property
-    def row_order(self) -> ReadOrder | None:
-        """Row order of a resumed run; None for a new run.
-
-        Also None if the run comes from a version that did not record the row order.
-        """
-        order = (self.notes or {}).get("row_order")
-        return None if order is None else ReadOrder(**order)
-
-
-def find_run(store: Store, run: RunPaths) -> FoundRun:
-    """Look up a run in the store."""
-    found = tuple(positions(store, run))
-    return FoundRun(run, found, read_metadata(store, run.run_path) if found else None)
-
-
-def check_run(found: FoundRun) -> None:
-    """Check that a run's checkpoints, if any, have the fingerprint of the fit.
-
-    Checkpoints without a record come from an earlier version. Such a run is resumed with a warning,
-    because the user named the run explicitly.
-
-    Raises
-    ------
-    ParamError
-        If the checkpoints are from other data, another model or other settings.
-    """
-    run, notes = found.run, found.notes
-    if not found.checkpoints:
-        return
-    if notes is None:
-        logger.warning(
-            "run_id: the checkpoint of %r does not say what it was trained on and with (there is "
-            "no %s). It is gone on from unchecked.",
-            run.run_id,
-            run_file(run.run_path, "metadata"),
-        )
-        return
-    differing = differences(notes.get("fingerprint", {}), as_json(run.fingerprint))
-    if differing:
-        raise ParamError(
-            f"run_id: the store holds a run {run.run_id!r} that this fit cannot resume. It was "
-            f"trained with {'; '.join(differing)}. Set another run_id (or none: each fit then "
-            f"has a run of its own), or what it was trained with. {_advice(differing, run)}"
-        )
-
-
-def _advice(differing: Sequence[str], run: RunPaths) -> str:
-    """Return advice other than a new run_id, depending on whether the checkpoints can load."""
-    if any(map(_OTHER_STATE.fullmatch, differing)):
-        return (
-            "The checkpoints hold weights and optimizer state of the other network, which this one "
-            f"cannot load. To begin with some of its weights, load them into the model by "
-            f"load_checkpoint(store, run_id={run.run_id!r}) and fit with another run_id."
-        )
-    path = run_file(run.run_path, "metadata")
-    return f"To resume it all the same, delete {path!r}."
-
-
-class RunLock:
-    """Lock that keeps the fits of all processes from using a run until the block ends.
+    As a context manager, it holds the run's lease. A store that saves no runs needs no lease.
 
     Parameters
     ----------
     store : Store
-        The store that holds the run. If the store saves no runs, the lock has no effect.
-    run : RunPaths
-        The run.
+        The store that holds the run.
+    paths : RunPaths
+        Paths of the run, with the fingerprint of this fit.
     patient : bool
-        Whether to wait if the other fit may have been killed.
+        Whether to wait for the lease if the other fit may have been killed.
+
+    Attributes
+    ----------
+    store, paths
+        As given.
+    checkpoints : tuple of Position
+        The run's checkpoints before this fit; see `load`.
+    metadata : mapping or None
+        The run's metadata before this fit. None if there is none, or if there are no checkpoints.
 
     Raises
     ------
     ParamError
-        If another fit holds the lock.
+        By the block, if another fit holds the lease.
     """
 
-    def __init__(self, store: Store, run: RunPaths, *, patient: bool = False) -> None:
-        self._store = store
-        self._run = run
-        self._lease = Lease(store, run, patient=patient) if store.saving_runs() else None
+    def __init__(self, store: Store, paths: RunPaths, *, patient: bool = False) -> None:
+        self.store = store
+        self.paths = paths
+        self.checkpoints: tuple[Position, ...] = ()
+        self.metadata: Mapping[str, Any] | None = None
+        self._lease = Lease(store, paths, patient=patient) if store.saving_runs() else None
 
     def __enter__(self) -> Self:
         if self._lease is not None:
@@ -257,12 +122,118 @@ class RunLock:
         if self._lease is not None:
             self._lease.__exit__(exc_type, exc, traceback)
         if self._lease is None or exc is not None:
-            try:
-                self._store.delete_empty(self._run.run_path)
-            except OSError as error:
-                logger.warning("What a fit has left could not be deleted: %s", error)
+            with self._logged("The empty folder of run %r could not be deleted: %s"):
+                self.store.delete_empty(self.paths.run_path)
 
-    def fence(self, launch: int) -> FencingToken | None:
+    def require_free(self) -> None:
+        """Check that no other fit holds the lease; see `Lease.require_free`."""
+        if self._lease is not None:
+            self._lease.require_free()
+
+    def load(self) -> Self:
+        """Read the run's checkpoints and metadata from the store."""
+        self.checkpoints = tuple(positions(self.store, self.paths))
+        if self.checkpoints:
+            self.metadata = read_metadata(self.store, self.paths.run_path)
+        return self
+
+    @property
+    def newest(self) -> Position | None:
+        """Newest checkpoint before this fit; None for a new run."""
+        return max(self.checkpoints, default=None)
+
+    @property
+    def row_order(self) -> ReadOrder | None:
+        """Row order of a resumed run; None for a new run.
+
+        Also None if the run comes from a version that did not record the row order.
+        """
+        order = (self.metadata or {}).get("row_order")
+        return None if order is None else ReadOrder(**order)
+
+    def check_fingerprint(self) -> None:
+        """Check that the run's checkpoints, if any, have the fingerprint of this fit.
+
+        Checkpoints without a record come from an earlier version. Such a run is resumed with a
+        warning, because the user named the run explicitly.
+
+        Raises
+        ------
+        ParamError
+            If the checkpoints are from other data, another model or other settings.
+        """
+        if not self.checkpoints:
+            return
+        run_id = self.paths.run_id
+        if self.metadata is None:
+            logger.warning(
+                "run_id: resuming %r without a check: its data, model and settings are unknown, "
+                "because %s is missing.",
+                run_id,
+                run_file(self.paths.run_path, "metadata"),
+            )
+            return
+        recorded = self.metadata.get("fingerprint", {})
+        differing = differences(recorded, as_json(self.paths.fingerprint))
+        if differing:
+            raise ParamError(
+                f"run_id: the store holds a run {run_id!r} that this fit cannot resume. It was "
+                f"trained with {'; '.join(differing)}. Set another run_id, or none for a new run, "
+                f"or restore these settings. {self._advice(differing)}"
+            )
+
+    def _advice(self, differing: Sequence[str]) -> str:
+        """Return advice other than a new run_id, depending on whether the checkpoints can load."""
+        if any(map(_OTHER_STATE.fullmatch, differing)):
+            return (
+                "The checkpoints hold weights and optimizer state of the other network, which this "
+                "one cannot load. To begin with some of its weights, load them into the model by "
+                f"load_checkpoint(store, run_id={self.paths.run_id!r}) and fit with another run_id."
+            )
+        return f"To resume it all the same, delete {run_file(self.paths.run_path, 'metadata')!r}."
+
+    def check_reading(self, data: DataSpec) -> None:
+        """Check that a run that was interrupted within an epoch reads rows in the same order.
+
+        Raises
+        ------
+        ParamError
+            If the order differs.
+        """
+        newest, run_id = self.newest, self.paths.run_id
+        if newest is None:
+            return
+        if data.num_ranks < data.num_shards:
+            logger.info(
+                "run_id: the run %r began with %d ranks. The %d ranks of this fit train on their "
+                "parts of each global batch in turn: batches and learning rate stay the same.",
+                *(run_id, data.num_shards, data.num_ranks),
+            )
+        if not newest.rows:
+            return
+        fits = (self.metadata or {}).get("fits") or [{}]
+        differing = differences(fits[-1].get("reading", {}), as_json(reading_identity(data)))
+        if differing:
+            raise ParamError(
+                f"run_id: the run {run_id!r} was interrupted within epoch {newest.epoch + 1}, and "
+                f"this fit reads rows in another order, with {'; '.join(differing)}: some rows of "
+                "that epoch would be trained on twice, and others never. Restore these settings, "
+                "or set another run_id. To repeat the epoch from its start, delete the run's "
+                "checkpoints of a position within it, from "
+                f"{checkpoint_path(self.paths, newest)!r} backwards."
+            )
+
+    def confirm(self) -> None:
+        """Confirm the run's lease, see `Lease.confirm`."""
+        if self._lease is not None:
+            self._lease.confirm()
+
+    @property
+    def lost(self) -> bool:
+        """True after another process has taken over the run, see `Lease.lost`."""
+        return self._lease is not None and self._lease.lost
+
+    def fencing_token(self, launch: int) -> FencingToken | None:
         """Return the token that allows the ranks of a launch, counted from 0, to write.
 
         From now on, ranks of earlier launches must not write. Returns None if the store saves no
@@ -274,110 +245,29 @@ class RunLock:
             self._lease.note_launch(launch)
         return FencingToken(self._lease.path, self._lease.token, launch)
 
-    @property
-    def lost(self) -> bool:
-        """True after another process has taken over the run, see `Lease.lost`."""
-        return self._lease is not None and self._lease.lost
+    @contextlib.contextmanager
+    def without_orphans(self) -> Iterator[None]:
+        """Delete the ranks' unfinished checkpoints if an exception ends the block.
 
-    def confirm(self) -> None:
-        """Confirm the run's lease, see `Lease.confirm`."""
-        if self._lease is not None:
-            self._lease.confirm()
+        If another process trains the run by now, nothing is deleted.
+        """
+        try:
+            yield
+        except BaseException:
+            directory = self.paths.checkpoints_path
+            if directory is not None and not self.lost:
+                with self._logged("Unfinished checkpoints of run %r could not be deleted: %s"):
+                    names = self.store.names(directory)
+                    for name in orphans(self.paths.checkpoint_filename, names):
+                        self.store.delete(f"{directory}/{name}")
+            raise
 
-
-def digest(fingerprint: Mapping[str, Any]) -> str:
-    """Return a short hash of a fingerprint: 12 hexadecimal digits."""
-    document = json.dumps(as_json(fingerprint), sort_keys=True)
-    return hashlib.sha256(document.encode()).hexdigest()[:12]
-
-
-def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the identity of a dataset: its columns, its numbers of rows, and its content.
-
-    Prepared data have a checksum of their rows, which stays the same when they are prepared again.
-    Other data are identified by their row groups and the file names relative to their folder.
-    """
-    specs = [spec for spec in manifest.columns if spec.name in columns]
-    specs.sort(key=lambda spec: columns.index(spec.name))
-    identity: dict[str, Any] = {
-        "columns": [[spec.name, spec.kind, spec.dtype, list(spec.shape)] for spec in specs],
-        "training rows": manifest.train.rows,
-        "validation rows": manifest.validation.rows if manifest.validation else 0,
-    }
-    if manifest.content is not None:
-        return {**identity, "content of the rows": manifest.content}
-    splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
-    return {**identity, "files": digest({"splits": [_files(split) for split in splits]})}
-
-
-def named(value: Any) -> Any:
-    """Return a value that JSON can hold, with names in place of functions, classes and objects."""
-    value = to_python(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): named(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [named(entry) for entry in value]
-    if isinstance(value, type) or hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-class Fits:
-    """Thread-safe iterator that runs one fit per step and returns its index and model.
-
-    Parameters
-    ----------
-    fit : callable
-        Runs the fit with a given index and returns its model.
-    number : int
-        Number of fits.
-    """
-
-    def __init__(self, fit: Callable[[int], Any], number: int) -> None:
-        self._fit = fit
-        self._indices = iter(range(number))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Fits:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._indices)
-        return index, self._fit(index)
-
-
-def _files(split: Split) -> list[Any]:
-    return [
-        [group.file.removeprefix(split.path), group.index, group.rows, group.open_bytes]
-        for group in split.row_groups
-    ]
-
-
-def as_json(fingerprint: Mapping[str, Any]) -> Any:
-    """Return a fingerprint as it is after a JSON round trip."""
-    return json.loads(json.dumps(to_python(dict(fingerprint)), default=named))
-
-
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the entries that both have, old value before new value."""
-    told = []
-    for name in wanted.keys() & found.keys():
-        old, new = found[name], wanted[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            told += [f"{name}: {difference}" for difference in differences(old, new)]
-            told += [f"{name}: {key} (now without)" for key in old.keys() - new.keys()]
-            told += [f"{name}: no {key} (now with)" for key in new.keys() - old.keys()]
-        elif json.dumps(old) != json.dumps(new):
-            told.append(f"{name} {_short(old)} (now {_short(new)})")
-    return sorted(told)
-
-
-def _short(value: Any) -> str:
-    text = re.sub(r"\s+", " ", value if isinstance(value, str) else json.dumps(value))
-    return text if len(text) <= 120 else f"{text[:80]}… ({digest({'value': value})})"
+    @contextlib.contextmanager
+    def _logged(self, message: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logger.warning(message, self.paths.run_id, error)
 
 
 class RunParams(Estimator[HorovodModel], ColumnParams):
@@ -411,9 +301,9 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     )
 
     log_to_mlflow = param(
-        "Whether params, what is measured in each epoch, while training goes on, and the fitted "
-        "model are logged to the active run of MLflow, where there is one in the thread that calls "
-        "fit(). Each fit of a grid gets a run below it, without its model.",
+        "Whether a fit logs its params, the metrics of each epoch and the fitted model to MLflow, "
+        "if the thread that calls fit() has an active run. Each fit of a grid gets a child run, "
+        "without its model.",
         default=True,
         convert=boolean,
     )
@@ -505,20 +395,49 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
 
 
-class RunResults(Sequence[TrainResult]):
+class Fits:
+    """Thread-safe iterator that runs one fit per step and returns its index and model.
+
+    Parameters
+    ----------
+    fit : callable
+        Runs the fit with a given index and returns its model.
+    number : int
+        Number of fits.
+    """
+
+    def __init__(self, fit: Callable[[int], Any], number: int) -> None:
+        self._fit = fit
+        self._indices = iter(range(number))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Fits:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            index = next(self._indices)
+        return index, self._fit(index)
+
+
+class RunResults(tuple[TrainResult, ...]):
     """Results of the ranks, in the order of the ranks.
 
     Parameters
     ----------
-    results : sequence of TrainResult
+    results : iterable of TrainResult
         One result per rank. The result of rank 0 holds the trained state.
     spec : TrainSpec
         The ranks' spec, of the framework's own class.
     """
 
-    def __init__(self, results: Sequence[TrainResult], spec: Any) -> None:
-        self._results = tuple(results)
+    spec: Any
+
+    def __new__(cls, results: Iterable[TrainResult], spec: Any) -> Self:
+        """Create the results."""
+        self = super().__new__(cls, results)
         self.spec = spec
+        return self
 
     @property
     def state(self) -> Any:
@@ -533,9 +452,9 @@ class RunResults(Sequence[TrainResult]):
         ResultsError
             If rank 0 returned no state.
         """
-        if len({result.weights_digest for result in self._results}) > 1:
+        if len({result.weights_digest for result in self}) > 1:
             raise HvdEstimatorsError(self._unequal())
-        state = self._results[0].state
+        state = self[0].state
         if state is None:
             raise ResultsError(
                 "Rank 0 returned no trained state. A backend has to return the ranks' results in "
@@ -545,36 +464,21 @@ class RunResults(Sequence[TrainResult]):
 
     def _unequal(self) -> str:
         """Return the message about ranks that ended with different weights."""
-        names = unequal_weights([result.weight_digests for result in self._results])
+        names = unequal_weights([result.weight_digests for result in self])
         message = "The ranks ended with different weights"
         message += f": {named_weights(names)}. " if names else ". "
-        message += (
-            "A callback, custom layer or step of the user's that treats ranks differently can "
-            "cause that."
-        )
+        message += "The user's callback, custom layer or step may treat ranks differently."
         run = getattr(self.spec, "run", None)
         if run is None:
             return message
         if run.checkpoints_path is None:
-            return f"{message} Run {run.run_id!r} keeps no checkpoints: its result is lost."
+            return f"{message} Run {run.run_id!r} has no checkpoints: its result is lost."
         return (
-            f"{message} What rank 0 trained is the newest checkpoint of run {run.run_id!r}, in "
-            f"{run.checkpoints_path}: load_checkpoint(store, run_id={run.run_id!r}) reads it."
+            f"{message} The newest checkpoint of run {run.run_id!r}, in {run.checkpoints_path}, "
+            f"has the state of rank 0: load_checkpoint(store, run_id={run.run_id!r}) reads it."
         )
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
         """Metrics of the whole run, with one record per epoch."""
-        return self._results[0].history
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    @overload
-    def __getitem__(self, index: int) -> TrainResult: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TrainResult]: ...
-
-    def __getitem__(self, index: int | slice) -> TrainResult | Sequence[TrainResult]:
-        return self._results[index]
+        return self[0].history

@@ -14,7 +14,7 @@ import keras
 
 from hvd_estimators.keras.model_file import WEIGHTS, rewritten_variables, write_rewritten
 from hvd_estimators.store import Store
-from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES
 
 __all__ = ["BestModel"]
 

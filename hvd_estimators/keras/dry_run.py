@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
+from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.inputs import (
     SHAPE_KINDS,

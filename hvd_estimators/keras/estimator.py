@@ -12,7 +12,8 @@ from pyspark.sql import DataFrame
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.run import RunResults, named
+from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import all_layers, kept_random_state, model_optimizers

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
+from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS

@@ -28,7 +28,7 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import all_layers, inner_optimizers, model_optimizers
 from hvd_estimators.keras.custom_objects import constructing, is_keras
-from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES
 
 __all__ = [
     "WEIGHTS",

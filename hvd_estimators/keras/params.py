@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.dry_run import causes
+from hvd_estimators.fitting.trial import causes
 from hvd_estimators.keras.backend import (
     has_own_compile,
     kept_random_state,

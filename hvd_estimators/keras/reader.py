@@ -24,7 +24,7 @@ from hvd_estimators.keras.model_file import WEIGHTS, read_rewritten
 from hvd_estimators.keras.predictor import KerasPredictor, place
 from hvd_estimators.keras.serialization import load_uncompiled
 from hvd_estimators.saving.saved import Saved
-from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES
 
 __all__ = ["load_predictor", "read_content"]
 

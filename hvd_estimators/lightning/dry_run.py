@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried
+from hvd_estimators.fitting.trial import leave_to_ranks, log_untried
 from hvd_estimators.lightning.package import default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import copied, takes_one_row, torch_traceless

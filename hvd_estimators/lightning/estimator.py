@@ -11,7 +11,8 @@ import torch
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.fitting.run import RunResults, named
+from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_records
 from hvd_estimators.lightning.dry_run import (

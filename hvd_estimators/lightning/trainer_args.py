@@ -15,7 +15,7 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.fitting.dry_run import traceless
+from hvd_estimators.fitting.trial import traceless
 from hvd_estimators.lightning.loaders import BatchForm, is_lightning_data
 from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning

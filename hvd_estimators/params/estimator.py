@@ -79,18 +79,15 @@ class ColumnParams(DeclaredParams):
 
     def _all_feature_cols(self) -> list[str]:
         """Return the input columns, followed by the additional columns of a data module."""
-        wanted = [
-            *self.getOrDefault("feature_cols"),
-            *(self.getOrDefault("categorical_cols") or []),
-            *(self.getOrDefault("continuous_cols") or []),
-        ]
-        return list(dict.fromkeys(wanted))
+        names = ("feature_cols", "categorical_cols", "continuous_cols")
+        columns = [column for name in names for column in self.getOrDefault(name) or []]
+        return list(dict.fromkeys(columns))
 
     def _needed_columns(self) -> list[str]:
         """Return the columns that training reads."""
         weight = self.getOrDefault("sample_weight_col")
-        wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
-        return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
+        columns = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
+        return list(dict.fromkeys([*columns, *([weight] if weight else [])]))
 
     @contextlib.contextmanager
     def _naming_params(self) -> Iterator[None]:
@@ -172,7 +169,7 @@ class TrainingParams(DeclaredParams):
     val_batch_size = param(
         "Rows per validation batch and rank. Default: batch_size.", convert=integer(1)
     )
-    epochs = param("Epochs of the whole run.", default=1, convert=integer(1))
+    epochs = param("Total epochs of the run.", default=1, convert=integer(1))
     resume_stopped = param(
         "Whether to resume a run that a callback has stopped early, up to epochs. Otherwise "
         "fit() returns the run's model. Remove or change the callback that stopped it.",
@@ -334,8 +331,8 @@ class CheckpointParams(DeclaredParams):
     """Params for writing, keeping and ranking checkpoints."""
 
     checkpoint_every_n_steps = param(
-        "Optimizer steps between two checkpoints within epochs, counted over the whole run. An "
-        "interrupted run loses at most this many steps. These checkpoints count for "
+        "Optimizer steps between two checkpoints within epochs, counted over all fits of the run. "
+        "An interrupted run loses at most this many steps. These checkpoints count for "
         "keep_checkpoints. Default: checkpoints only at the end of each epoch.",
         convert=integer(1),
     )
@@ -399,8 +396,8 @@ class CheckpointParams(DeclaredParams):
             return
         if monitor.startswith("val_") and not has_validation:
             raise ParamError(
-                f"checkpoint_monitor: found {monitor!r}, and there are no rows for validation. Set "
-                "validation, or a metric of training."
+                f"checkpoint_monitor: found {monitor!r}, but the data have no validation rows. "
+                "Set validation, or a metric of training."
             )
         if names is not None:
             of_validation = [f"val_{name}" for name in names] if has_validation else []

@@ -29,7 +29,7 @@ Known = TypeVar("Known")
 
 # An optimizer is saved with the names of its model's parameters, so the value's owner must be
 # known. Loaded estimators have the uid of the saved estimator.
-_owners: weakref.WeakValueDictionary[int, GridParams] = weakref.WeakValueDictionary()
+_estimators: weakref.WeakValueDictionary[int, GridParams] = weakref.WeakValueDictionary()
 # The model may itself be a grid value. The keys are ids, since a set cannot be iterated while other
 # threads add to it.
 _models: weakref.WeakValueDictionary[int, GridValue] = weakref.WeakValueDictionary()
@@ -74,30 +74,31 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
             return super().write()
         name = self.getOrDefault("param_name")
         # Copies of the estimator share its uid and may have another model.
-        owners = [one for one in _alive(_owners) if one.uid == self._owner]
-        if not owners:
+        estimators = [each for each in _alive(_estimators) if each.uid == self._owner]
+        if not estimators:
             raise ParamError(
-                f"{name}: the estimator for which the grid was built is gone, so that its values "
-                "cannot be saved. Keep it, or build the grid anew."
+                f"{name}: the estimator for which the grid was built no longer exists, so its "
+                "values cannot be saved. Keep it, or rebuild the grid."
             )
-        return self.copy({"document": self._dumped(owners, name)}).write()
+        return self.copy({"document": self._dumped(estimators, name)}).write()
 
-    def _dumped(self, owners: list[GridParams], name: str) -> bytes:
+    def _dumped(self, estimators: list[GridParams], name: str) -> bytes:
         """Serialize the value as an estimator does, with its own model or one from the grid."""
-        owner, *others = owners
+        estimator, *copies = estimators
         try:
-            return dump_param(owner, name, self.value)
+            return dump_param(estimator, name, self.value)
         except ParamError:
-            for other in others:
+            for copied in copies:
                 with contextlib.suppress(ParamError):
-                    return dump_param(other, name, self.value)
+                    return dump_param(copied, name, self.value)
             for model in _alive(_models):
                 if model._owner != self._owner:
                     continue
-                other = copy.copy(owner)
-                other._paramMap = {**owner._paramMap, owner.getParam("model"): model.value}
+                candidate = copy.copy(estimator)
+                values = {estimator.getParam("model"): model.value}
+                candidate._paramMap = {**estimator._paramMap, **values}
                 with contextlib.suppress(ParamError):
-                    return dump_param(other, name, self.value)
+                    return dump_param(candidate, name, self.value)
             raise
 
     def _evaluate(self, dataset: DataFrame) -> float:
@@ -121,7 +122,7 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
         return self
 
     def _own_grids(self) -> None:
-        _owners[id(self)] = self
+        _estimators[id(self)] = self
         for name in self._declarations:
             # ParamGridBuilder calls the converter for each value.
             converter = functools.partial(_in_grid, type(self), self.uid, name)
@@ -130,7 +131,7 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies and unpickled objects are created without the constructor.
         self.__dict__.update(state)
-        _owners[id(self)] = self
+        _estimators[id(self)] = self
 
     def _set(self, **kwargs: Any) -> Self:
         # Set the model first, since an optimizer is bound to it.
@@ -141,7 +142,7 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
 
 
 def _alive(known: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
-    return [one for reference in known.valuerefs() if (one := reference()) is not None]
+    return [value for reference in known.valuerefs() if (value := reference()) is not None]
 
 
 def _in_grid(cls: type[GridParams], owner: str, name: str, value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -22,8 +21,8 @@ from hvd_estimators.params import (
     column_names,
     integer,
     one_of,
+    output_keys,
     param,
-    places,
     string,
 )
 
@@ -60,14 +59,6 @@ class ClassificationParams(DeclaredParams):
         "and for the other two columns if the output is a single number.",
         convert=one_of("logits", "probabilities", "log_probabilities", "values"),
     )
-
-    def _classification(self) -> dict[str, Any]:
-        """Return the params that are set, for the estimator's model."""
-        return {
-            name: self.getOrDefault(name)
-            for name in ClassificationParams._declarations
-            if self.isSet(name)
-        }
 
     def _class_columns(self) -> dict[str, str]:
         """Return the requested columns: content to column name."""
@@ -108,7 +99,7 @@ class InferenceParams(DeclaredParams):
         "a single one. transform() adds a column for each. Metrics, and losses of one label "
         "each, compare them to label_cols, in this order. Default: all outputs; for named "
         "outputs, those that label_cols name.",
-        convert=places,
+        convert=output_keys,
     )
     inference_batch_size = param(
         "Rows per forward pass. Default: an Arrow batch, which has "
@@ -131,14 +122,6 @@ class InferenceParams(DeclaredParams):
         convert=one_of("keep", "skip", "error"),
         accessor="HandleInvalid",
     )
-
-    def _inference_params(self) -> dict[str, Any]:
-        """Return the params that are set, for the estimator's model."""
-        return {
-            name: self.getOrDefault(name)
-            for name in InferenceParams._declarations
-            if self.isSet(name)
-        }
 
 
 class TransformationParams(DeclaredParams):
@@ -181,14 +164,6 @@ class TransformationParams(DeclaredParams):
             Fields that may also be text.
         """
         return make_transformation(self.getOrDefault, needed, text)
-
-    def _transformation_params(self) -> dict[str, Any]:
-        """Return the params that are set, for the estimator's model."""
-        return {
-            name: self.getOrDefault(name)
-            for name in TransformationParams._declarations
-            if self.isSet(name)
-        }
 
 
 class HistoryParams(DeclaredParams):

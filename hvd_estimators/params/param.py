@@ -38,8 +38,8 @@ __all__ = [
     "numbers",
     "objects",
     "one_of",
+    "output_keys",
     "param",
-    "places",
     "shapes",
     "string",
     "type_names",
@@ -90,13 +90,7 @@ def string(name: str, value: Any) -> str:
 
 def column_names(name: str, value: Any) -> list[str]:
     """Accept a list of column names, or a single name."""
-    if isinstance(value, (Set, Mapping)):
-        # The order of a set differs between processes.
-        raise ParamError(
-            f"{name}: expected a list of column names, whose order counts, found {value!r}."
-        )
-    single = isinstance(value, str) or not isinstance(value, Iterable)
-    values = [value] if single else list(value)
+    values = _ordered(name, value, "a list of column names")
     for entry in values:
         if not isinstance(entry, str):
             raise ParamError(f"{name}: expected names of columns, found {entry!r}.")
@@ -106,12 +100,9 @@ def column_names(name: str, value: Any) -> list[str]:
     return values
 
 
-def places(name: str, value: Any) -> list[int | str]:
+def output_keys(name: str, value: Any) -> list[int | str]:
     """Accept a list of positions and names, or a single one."""
-    if isinstance(value, (Set, Mapping)):
-        raise ParamError(f"{name}: expected a list, whose order counts, found {value!r}.")
-    single = isinstance(value, str) or not isinstance(value, Iterable)
-    values = [value] if single else list(value)
+    values = _ordered(name, value, "a list")
     for entry in values:
         is_position = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
         if not is_position and not isinstance(entry, str):
@@ -123,37 +114,48 @@ def places(name: str, value: Any) -> list[int | str]:
     return values
 
 
+def _ordered(name: str, value: Any, expected: str) -> list[Any]:
+    """Return the entries of an ordered iterable, or a list with a single string or number."""
+    if isinstance(value, (Set, Mapping)):
+        # The order of a set differs between processes.
+        raise ParamError(f"{name}: expected {expected}, whose order counts, found {value!r}.")
+    is_single = isinstance(value, str) or not isinstance(value, Iterable)
+    return [value] if is_single else list(value)
+
+
 def type_names(name: str, value: Any) -> list[str | None]:
     """Accept a list of Spark types as DDL strings, type objects or None, or a single one."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    found: list[str | None] = []
-    for entry in values:
+    names: list[str | None] = []
+    for entry in _as_list(value):
         entry = entry() if isinstance(entry, type) else entry
         described = getattr(entry, "simpleString", None)
         if not (entry is None or isinstance(entry, str) or callable(described)):
             raise ParamError(
                 f"{name}: expected types as 'double' or 'array<float>', found {entry!r}."
             )
-        found.append(described() if callable(described) else entry)
-    return found
+        names.append(described() if callable(described) else entry)
+    return names
 
 
 def numbers(name: str, value: Any) -> list[float]:
     """Accept a list of numbers, or a single number."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    values = value if isinstance(value, (list, tuple)) else [value]
     convert = number()
-    return [convert(name, entry) for entry in values]
+    return [convert(name, entry) for entry in _as_list(value)]
 
 
 def functions(name: str, value: Any) -> list[Any]:
     """Accept a list of callables, or a single callable."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    values = _as_list(value)
     for entry in values:
         if not callable(entry):
             raise ParamError(f"{name}: expected callables, found {entry!r}.")
     return values
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def objects(name: str, value: Any) -> list[Any]:

@@ -77,16 +77,16 @@ def exported(
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=beside) as directory:
         made = os.path.join(directory, name)
         yield made
-        others = [entry for entry in os.listdir(directory) if entry != name]
-        for entry in (*others, name):
-            source, place = os.path.join(directory, entry), f"{folder}/{entry}"
+        other_files = [entry for entry in os.listdir(directory) if entry != name]
+        for entry in (*other_files, name):
+            source, destination = os.path.join(directory, entry), f"{folder}/{entry}"
             if on_disk is not None:
                 _rename(source, os.path.join(os.path.dirname(on_disk), entry))
             elif os.path.isdir(source):
-                store.delete(place)
-                _upload_folder(store, source, place, last)
+                store.delete(destination)
+                _upload_folder(store, source, destination, last)
             else:
-                _upload(store, source, place)
+                _upload(store, source, destination)
 
 
 def _rename(source: str, target: str) -> None:

@@ -91,7 +91,7 @@ def open_folder(session: SparkSession, path: str) -> Folder:
         store = Store.create(path)
         local = store.local_path(store.folder)
         if local is not None:
-            return _LocalFolder(f"file://{local}", Path(local))
+            return _LocalFolder(f"file://{local}", local)
         return _StoreFolder(store)
     jvm: Any = session._jvm
     configuration = session.sparkContext._jsc.hadoopConfiguration()
@@ -101,57 +101,12 @@ def open_folder(session: SparkSession, path: str) -> Folder:
         qualified = filesystem.makeQualified(given)
     uri = qualified.toUri()
     if uri.getScheme() == "file":
-        return _LocalFolder(qualified.toString(), Path(uri.getPath()))
+        return _LocalFolder(qualified.toString(), uri.getPath())
     return _HadoopFolder(jvm, configuration, filesystem, qualified)
 
 
-class _LocalFolder(Folder):
-    """Local directory in a `LocalStore`, with support for files that Hadoop wrote."""
-
-    def __init__(self, url: str, root: Path) -> None:
-        self.url = url
-        self._root = root
-        self._store = LocalStore(str(root))
-
-    def exists(self, name: str = "") -> bool:
-        return self._store.exists(str(self._root / name))
-
-    def is_file(self) -> bool:
-        return bool(self._store.fs.isfile(str(self._root)))
-
-    def names(self, name: str = "") -> list[str]:
-        return self._store.names(str(self._root / name))
-
-    def read(self, name: str) -> bytes:
-        try:
-            return self._store.read(str(self._root / name))
-        except StoreError as error:
-            raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.") from error
-
-    def write(self, name: str, content: bytes) -> None:
-        with self._store.open_atomic(str(self._root / name)) as file:
-            file.write(content)
-
-    def move_file(self, name: str, target: str) -> None:
-        path = self._root / target
-        # Hadoop's checksum of the old content; without a checksum file Hadoop reads a file
-        # unchecked.
-        path.with_name(f".{path.name}.crc").unlink(missing_ok=True)
-        os.replace(self._root / name, path)
-
-    def move_directory(self, name: str, target: str) -> None:
-        os.rename(self._root / name, self._root / target)
-
-    def delete(self, name: str = "") -> None:
-        path = self._root / name
-        if path.is_symlink():
-            path.unlink()
-        else:
-            self._store.delete(str(path))
-
-
 class _StoreFolder(Folder):
-    """Directory that fsspec serves, with the credentials of fsspec's environment."""
+    """Directory of a store, with the credentials of the environment."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url(store.folder)
@@ -191,6 +146,31 @@ class _StoreFolder(Folder):
 
     def _path(self, name: str) -> str:
         return f"{self._store.folder}/{name}" if name else self._store.folder
+
+
+class _LocalFolder(_StoreFolder):
+    """Local directory, with atomic renames, and with support for files that Hadoop wrote."""
+
+    def __init__(self, url: str, path: str) -> None:
+        super().__init__(LocalStore(path))
+        self.url = url
+
+    def move_file(self, name: str, target: str) -> None:
+        path = Path(self._path(target))
+        # Hadoop's checksum of the old content; without a checksum file Hadoop reads a file
+        # unchecked.
+        path.with_name(f".{path.name}.crc").unlink(missing_ok=True)
+        os.replace(self._path(name), path)
+
+    def move_directory(self, name: str, target: str) -> None:
+        os.rename(self._path(name), self._path(target))
+
+    def delete(self, name: str = "") -> None:
+        path = Path(self._path(name))
+        if path.is_symlink():
+            path.unlink()
+        else:
+            super().delete(name)
 
 
 class _HadoopFolder(Folder):

@@ -110,16 +110,16 @@ class _Writer(MLWriter):
         self.saveImpl(path)
 
     def saveImpl(self, path: str) -> None:
-        kept = self._instance._kept_elsewhere()
+        hint = self._instance._kept_elsewhere()
         try:
             self._save(path)
         except HvdEstimatorsError:
             raise
         except Exception as error:
-            if not kept:
+            if not hint:
                 raise
             raise StoreError(
-                f"{path!r} could not be saved ({type(error).__name__}: {error}). {kept}"
+                f"{path!r} could not be saved ({type(error).__name__}: {error}). {hint}"
             ) from error
 
     def _save(self, path: str) -> None:
@@ -163,7 +163,7 @@ class _Writer(MLWriter):
             folder.delete(name)
 
     def _write_metadata(self, folder: Folder, staging: str, bare: Any, further: Any) -> None:
-        place = f"{staging}/" if staging else ""
+        prefix = f"{staging}/" if staging else ""
         session: Any = self.sparkSession
         if not is_connect(session):
             url = f"{folder.url}/{staging}" if staging else folder.url
@@ -179,8 +179,8 @@ class _Writer(MLWriter):
             "defaultParamMap": {p.name: value for p, value in bare._defaultParamMap.items()},
             **further,
         }
-        folder.write(f"{place}{_METADATA}/part-00000.txt", f"{json.dumps(metadata)}\n".encode())
-        folder.write(f"{place}{_METADATA}/_SUCCESS", b"")
+        folder.write(f"{prefix}{_METADATA}/part-00000.txt", f"{json.dumps(metadata)}\n".encode())
+        folder.write(f"{prefix}{_METADATA}/_SUCCESS", b"")
 
 
 def _move_metadata(folder: Folder, source: str) -> None:
@@ -272,8 +272,8 @@ class _Reader(MLReader[Any]):
         folder = open_folder(self.sparkSession, path)
         if not folder.names(_METADATA):
             raise StoreError(
-                f"path: there is no saved {self._cls.__name__} at {path!r}. Set the path that "
-                "save() was given."
+                f"path: found no saved {self._cls.__name__} at {path!r}. Set the path given to "
+                "save()."
             )
         metadata = self._metadata(folder)
         cls = class_of(self._cls, metadata["class"], path)

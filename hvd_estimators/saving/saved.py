@@ -109,17 +109,17 @@ class _Unpickler(Unpickler):
             return type(name, (), {"__module__": module})
 
 
-def class_of(wanted: type, found: str, path: str) -> type:
+def class_of(requested: type, class_name: str, path: str) -> type:
     """Return the class of the loaded instance: the saved class, as in Spark, or the requested one.
 
     Parameters
     ----------
-    wanted : type
+    requested : type
         The class to load.
-    found : str
-        The class that was saved, with its module. It must be ``wanted``, a subclass, or, for a
-        user's class, a base class. If it cannot be imported, the instance is loaded as ``wanted``,
-        because programs also save their own classes.
+    class_name : str
+        The class that was saved, with its module. It must be ``requested``, a subclass, or, for a
+        user's class, a base class. If it cannot be imported, the instance is loaded as
+        ``requested``, because programs also save their own classes.
     path : str
         The folder, for the message.
 
@@ -128,22 +128,23 @@ def class_of(wanted: type, found: str, path: str) -> type:
     ParamError
         If the saved class does not match.
     """
-    module, _, name = found.rpartition(".")
-    if (module, name) == (wanted.__module__, wanted.__name__):
-        return wanted
-    if not found.startswith(_JVM):
+    module, _, name = class_name.rpartition(".")
+    if (module, name) == (requested.__module__, requested.__name__):
+        return requested
+    if not class_name.startswith(_JVM):
         try:
             saved: type = getattr(importlib.import_module(module), name)
-            if issubclass(saved, wanted):
+            if issubclass(saved, requested):
                 return saved
             # In this package Lightning's classes derive from torch's, but must not load models
             # that torch's classes saved.
-            if issubclass(wanted, saved) and not wanted.__module__.startswith(_OWN):
-                return wanted
+            if issubclass(requested, saved) and not requested.__module__.startswith(_OWN):
+                return requested
         except (ImportError, AttributeError, TypeError, ValueError):
-            return wanted
+            return requested
     raise ParamError(
-        f"path: {path!r} holds a {found}, which is no {wanted.__name__}. Load it with {name}.load."
+        f"path: {path!r} holds a {class_name}, not a {requested.__name__}. Load it with "
+        f"{name}.load."
     )
 
 
@@ -155,10 +156,10 @@ def check_format(metadata: Mapping[str, Any], path: str) -> None:
     StoreError
         If a later version saved them in a newer format.
     """
-    found = metadata.get("formatVersion", FORMAT_VERSION)
-    if found > FORMAT_VERSION:
+    version = metadata.get("formatVersion", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
         raise StoreError(
-            f"{path!r} is of format {found}, and this version of hvd_estimators reads up to "
+            f"{path!r} is of format {version}, and this version of hvd_estimators reads up to "
             f"{FORMAT_VERSION}: a later version saved it. Install that version, or a newer one."
         )
 
@@ -201,14 +202,15 @@ def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
         content = store.read(f"{folder}/metadata/{name}")
         text += gzip.decompress(content) if name.endswith(".gz") else content
     if not text.strip():
-        raise StoreError(f"path: there is no saved model at {path!r}. Set what save() was given.")
+        raise StoreError(f"path: found no saved model at {path!r}. Set the path given to save().")
     try:
-        found = json.loads(text)
-        found["class"]
+        metadata: Mapping[str, Any] = json.loads(text)
+        metadata["class"]
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"path: {path!r} is no saved model: its metadata is not one's.") from error
-    check_format(found, path)
-    metadata: Mapping[str, Any] = found
+        raise StoreError(
+            f"path: {path!r} is not a saved model: its metadata cannot be read."
+        ) from error
+    check_format(metadata, path)
     return metadata
 
 
@@ -223,6 +225,6 @@ def _remedy(saved: Saved, path: str) -> str:
     if saved.class_name == _PIPELINE:
         return f"Set the path of one of its stages, which are in {path.rstrip('/')}/stages."
     return (
-        "load_predictor() reads KerasModel, LightningModel and TorchModel; what a subclass does in "
-        "another way it does not know. Load that with Spark."
+        "load_predictor() reads KerasModel, LightningModel and TorchModel. It does not run the "
+        "methods of subclasses: load their models with Spark."
     )

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
-from hvd_estimators.store.files import Files, is_missing
-from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "find_newest_valid",
     "info_at",
     "list_checkpoints",
-    "newest_checkpoint",
     "open_valid",
     "positions",
     "write_manifest",
@@ -118,22 +116,13 @@ def list_checkpoints(
     Checkpoints with damaged manifests are skipped with a warning. The framework's files are not
     validated. ``among`` is a result of `positions`.
     """
-    found = []
+    infos = []
     for path, info in _manifests(store, run, positions(store, run) if among is None else among):
         if isinstance(info, CheckpointInfo):
-            found.append(info)
+            infos.append(info)
         else:
             logger.warning("The checkpoint %s is left out: %s.", path, info)
-    return found
-
-
-def newest_checkpoint(store: Files, run: RunPaths) -> CheckpointInfo | None:
-    """Return a run's newest checkpoint with a readable manifest, or None."""
-    for path, info in _manifests(store, run, reversed(positions(store, run))):
-        if isinstance(info, CheckpointInfo):
-            return info
-        logger.warning("The checkpoint %s is left out: %s.", path, info)
-    return None
+    return infos
 
 
 def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
@@ -150,8 +139,8 @@ def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         return None
     sign = 1.0 if judge.mode == "min" else -1.0
     values = [sign * info.metrics.get(judge.monitor, math.nan) for info in infos]
-    known = [index for index, value in enumerate(values) if not math.isnan(value)]
-    return infos[min(known, key=values.__getitem__)] if known else None
+    valued = [index for index, value in enumerate(values) if not math.isnan(value)]
+    return infos[min(valued, key=values.__getitem__)] if valued else None
 
 
 def find_newest_valid(
@@ -190,7 +179,7 @@ def find_newest_valid(
         reason: object = info
         if isinstance(info, CheckpointInfo):
             try:
-                seen = look(info)
+                result = look(info)
             except DamagedCheckpoint as error:
                 reason = error
             except UnreadableCheckpoint as error:
@@ -204,15 +193,15 @@ def find_newest_valid(
                         ", ".join(damaged),
                         info.path,
                     )
-                return info, seen
+                return info, result
         damaged.append(f"{path!r} ({reason})")
     if not damaged:
         return None
     if unreadable is not None:
-        away = unreadable.__cause__
-        raise away if isinstance(away, StoreUnavailableError) else unreadable
+        cause = unreadable.__cause__
+        raise cause if isinstance(cause, StoreUnavailableError) else unreadable
     raise StoreError(
-        f"No checkpoint of the run {run.run_id!r} is whole: {', '.join(damaged)}. Set another "
+        f"No checkpoint of the run {run.run_id!r} is valid: {', '.join(damaged)}. Set another "
         f"run_id, or none, for a new run; or delete {run.checkpoints_path!r} to train this run "
         "from its beginning."
     )

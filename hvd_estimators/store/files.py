@@ -1,9 +1,11 @@
-"""File operations of a store, with retries of transient errors."""
+"""File operations of a store, with retries of transient errors, and verified local copies."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import io
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +14,15 @@ from typing import IO, Any, ClassVar, TypeVar
 
 import fsspec
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import with_retries
 
-__all__ = ["Files", "is_missing"]
+__all__ = ["CHUNK_BYTES", "Files", "HashingWriter", "copy_from", "fetch", "is_missing"]
+
+CHUNK_BYTES = 2**22
+"""Bytes copied per read."""
 
 _REQUESTS = 8
 """Maximum parallel requests for ranges of one file."""
@@ -179,13 +185,13 @@ class Files(ABC):
             starts = [start if start >= 0 else max(size + start, 0) for start in starts]
         stops = [stop for _, stop in ranges]
         if fs.async_impl:
-            found = fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
+            parts = fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
         elif len(starts) == 1:
-            found = [fs.cat_file(path, starts[0], stops[0])]
+            parts = [fs.cat_file(path, starts[0], stops[0])]
         else:
             with ThreadPoolExecutor(min(len(starts), _REQUESTS) or 1) as pool:
-                found = list(pool.map(fs.cat_file, [path] * len(starts), starts, stops))
-        return [bytes(part) for part in found]
+                parts = list(pool.map(fs.cat_file, [path] * len(starts), starts, stops))
+        return [bytes(part) for part in parts]
 
     def _takes_suffixes(self) -> bool:
         """Return whether a request can read the end of a file of unknown size."""
@@ -204,10 +210,10 @@ class Files(ABC):
             except (FileNotFoundError, NotImplementedError):
                 return None
 
-        found = self._retried(ask, f"looking for {path!r}")
+        modified = self._retried(ask, f"looking for {path!r}")
         # A time without a time zone is local time, as usual in Python.
-        is_time = isinstance(found, datetime.datetime)
-        return found.astimezone(datetime.timezone.utc) if is_time else None
+        is_time = isinstance(modified, datetime.datetime)
+        return modified.astimezone(datetime.timezone.utc) if is_time else None
 
     def write_text(self, path: str, text: str) -> None:
         """Write a text file. The file appears complete or not at all."""
@@ -334,10 +340,10 @@ class Files(ABC):
         def ask() -> dict[str, Any] | None:
             self._forget_listings(path)
             try:
-                found: dict[str, Any] = self.fs.info(path)
+                info: dict[str, Any] = self.fs.info(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return found
+            return info
 
         return self._retried(ask, f"looking for {path!r}")
 
@@ -351,3 +357,69 @@ class Files(ABC):
 
     def _retried(self, action: Callable[[], T], what: str) -> T:
         return with_retries(action, what, self.secrets)
+
+
+class HashingWriter(io.RawIOBase):
+    """File wrapper that computes the SHA-256 digest of the written bytes."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 digest of the bytes written so far."""
+        return self._digest.hexdigest()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all bytes of ``data``."""
+        self._digest.update(data)
+        written: int = self._file.write(data)
+        return written
+
+
+def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = None) -> str:
+    """Copy a file of the store to a private file and return its digest.
+
+    Parameters
+    ----------
+    store : Files
+        The store.
+    path : str
+        The file.
+    target : file
+        Open for writing. No other process may be able to change it.
+    digest : str, optional
+        Expected SHA-256 digest of the file.
+
+    Raises
+    ------
+    StoreError
+        If the file does not exist, or if its digest differs from ``digest``.
+    """
+    writer, size = HashingWriter(target), 0
+    try:
+        with store.open(path) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                size += writer.write(chunk)
+    except OSError as error:
+        raise StoreError(f"The store holds no file {path!r} ({error}).") from error
+    if digest is not None and writer.digest != digest:
+        raise StoreError(
+            f"{path!r} holds something else than what was written there ({size} bytes). Set a "
+            "store that all machines see alike, and that no other program changes."
+        )
+    return writer.digest
+
+
+def fetch(store: Files, path: str, digest: str | None = None) -> tuple[LocalFile, str]:
+    """Return a local copy of a file of the store and its digest; see `copy_from`."""
+    local = LocalFile()
+    with open(local.path, "wb") as file:
+        copied_digest = copy_from(store, path, file, digest)
+    return local, copied_digest

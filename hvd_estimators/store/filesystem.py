@@ -51,15 +51,15 @@ class RemoteFile(io.RawIOBase):
         self._open_file = open_file
         self._what = f"reading {path!r}"
         self._secrets = secrets
-        self._file: Any = None
-        self._resume_at = 0
-        self._file = with_retries(open_file, self._what, secrets)
-        self._size = int(self._file.seek(0, os.SEEK_END) or self._file.tell())
-        self._file.seek(0)
+        self._position = 0
+        self._size: int | None = None
+        self._file: Any = None  # None after a failed read
+        with_retries(self._open, self._what, secrets)
 
     @property
     def size(self) -> int:
         """Size in bytes."""
+        assert self._size is not None
         return self._size
 
     def readable(self) -> bool:
@@ -72,24 +72,33 @@ class RemoteFile(io.RawIOBase):
 
     def tell(self) -> int:
         """Return the position."""
-        return int(self._opened().tell())
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position and return it."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
-        position = min(start + offset, self._size)
-        self._opened().seek(position)
-        return position
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = min(start + offset, self.size)
+        if self._file is not None:
+            self._file.seek(self._position)
+        return self._position
 
     def read(self, size: int | None = -1) -> bytes:
         """Return the next bytes; none at the end."""
-        file = self._opened()
-        wanted = -1 if size is None else size
-        position = file.tell()
-        try:
-            return bytes_of(file.read(wanted))
-        except Exception as error:
-            return self._read_on(error, position, wanted)
+        if self.closed:
+            raise ValueError("I/O operation on closed file.")
+
+        def read() -> bytes:
+            try:
+                if self._file is None:
+                    self._open()
+                return bytes_of(self._file.read(-1 if size is None else size))
+            except Exception:
+                self._discard()
+                raise
+
+        content = with_retries(read, self._what, self._secrets)
+        self._position += len(content)
+        return content
 
     def readall(self) -> bytes:
         """Return all remaining bytes."""
@@ -104,49 +113,25 @@ class RemoteFile(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        if not self.closed and self._file is not None:
-            self._discard()
+        self._discard()
         super().close()
 
-    def _read_on(self, error: Exception, position: int, size: int) -> bytes:
-        failed: list[Exception] = [error]
-
-        def read() -> bytes:
-            if failed:
-                raise failed.pop()
-            try:
-                if self._file is None:
-                    self._reopen()
-                return bytes_of(self._file.read(size))
-            except Exception:
-                self._discard()
-                raise
-
-        self._resume_at = position
-        self._discard()
-        return with_retries(read, self._what, self._secrets)
-
-    def _reopen(self) -> None:
+    def _open(self) -> None:
+        """Open the file at the position, and check that it still has its size."""
         self._file = self._open_file()
         size = int(self._file.seek(0, os.SEEK_END) or self._file.tell())
-        if size != self._size:
+        if self._size not in (None, size):
             raise StoreError(
                 f"The store failed at {self._what}: it has become another file meanwhile "
                 f"({size} bytes instead of {self._size})."
             )
-        self._file.seek(self._resume_at)
+        self._size = size
+        self._file.seek(self._position)
 
     def _discard(self) -> None:
         file, self._file = self._file, None
         with contextlib.suppress(Exception):
             file.close()
-
-    def _opened(self) -> Any:
-        if self.closed:
-            raise ValueError("I/O operation on closed file.")
-        if self._file is None:  # the last read failed
-            with_retries(self._reopen, self._what, self._secrets)
-        return self._file
 
 
 def bytes_of(content: Any) -> bytes:
@@ -259,8 +244,8 @@ class FilesystemStore(Store):
         """
         url = self.spark_url(path)
         scheme, _, rest = url.partition("://")
-        other = {"s3": "s3a", "s3a": "s3"}.get(scheme)
-        return (url,) if other is None else (url, f"{other}://{rest}")
+        other_scheme = {"s3": "s3a", "s3a": "s3"}.get(scheme)
+        return (url,) if other_scheme is None else (url, f"{other_scheme}://{rest}")
 
     def check(self) -> None:
         """Check that the prefix is shared and writable; see `Store.check`."""
@@ -374,9 +359,9 @@ class FilesystemStore(Store):
         return scheme_of(self._first_path or "")
 
     def _azure_host(self) -> str | None:
-        found = _ACCOUNT.match(self._first_path or "")
-        if found:
-            return found[1]
+        match = _ACCOUNT.match(self._first_path or "")
+        if match:
+            return match[1]
         name = self.storage_options.get("account_name", os.environ.get(_AZURE_ACCOUNT))
         return f"{name}.dfs.core.windows.net" if name else None
 

@@ -20,8 +20,8 @@ import fsspec
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.filesystem import FilesystemStore
-from hvd_estimators.store.hashing import CHUNK_BYTES
 from hvd_estimators.store.registry import scheme_of
 
 __all__ = ["HDFSStore", "hadoop_settings"]
@@ -152,14 +152,8 @@ class HDFSStore(FilesystemStore):
             raise ParamError(
                 f"prefix_path: expected a path on HDFS, found {path!r}. Set hdfs://host:port/path."
             )
-        authority, path_in_fs = "", path
-        if scheme:
-            rest = path.split(":", 1)[1]
-            if rest.startswith("//"):
-                authority, slash, path_in_fs = rest[2:].partition("/")
-                path_in_fs = slash + path_in_fs
-            else:
-                path_in_fs = rest
+        parts = urlsplit(path, allow_fragments=False)
+        authority, path_in_fs = (parts.netloc, parts.path) if scheme else ("", path)
         if "@" in authority:
             user, _, host = authority.rpartition("@")
             raise ParamError(
@@ -202,7 +196,7 @@ class HDFSStore(FilesystemStore):
         ticket = self.kerb_ticket
         if ticket is not None and not os.path.exists(ticket.removeprefix("FILE:")):
             raise ParamError(
-                f"kerb_ticket: there is no ticket cache {ticket!r}. Set a file that `kinit -c` has "
+                f"kerb_ticket: found no ticket cache {ticket!r}. Set a file that `kinit -c` has "
                 "written, of the same path on the driver and on all executors."
             )
         super().check()
@@ -267,7 +261,7 @@ def hadoop_settings() -> dict[str, str]:
             root = ElementTree.parse(path).getroot()
         except ElementTree.ParseError as error:
             raise ParamError(
-                f"HADOOP_CONF_DIR: {str(path)!r} is no valid XML ({error})."
+                f"HADOOP_CONF_DIR: {str(path)!r} is not valid XML ({error})."
             ) from error
         for item in root.iter("property"):
             key = (item.findtext("name") or "").strip()

@@ -85,13 +85,19 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 30.0
 """Interval at which the owner rewrites a lease record."""
 
-
 STALE_SECONDS = 300.0
 """Age of the last heartbeat above which an owner on another machine counts as dead."""
 
+SETTLE_SECONDS = 1.0
+"""Time after which all processes see a written file."""
+
+LAUNCH = "launch"
+"""Key of the lease detail that holds the launch number; absent for the first launch."""
 
 _EXIT_SECONDS = 10.0
 """Maximum wait at interpreter exit for a heartbeat that is being written."""
+
+_POLL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -208,34 +214,30 @@ class StoreClock:
 
     def __init__(self, store: Files) -> None:
         self._store = store
-        self._probed: tuple[datetime | None, float] | None = None
+        self._has_probed = False
+        self._offset: float | None = None  # of the store's clock from `time.monotonic`
 
     def age(self, path: str, record: LeaseRecord) -> float | None:
         """Return the seconds since a lease record was last written, or None if unknown."""
         written = self._store.modified(path)
-        now = self._now(posixpath.dirname(path)) if written else None
-        if written is not None and now is not None:
-            return (now - written).total_seconds()
-        if record.beaten is None:
-            return None
-        return (_utc() - record.beaten).total_seconds()
+        if written is not None and not self._has_probed:
+            self._offset = self._probe(posixpath.dirname(path))
+            self._has_probed = True
+        if written is not None and self._offset is not None:
+            return time.monotonic() + self._offset - written.timestamp()
+        return None if record.beaten is None else (_utc() - record.beaten).total_seconds()
 
-    def _now(self, folder: str) -> datetime | None:
-        if self._probed is None:
-            probe = f"{folder}/.clock-{uuid.uuid4().hex}"
-            try:
-                self._store.write_text(probe, "")
-                modified = self._store.modified(probe)
-            except OSError:
-                modified = None
-            finally:
-                with contextlib.suppress(OSError):
-                    self._store.delete(probe)
-            self._probed = modified, time.monotonic()
-        modified, probed_at = self._probed
-        return modified and datetime.fromtimestamp(
-            modified.timestamp() + time.monotonic() - probed_at, timezone.utc
-        )
+    def _probe(self, folder: str) -> float | None:
+        path = f"{folder}/.clock-{uuid.uuid4().hex}"
+        try:
+            self._store.write_text(path, "")
+            modified = self._store.modified(path)
+        except OSError:
+            return None
+        finally:
+            with contextlib.suppress(OSError):
+                self._store.delete(path)
+        return None if modified is None else modified.timestamp() - time.monotonic()
 
 
 class Heartbeat:
@@ -253,14 +255,22 @@ class Heartbeat:
         The file. Its old content is not checked; call `is_abandoned` first.
     details : mapping, optional
         Additional JSON entries of the record.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    token : str
+        Distinguishes this record from other records of the same file.
+    lost : bool
+        True after another process has taken over or deleted the file.
     """
 
     def __init__(self, store: Files, path: str, details: Mapping[str, Any] | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.lost = False
-        """True after another process has taken over or deleted the file."""
+        self.path = path
         self._store = store
-        self._path = path
         self._record = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -279,10 +289,6 @@ class Heartbeat:
     ) -> None:
         self.stop()
 
-    def announce(self) -> None:
-        """Count as alive from now on, for files that are written before `start`."""
-        _alive.add(self)
-
     def start(self) -> None:
         """Write the file and start to renew it.
 
@@ -300,7 +306,7 @@ class Heartbeat:
             daemon=True,
         ).start()
 
-    def stop(self, *, delete: bool = True) -> None:
+    def stop(self, *, delete: bool = True, seconds: float = -1) -> None:
         """Stop renewing and delete the file, unless another process owns it by now.
 
         The call waits for a heartbeat that is being written, so that no write follows.
@@ -309,25 +315,23 @@ class Heartbeat:
         ----------
         delete : bool
             Whether to delete the file. If False, the caller must delete it.
+        seconds : float
+            Maximum wait, after which the file is not deleted. Default: no limit.
         """
         if os.getpid() != self._record.owner.pid:
             return
-        self._ending.set()
-        _alive.discard(self)
-        with self._lock:
-            if delete:
-                self._delete()
+        self.stop_soon()
+        if self._lock.acquire(timeout=seconds):
+            try:
+                if delete:
+                    self._delete()
+            finally:
+                self._lock.release()
 
     def stop_soon(self) -> None:
         """Stop renewing without waiting. A heartbeat may still be in progress."""
         self._ending.set()
         _alive.discard(self)
-
-    def stop_at_exit(self) -> None:
-        """Stop and delete the file, but wait for at most ten seconds."""
-        self._ending.set()
-        if os.getpid() == self._record.owner.pid and self._lock.acquire(timeout=_EXIT_SECONDS):
-            self._delete()
 
     def beat(self) -> None:
         """Rewrite the file, unless another process owns it by now; see `lost`."""
@@ -340,51 +344,37 @@ class Heartbeat:
                     return
             except OSError as error:
                 # Later heartbeats may succeed.
-                logger.warning("The heartbeat %r could not be written (%s).", self._path, error)
+                logger.warning("The heartbeat %r could not be written (%s).", self.path, error)
                 return
             self.lost = True
             logger.warning(
-                "%r is no longer this process's: it was deleted, or taken by another process. That "
+                "This process has lost %r: another process deleted it or took it over. That "
                 "happens to a process that is paused for more than %d minutes.",
-                self._path,
+                self.path,
                 STALE_SECONDS // 60,
             )
-
-    def note(self, **details: Any) -> None:
-        """Write additional details now, unless another process owns the file; see `lost`.
-
-        Raises
-        ------
-        StoreError, OSError
-            If the file cannot be written.
-        """
-        with self._lock:
-            if self.lost or not self._is_ours():
-                return
-            self._record = replace(self._record, details={**self._record.details, **details})
-            self._write()
 
     def _delete(self) -> None:
         try:
             if self._is_ours():
-                self._store.delete(self._path)
+                self._store.delete(self.path)
         except OSError as error:
-            logger.warning("The file %r could not be deleted (%s).", self._path, error)
+            logger.warning("The file %r could not be deleted (%s).", self.path, error)
 
     def _is_ours(self) -> bool:
         try:
-            return LeaseRecord.from_json(self._store.read(self._path)).token == self.token
+            return LeaseRecord.from_json(self._store.read(self.path)).token == self.token
         except ValueError:
             return False
         except OSError:
             self._store.fs.invalidate_cache()
-            if not self._store.exists(self._path):
+            if not self._store.exists(self.path):
                 return False
             raise
 
     def _write(self) -> None:
         record = replace(self._record, beaten=_utc())
-        self._store.write_text(self._path, record.to_json())
+        self._store.write_text(self.path, record.to_json())
 
 
 _alive: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
@@ -404,9 +394,8 @@ def _beat_on(beating: weakref.ref[Heartbeat], ending: threading.Event) -> None:
 
 def _stop_all() -> None:
     for heartbeat in list(_alive):
-        _alive.discard(heartbeat)
         with contextlib.suppress(Exception):
-            heartbeat.stop_at_exit()
+            heartbeat.stop(seconds=_EXIT_SECONDS)
 
 
 at_exit(_stop_all)
@@ -414,17 +403,6 @@ at_exit(_stop_all)
 
 def _utc() -> datetime:
     return datetime.now(timezone.utc)
-
-
-_POLL_SECONDS = 5.0
-
-
-LAUNCH = "launch"
-"""Key of the lease detail that holds the launch number; absent for the first launch."""
-
-
-SETTLE_SECONDS = 1.0
-"""Time after which all processes see a written file."""
 
 
 def lease_path(run_path: str) -> str:
@@ -453,9 +431,9 @@ def require_free(store: Files, run: RunPaths) -> None:
     ParamError
         If the lease is held. The message names the owner and the start time.
     """
-    held = holder(store, run.run_path)
-    if held is not None:
-        raise _held_error(run, held)
+    record = holder(store, run.run_path)
+    if record is not None:
+        raise _held_error(run, record)
 
 
 def await_free(store: Files, run: RunPaths) -> None:
@@ -469,23 +447,23 @@ def await_free(store: Files, run: RunPaths) -> None:
     ParamError
         If a live owner holds the lease.
     """
-    first = held = holder(store, run.run_path)
+    first = record = holder(store, run.run_path)
     deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
-    while held is not None and first is not None:
-        has_beaten = (held.token, held.beaten) != (first.token, first.beaten)
-        if has_beaten or is_here(held.owner) or time.monotonic() > deadline:
-            raise _held_error(run, held)
-        if held is first:
+    while record is not None and first is not None:
+        has_beaten = (record.token, record.beaten) != (first.token, first.beaten)
+        if has_beaten or is_here(record.owner) or time.monotonic() > deadline:
+            raise _held_error(run, record)
+        if record is first:
             logger.warning(
-                "run_id: %r was being trained by %s. Whether that process still lives is seen by "
-                "its heartbeats; without any the run is free after %g minutes.",
-                *(run.run_id, held.owner, STALE_SECONDS / 60),
+                "run_id: %r was being trained by %s. Waiting for a heartbeat of that process: "
+                "without one, the run is free after %g minutes.",
+                *(run.run_id, record.owner, STALE_SECONDS / 60),
             )
         time.sleep(_POLL_SECONDS)
-        held = holder(store, run.run_path)
+        record = holder(store, run.run_path)
 
 
-class Lease:
+class Lease(Heartbeat):
     """Context manager that holds a run's lease.
 
     Parameters
@@ -496,74 +474,53 @@ class Lease:
         The run.
     patient : bool
         Whether to wait if the current owner may be dead, see `await_free`.
-
-    Raises
-    ------
-    ParamError
-        By `__enter__` and `confirm`, if another process or fit holds the lease.
     """
 
     def __init__(self, store: Files, run: RunPaths, *, patient: bool = False) -> None:
-        self._store = store
+        super().__init__(store, lease_path(run.run_path), {"run_id": run.run_id})
         self._run = run
-        self._require_free = await_free if patient else require_free
-        self._path = lease_path(run.run_path)
-        self._heartbeat = Heartbeat(store, self._path, {"run_id": run.run_id})
+        self._is_patient = patient
         self._certain_at: float | None = None
 
-    def __enter__(self) -> Self:
-        # Without a heartbeat, other threads of this process would consider the new lease abandoned.
-        self._heartbeat.announce()
+    def start(self) -> None:
+        """Take the lease and start to renew it.
+
+        Raises
+        ------
+        ParamError
+            If another process or fit holds the lease.
+        """
+        # Otherwise other threads of this process would consider the new lease abandoned.
+        _alive.add(self)
         try:
-            if not self._created():
-                self._require_free(self._store, self._run)
+            text = self._record.to_json()
+            if not (self._store.creates_exclusively and self._store.write_new(self.path, text)):
+                self.require_free()
                 self._certain_at = time.monotonic() + SETTLE_SECONDS
-            self._heartbeat.start()
+            super().start()
         except BaseException:
-            self._heartbeat.stop()
+            self.stop()
             raise
-        return self
 
-    def _created(self) -> bool:
-        """Return whether the lease was free and certainly belongs to this object now."""
-        if not self._store.creates_exclusively:
-            return False
-        now = _utc()
-        record = LeaseRecord(this_process(), now, now, self._heartbeat.token)
-        return self._store.write_new(self._path, record.to_json())
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._heartbeat.stop()
-
-    @property
-    def lost(self) -> bool:
-        """True after another process has taken over the lease, considering this one dead."""
-        return self._heartbeat.lost
-
-    @property
-    def path(self) -> str:
-        """The lease file."""
-        return self._path
-
-    @property
-    def token(self) -> str:
-        """Distinguishes this lease from other leases of the run."""
-        return self._heartbeat.token
+    def require_free(self) -> None:
+        """Check that the lease is free, see the functions `require_free` and `await_free`."""
+        (await_free if self._is_patient else require_free)(self._store, self._run)
 
     def note_launch(self, number: int) -> None:
         """Record the launch number, so that ranks of earlier launches stop writing to the run.
+
+        Does nothing if another process owns the lease by now.
 
         Raises
         ------
         StoreError, OSError
             If the lease cannot be written.
         """
-        self._heartbeat.note(**{LAUNCH: number})
+        with self._lock:
+            if not self.lost and self._is_ours():
+                details = {**self._record.details, LAUNCH: number}
+                self._record = replace(self._record, details=details)
+                self._write()
 
     def confirm(self) -> None:
         """Check that no other process took the lease at the same time; may wait for a second.
@@ -579,24 +536,24 @@ class Lease:
             return
         time.sleep(max(self._certain_at - time.monotonic(), 0))
         self._certain_at = None
-        record = read_lease_record(self._store, self._path)
-        if record is not None and record.token != self._heartbeat.token:
-            self._heartbeat.stop()
+        record = read_lease_record(self._store, self.path)
+        if record is not None and record.token != self.token:
+            self.stop()
             raise _held_error(self._run, record)
 
 
-def _held_error(run: RunPaths, held: LeaseRecord) -> ParamError:
-    since = "" if held.created is None else f" since {held.created:%Y-%m-%d %H:%M:%S} UTC"
-    if held.owner == this_process():
+def _held_error(run: RunPaths, record: LeaseRecord) -> ParamError:
+    since = "" if record.created is None else f" since {record.created:%Y-%m-%d %H:%M:%S} UTC"
+    if record.owner == this_process():
         return ParamError(
             f"run_id: {run.run_id!r} is being trained by another fit of this application{since}, "
             "which writes the same checkpoints. Set another run_id, or none."
         )
-    beaten = "" if held.beaten is None else f" (last heartbeat {held.beaten:%H:%M:%S} UTC)"
+    beaten = "" if record.beaten is None else f" (last heartbeat {record.beaten:%H:%M:%S} UTC)"
     return ParamError(
-        f"run_id: {run.run_id!r} is being trained by {held.owner}{since}{beaten}, which writes the "
-        "same checkpoints. Set another run_id, or none, or wait until that fit has ended. If that "
-        f"process is no more, this run is free {STALE_SECONDS / 60:g} minutes after its last "
+        f"run_id: {run.run_id!r} is being trained by {record.owner}{since}{beaten}, which writes "
+        "the same checkpoints. Set another run_id, or none, or wait until that fit has ended. If "
+        f"that process has died, this run is free {STALE_SECONDS / 60:g} minutes after its last "
         f"heartbeat, or as soon as {lease_path(run.run_path)!r} is deleted."
     )
 
@@ -639,9 +596,9 @@ class FencingToken:
         if record.token != self.token:
             raise StoreError(
                 f"{record.owner} has taken the run over from this fit (see {self.path!r}), which "
-                "writes to it no more"
+                "no longer writes to it"
             )
         if record.details.get(LAUNCH, 0) != self.launch:
             raise StoreError(
-                "the ranks have been launched again in place of this one, which was slow to end"
+                "the ranks have been launched again in place of this rank, which was slow to end"
             )

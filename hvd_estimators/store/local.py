@@ -16,7 +16,7 @@ import fsspec
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.base import Store
-from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.registry import dbfs_path
 from hvd_estimators.store.retries import typed_errors
 
@@ -181,12 +181,12 @@ class DBFSLocalStore(_MountedStore):
         """Return the path below the mount point."""
         if path.startswith(f"{self._mount}/"):
             return super().get_full_path(path)
-        found = dbfs_path(path)
-        if found is None:
+        path_in_dbfs = dbfs_path(path)
+        if path_in_dbfs is None:
             raise ParamError(
                 f"expected a path on DBFS, found {path!r}. Set dbfs:/path or /dbfs/path."
             )
-        return super().get_full_path(self._mount + found)
+        return super().get_full_path(self._mount + path_in_dbfs)
 
     def spark_urls(self, path: str) -> Sequence[str]:
         """Return ``dbfs:/path``, and a ``file:`` URL for Sparks that do not know ``dbfs:``."""

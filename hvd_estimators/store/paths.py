@@ -34,7 +34,7 @@ SUFFIX = ".ckpt"
 """Suffix of the framework's file."""
 
 
-_POINTER = ".json"
+_MANIFEST_SUFFIX = ".json"
 
 
 class Position(NamedTuple):
@@ -60,22 +60,22 @@ def file_name(stem: str, position: Position) -> str:
 
 def manifest_of(path: str) -> str:
     """Return the path of the manifest of a checkpoint file."""
-    return path.removesuffix(SUFFIX) + _POINTER
+    return path.removesuffix(SUFFIX) + _MANIFEST_SUFFIX
 
 
 def with_manifest(stem: str, names: Iterable[str]) -> list[Position]:
     """Return the positions of all manifests among file names, sorted."""
-    return sorted(_positions(stem, names, _POINTER))
+    return sorted(_positions(stem, names, _MANIFEST_SUFFIX))
 
 
 def orphans(stem: str, names: Iterable[str]) -> list[str]:
     """Return the names of files that unfinished checkpoints left behind."""
     names = list(names)
-    whole = {file_name(stem, position) for position in with_manifest(stem, names)}
+    complete = {file_name(stem, position) for position in with_manifest(stem, names)}
     unfinished = [
         name
         for position in _positions(stem, names, SUFFIX)
-        if (name := file_name(stem, position)) not in whole
+        if (name := file_name(stem, position)) not in complete
     ]
     # Names that `LocalStore.open_atomic` uses while it writes a file.
     partial = re.compile(rf"\.{re.escape(stem)}-\d{{6,}}(-\d+)?\.(ckpt|json)-[0-9a-f]{{32}}")
@@ -119,7 +119,7 @@ class RunPaths:
     logs_path : str or None
         Directory of the TensorBoard event files. None if the store does not save runs.
     fingerprint : mapping
-        Identifies the run's training setup, see `hvd_estimators.fitting.run`.
+        Identifies the run's training setup, see `hvd_estimators.fitting.fingerprint`.
     checkpoint_filename : str
         Prefix of the checkpoint file names.
     """
@@ -162,10 +162,7 @@ class StorePaths(Files):
         self.save_storage_options = save_storage_options
         self.prefix_path = self._checked_path("prefix_path", prefix_path)
         if self.prefix_path is None and not (train_path and runs_path):
-            raise ParamError(
-                "prefix_path: expected a path, found none. It may be left out where train_path and "
-                "runs_path are set."
-            )
+            raise ParamError("prefix_path is not set. Set it, or both train_path and runs_path.")
         self._train_path = self._data_path("train_path", train_path, "intermediate_train_data")
         self._val_path = self._data_path("val_path", val_path, "intermediate_val_data")
         self._test_path = self._data_path("test_path", test_path, "intermediate_test_data")
@@ -262,10 +259,10 @@ class StorePaths(Files):
         )
 
     def _data_path(self, name: str, path: str | None, default: str) -> str | None:
-        found = self._checked_path(name, path)
-        if found is None and self.prefix_path is not None:
+        checked = self._checked_path(name, path)
+        if checked is None and self.prefix_path is not None:
             return f"{self.prefix_path}/{default}"
-        return found
+        return checked
 
     def _checked_path(self, name: str, path: str | None) -> str | None:
         """Return the full form of a path, or None if no path is given."""
@@ -289,6 +286,6 @@ class StorePaths(Files):
 def _numbered(name: str, path: str | None, idx: str | None) -> str:
     if path is None:
         raise ParamError(
-            f"{name}: the store has none, since it was made without a prefix_path. Set {name}."
+            f"{name} is not set, and the store has no prefix_path to derive it from. Set {name}."
         )
     return path if idx is None else f"{path}.{idx}"

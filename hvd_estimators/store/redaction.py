@@ -41,7 +41,7 @@ def holds_credentials(path: str) -> bool:
 
 def secret_values(options: Any) -> frozenset[str]:
     """Return the option values that may be secrets, judging by the option names."""
-    found: set[str] = set()
+    secrets: set[str] = set()
 
     def collect(value: Any, is_secret: bool) -> None:
         if isinstance(value, Mapping):
@@ -51,10 +51,10 @@ def secret_values(options: Any) -> frozenset[str]:
             for item in value:
                 collect(item, is_secret)
         elif is_secret and isinstance(value, (str, bytes)) and len(value) >= 6:
-            found.add(value.decode(errors="replace") if isinstance(value, bytes) else value)
+            secrets.add(value.decode(errors="replace") if isinstance(value, bytes) else value)
 
     collect(options, False)
-    return frozenset(found)
+    return frozenset(secrets)
 
 
 def redacted(text: str, secrets: Collection[str] = ()) -> str:

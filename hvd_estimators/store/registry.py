@@ -85,11 +85,11 @@ def register_store(scheme: str, store: type[Any] | str) -> None:
     name: Any = scheme
     if not isinstance(name, str) or not name:
         raise ParamError(
-            f"scheme: expected what stands before the colon, such as 's3', found {scheme!r}."
+            f"scheme: expected the part of a URL before the colon, such as 's3', found {scheme!r}."
         )
     if not isinstance(store, (type, str)):
         raise ParamError(
-            "store: expected a class derived from Store, or where to import it from, such as "
+            "store: expected a subclass of Store, or its location, such as "
             f"'package.module:Class', found {store!r}."
         )
     _stores[scheme.lower()] = store
@@ -111,8 +111,8 @@ def require_path(name: str, path: Any) -> None:
 
 def registered_schemes() -> list[str]:
     """Return all registered schemes, sorted."""
-    found = metadata.entry_points(group=ENTRY_POINTS)
-    return sorted({*filter(None, _stores), *(entry.name.lower() for entry in found)})
+    entries = metadata.entry_points(group=ENTRY_POINTS)
+    return sorted({*filter(None, _stores), *(entry.name.lower() for entry in entries)})
 
 
 def scheme_of(path: str) -> str:
@@ -149,7 +149,7 @@ def store_class(path: str) -> type[Any]:
             )
         if entry is None:
             raise ParamError(
-                f"prefix_path: there is no store for the scheme {scheme!r}, found "
+                f"prefix_path: no store for the scheme {scheme!r}, found "
                 f"{redacted(path)!r}. Set a path without a scheme or with one of: "
                 f"{', '.join(registered_schemes())}. For another "
                 "filesystem of fsspec, which Spark writes to as well, call "

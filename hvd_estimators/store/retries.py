@@ -21,7 +21,7 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnava
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of
 
-__all__ = ["RETRY_SECONDS", "at_exit", "is_transient", "typed_errors", "with_retries"]
+__all__ = ["RETRY_SECONDS", "at_exit", "typed_errors", "with_retries"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +35,15 @@ _EXIT_SECONDS = 3.0
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 _WARN_AFTER = 1.0
-_TOLD = 400
+_MOST_CHARACTERS = 400
 """Maximum characters of an error text in messages. HDFS data nodes send very long texts."""
-
-
-def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may help after an error.
-
-    This is the case for connections that are refused, reset or timed out, for server errors, and
-    for throttling. A retry does not help if files, credentials, permissions or space are missing.
-    """
-    return kind_of(error) is Kind.TRANSIENT
 
 
 def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = ()) -> T:
     """Call a function, and retry it while its errors are transient.
+
+    Refused, reset or timed-out connections, server errors and throttling are transient; see
+    `kind_of`. A retry does not help if files, credentials, permissions or space are missing.
 
     The delays between calls grow and are partly random, so that many ranks do not retry at the same
     time. A warning is logged if the function still fails after more than a second.
@@ -91,7 +85,7 @@ def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = 
                 logger.warning(
                     "%s fails (%s). It is tried again for up to %g seconds.",
                     what[:1].upper() + what[1:],
-                    redacted(_told(error), secrets),
+                    redacted(_text(error), secrets),
                     RETRY_SECONDS,
                 )
         time.sleep(min(wait * random.uniform(0.5, 1), RETRY_SECONDS))
@@ -148,10 +142,10 @@ def _raise_typed(
     secrets: Collection[str],
     tried_for: float | None = None,
 ) -> NoReturn:
-    told = _told(error)
-    shown = redacted(told, secrets)
+    text = _text(error)
+    shown = redacted(text, secrets)
     if kind is Kind.MISSING or kind is Kind.OTHER:
-        if shown == told:
+        if shown == text:
             raise error
         if kind is Kind.MISSING:
             raise FileNotFoundError(shown) from None
@@ -162,17 +156,17 @@ def _raise_typed(
         f"The store failed at {what}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
     )
     # A traceback also prints the text of the cause.
-    raise typed from (error if shown == told else None)
+    raise typed from (error if shown == text else None)
 
 
-def _told(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     """Return the class and text of an error and of its causes."""
     texts: list[str] = []
-    found: BaseException | None = error
-    while found is not None and len(texts) < 3:
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < 3:
         # Omit the name node's traceback.
-        told = re.split(r"(?:\n|\\n)(?:\t|\\t)at ", str(found), maxsplit=1)[0]
-        told = told if len(told) <= _TOLD else f"{told[:_TOLD]} …"
-        texts.append(f"{type(found).__name__}: {told}".rstrip(": "))
-        found = found.__cause__
+        text = re.split(r"(?:\n|\\n)(?:\t|\\t)at ", str(cause), maxsplit=1)[0]
+        text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
+        texts.append(f"{type(cause).__name__}: {text}".rstrip(": "))
+        cause = cause.__cause__
     return ", from ".join(texts)

@@ -128,8 +128,8 @@ def list_runs(store: StorePaths) -> list[RunInfo]:
     folder = store.get_runs_path()
     paths = [f"{folder}/{name}" for name in store.names(folder)]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(lambda path: _info(store, path), paths))
-    runs = [run for run in found if run is not None]
+        infos = list(threads.map(lambda path: _info(store, path), paths))
+    runs = [run for run in infos if run is not None]
     return sorted(runs, key=lambda run: (run.started, run.run_id), reverse=True)
 
 

@@ -27,8 +27,8 @@ class Kind(enum.Enum):
     TRANSIENT = "the storage or the network does not answer as it should"
     CREDENTIALS = "the credentials are missing, wrong or expired"
     PERMISSION = "permission is denied"
-    SPACE = "there is no space left, or a quota is used up"
-    MISSING = "there is no such file"
+    SPACE = "no space left, or a quota is used up"
+    MISSING = "the file does not exist"
     OTHER = "unknown"
 
 
@@ -46,98 +46,75 @@ REMEDIES = {
 }
 """Suggested fix for each kind of error."""
 
-_CREDENTIAL_CODES = {
-    "CredentialsNotSupported",
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "InvalidAccessKeyId",
-    "InvalidClientTokenId",
-    "InvalidSecurity",
-    "InvalidToken",
-    "RequestTimeTooSkewed",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-    "UnrecognizedClientException",
+_CODES = {
+    **dict.fromkeys(
+        (
+            *("CredentialsNotSupported", "ExpiredToken", "ExpiredTokenException"),
+            *("InvalidAccessKeyId", "InvalidClientTokenId", "InvalidSecurity", "InvalidToken"),
+            *("RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
+            "UnrecognizedClientException",
+        ),
+        Kind.CREDENTIALS,
+    ),
+    **dict.fromkeys(
+        (
+            "BadDigest",  # of a truncated upload
+            *("EC2ThrottledException", "IncompleteBody", "InternalError", "OperationAborted"),
+            *("PriorRequestNotComplete", "RequestLimitExceeded", "RequestTimeout"),
+            *("RequestTimeoutException", "ServiceUnavailable", "SlowDown", "Throttling"),
+            *("ThrottlingException", "TooManyRequestsException", "XAmzContentSHA256Mismatch"),
+        ),
+        Kind.TRANSIENT,
+    ),
+    **dict.fromkeys(
+        ("QuotaExceeded", "QuotaExceededException", "ServiceQuotaExceededException"), Kind.SPACE
+    ),
 }
-_TRANSIENT_CODES = {
-    "BadDigest",  # of a truncated upload
-    "EC2ThrottledException",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "PriorRequestNotComplete",
-    "RequestLimitExceeded",
-    "RequestTimeout",
-    "RequestTimeoutException",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequestsException",
-    "XAmzContentSHA256Mismatch",
-}
-_SPACE_CODES = {"QuotaExceeded", "QuotaExceededException", "ServiceQuotaExceededException"}
 """Error codes in responses of S3 and of services with the same protocol."""
 
 _CLASSES = {
-    "aiohttp.ClientConnectionError": Kind.TRANSIENT,
-    "aiohttp.ClientConnectorCertificateError": Kind.OTHER,
-    "aiohttp.ClientPayloadError": Kind.TRANSIENT,
-    "aiohttp.ServerTimeoutError": Kind.TRANSIENT,
-    "azure.ClientAuthenticationError": Kind.CREDENTIALS,
-    "azure.IncompleteReadError": Kind.TRANSIENT,
-    "azure.ServiceRequestError": Kind.TRANSIENT,
-    "azure.ServiceResponseError": Kind.TRANSIENT,
-    "botocore.ConnectionError": Kind.TRANSIENT,
-    "botocore.CredentialRetrievalError": Kind.CREDENTIALS,
-    "botocore.FlexibleChecksumError": Kind.TRANSIENT,
-    "botocore.HTTPClientError": Kind.TRANSIENT,
-    "botocore.IncompleteReadError": Kind.TRANSIENT,
-    "botocore.LoginError": Kind.CREDENTIALS,
-    "botocore.NoAuthTokenError": Kind.CREDENTIALS,
-    "botocore.NoCredentialsError": Kind.CREDENTIALS,
-    "botocore.PartialCredentialsError": Kind.CREDENTIALS,
-    "botocore.ProfileNotFound": Kind.CREDENTIALS,
-    "botocore.ResponseParserError": Kind.TRANSIENT,
-    "botocore.SSLError": Kind.OTHER,
-    "botocore.SSOError": Kind.CREDENTIALS,
-    "botocore.TokenRetrievalError": Kind.CREDENTIALS,
-    "google.DefaultCredentialsError": Kind.CREDENTIALS,
-    "google.RefreshError": Kind.CREDENTIALS,
-    "google.TransportError": Kind.TRANSIENT,
-    "requests.ChunkedEncodingError": Kind.TRANSIENT,
-    "requests.ConnectionError": Kind.TRANSIENT,
-    "requests.Timeout": Kind.TRANSIENT,
-    "urllib3.IncompleteRead": Kind.TRANSIENT,
-    "urllib3.ProtocolError": Kind.TRANSIENT,
-    "urllib3.TimeoutError": Kind.TRANSIENT,
+    **dict.fromkeys(
+        (
+            *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
+            *("aiohttp.ServerTimeoutError", "azure.IncompleteReadError"),
+            *("azure.ServiceRequestError", "azure.ServiceResponseError"),
+            *("botocore.ConnectionError", "botocore.FlexibleChecksumError"),
+            *("botocore.HTTPClientError", "botocore.IncompleteReadError"),
+            *("botocore.ResponseParserError", "google.TransportError"),
+            *("requests.ChunkedEncodingError", "requests.ConnectionError", "requests.Timeout"),
+            *("urllib3.IncompleteRead", "urllib3.ProtocolError", "urllib3.TimeoutError"),
+        ),
+        Kind.TRANSIENT,
+    ),
+    **dict.fromkeys(
+        (
+            *("azure.ClientAuthenticationError", "botocore.CredentialRetrievalError"),
+            *("botocore.LoginError", "botocore.NoAuthTokenError", "botocore.NoCredentialsError"),
+            *("botocore.PartialCredentialsError", "botocore.ProfileNotFound"),
+            *("botocore.SSOError", "botocore.TokenRetrievalError"),
+            *("google.DefaultCredentialsError", "google.RefreshError"),
+        ),
+        Kind.CREDENTIALS,
+    ),
+    **dict.fromkeys(("aiohttp.ClientConnectorCertificateError", "botocore.SSLError"), Kind.OTHER),
 }
 """Error classes of the clients, by package and class name."""
 
 _ERRNOS = {
-    **dict.fromkeys(
-        (
-            errno.EAGAIN,
-            errno.EBUSY,  # s3fs raises it for HTTP 503
-            errno.ECONNABORTED,
-            errno.ECONNREFUSED,
-            errno.ECONNRESET,
-            errno.EHOSTDOWN,
-            errno.EHOSTUNREACH,
-            errno.ENETDOWN,
-            errno.ENETRESET,
-            errno.ENETUNREACH,
-            errno.ENOTCONN,
-            errno.EPIPE,
-            errno.ETIMEDOUT,
-            getattr(errno, "EREMOTEIO", errno.EBUSY),  # s3fs raises it for HTTP 500
-            getattr(errno, "ESTALE", errno.EBUSY),
+    getattr(errno, name): kind
+    for kind, names in {
+        # s3fs raises EBUSY for HTTP 503, and EREMOTEIO for HTTP 500.
+        Kind.TRANSIENT: (
+            *("EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN"),
+            *("EHOSTUNREACH", "ENETDOWN", "ENETRESET", "ENETUNREACH", "ENOTCONN", "EPIPE"),
+            *("EREMOTEIO", "ESTALE", "ETIMEDOUT"),
         ),
-        Kind.TRANSIENT,
-    ),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), Kind.PERMISSION),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Kind.SPACE),
-    errno.ENOENT: Kind.MISSING,
+        Kind.PERMISSION: ("EACCES", "EPERM", "EROFS"),
+        Kind.SPACE: ("ENOSPC", "EDQUOT", "EFBIG"),
+        Kind.MISSING: ("ENOENT",),
+    }.items()
+    for name in names
+    if hasattr(errno, name)  # some exist on Linux only
 }
 
 # Messages of hdfs-native and PyArrow's libhdfs. They contain the class names of Hadoop's exceptions
@@ -162,22 +139,22 @@ _HADOOP = (
 
 def kind_of(error: BaseException) -> Kind:
     """Return the kind of an error; its root cause takes precedence, being the most specific."""
-    for found in reversed(list(_causes(error))):
-        kind = _kind_of_one(found)
+    for cause in reversed(list(_causes(error))):
+        kind = _kind_of_one(cause)
         if kind is not Kind.OTHER:
             return kind
     return Kind.OTHER
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        if isinstance(found, HvdEstimatorsError):
+    visited: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        if isinstance(cause, HvdEstimatorsError):
             return  # already classified
-        seen.add(id(found))
-        yield found
-        found = found.__cause__
+        visited.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def _kind_of_one(error: BaseException) -> Kind:
@@ -185,7 +162,7 @@ def _kind_of_one(error: BaseException) -> Kind:
         return Kind.OTHER
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
-        return _kind_of_answer(response, str(getattr(error, "operation_name", "")))
+        return _kind_of_response(response, str(getattr(error, "operation_name", "")))
     for cls in type(error).__mro__:
         kind = _CLASSES.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
         if kind is not None:
@@ -193,19 +170,14 @@ def _kind_of_one(error: BaseException) -> Kind:
     status = _status(error)
     if status is not None:
         return _kind_of_status(status)
-    return _kind_of_pythons(error)
+    return _kind_of_python_error(error)
 
 
-def _kind_of_answer(response: Mapping[str, Any], operation: str) -> Kind:
+def _kind_of_response(response: Mapping[str, Any], operation: str) -> Kind:
     """Return the kind of an S3 error response, as found in botocore's ClientError."""
     code = str(response.get("Error", {}).get("Code", ""))
-    for codes, kind in (
-        (_CREDENTIAL_CODES, Kind.CREDENTIALS),
-        (_TRANSIENT_CODES, Kind.TRANSIENT),
-        (_SPACE_CODES, Kind.SPACE),
-    ):
-        if code in codes:
-            return kind
+    if code in _CODES:
+        return _CODES[code]
     if code.startswith("NoSuch"):
         return Kind.MISSING
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -221,10 +193,9 @@ def _status(error: Exception) -> int | None:
     """Return the HTTP status of a client's error, or None."""
     if type(error).__module__ == "builtins":
         return None
-    holders = (error, getattr(error, "response", None))
-    for holder in holders:
+    for source in (error, getattr(error, "response", None)):
         for name in ("status_code", "status", "code"):
-            value = getattr(holder, name, None)
+            value = getattr(source, name, None)
             if isinstance(value, int) and 400 <= value < 600:
                 return value
     return None
@@ -244,7 +215,7 @@ def _kind_of_status(status: int) -> Kind:
     return Kind.OTHER
 
 
-def _kind_of_pythons(error: Exception) -> Kind:
+def _kind_of_python_error(error: Exception) -> Kind:
     if isinstance(error, ssl.SSLCertVerificationError):
         return Kind.OTHER
     if isinstance(error, (ConnectionError, TimeoutError, ssl.SSLError, http.client.IncompleteRead)):

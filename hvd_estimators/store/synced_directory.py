@@ -148,11 +148,11 @@ class SyncedDirectory:
         """Upload new and changed files, and return whether all uploads succeeded."""
         began = time.monotonic()
         try:
-            found = self._files()
-            for name in self._known.keys() - found.keys():
+            files = self._files()
+            for name in self._known.keys() - files.keys():
                 self._store.delete(f"{self._target}/{name}")
                 del self._known[name]
-            for name, state in found.items():
+            for name, state in files.items():
                 if self._known.get(name) == state:
                     continue
                 # If the file grows during the upload, the next upload sends it again.

@@ -24,7 +24,7 @@ import torch
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried, traceless
+from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.learning_rate import set_optimizer_mode
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare

@@ -28,7 +28,7 @@ from hvd_estimators.store.checkpoints import (
     open_valid,
     write_manifest,
 )
-from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.paths import Position, manifest_of, orphans, with_manifest
 from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
 from hvd_estimators.training.object_collectives import ObjectExchange

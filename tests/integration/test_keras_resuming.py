@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_each_epoch(
     # It has stopped: nothing is trained, and the best weights are what is returned again.
     with caplog.at_level(logging.WARNING):
         assert_equal_bits(run(store, backend, "parts", 9), whole)
-    assert "a callback had stopped the run 'parts' after 4 epochs" in caplog.text
+    assert "a callback stopped the run 'parts' after 4 epochs" in caplog.text
     assert {row.state for row in store.list_runs()} == {"finished"}
     assert store.load_history("parts").equals(store.load_history("whole"))
     # What has stopped it does so again, when it has seen one more epoch.

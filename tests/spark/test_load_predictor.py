@@ -258,7 +258,7 @@ def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> Non
     np.testing.assert_array_equal(made, model.getModel()(torch.tensor(x))[:, 0].detach())
     memory.rm("/models", recursive=True)
 
-    with pytest.raises(StoreError, match="there is no saved model at"):
+    with pytest.raises(StoreError, match="found no saved model at"):
         load_predictor(str(tmp_path))
     with pytest.raises(ParamError, match="path: expected a path or a URL as a string"):
         load_predictor(tmp_path)  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> Non
     for text, error, told in (
         ('{"class": "mine.Model"}', ParamError, r"holds a mine\.Model\. .* Load that with Spark"),
         ('{"class": "hvd_estimators.keras.model.KerasModel"}', ParamError, r"Call .*\.keras\.load"),
-        ("no JSON", StoreError, "is no saved model"),
+        ("no JSON", StoreError, "is not a saved model"),
     ):
         metadata.write_text(text)
         with pytest.raises(error, match=told):

@@ -192,7 +192,7 @@ class TestBuildWheel:
         }
 
     def test_a_long_build_shows_how_far_it_is(self, folder, fake_pip, monkeypatch):
-        monkeypatch.setattr(build, "_SIGN_OF_LIFE_SECONDS", 0.3)
+        monkeypatch.setattr(build, "_REPORT_SECONDS", 0.3)
         lines = []
         pip = fake_pip(
             "print('  [ 43%] Building CXX object a.cc.o', flush=True)\n"
@@ -208,7 +208,7 @@ class TestBuildWheel:
     def test_what_the_build_started_ends_when_it_is_interrupted(
         self, folder, fake_pip, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(build, "_SIGN_OF_LIFE_SECONDS", 0.1)
+        monkeypatch.setattr(build, "_REPORT_SECONDS", 0.1)
         pid_file = tmp_path / "compiler.pid"
         pip = fake_pip(
             "import subprocess\n"

@@ -284,11 +284,6 @@ class TestRunPython:
     def test_the_last_line_comes_back(self):
         assert run_python("-c", "print('noise')\nprint('end')\nprint()", seconds=60) == "end"
 
-    def test_variables_are_laid_over_those_of_this_process(self):
-        script = "import os; print(os.environ['N'], 'PATH' in os.environ)"
-
-        assert run_python("-c", script, environment={"N": "2"}, seconds=60) == "2 True"
-
     def test_a_failure_is_told_by_its_last_line(self):
         with pytest.raises(ProbeError, match=r"a trial failed: ValueError: the cause$"):
             run_python("-c", "raise ValueError('the cause')", seconds=60, what="a trial")

@@ -20,7 +20,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import ProgressAcrossLaunches, Restarts, comes_back
+from hvd_estimators.fitting.restarts import ProgressAcrossLaunches, Restarts, would_recur
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import PATIENCE_VARIABLE
 from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
@@ -90,7 +90,6 @@ class Fit:
     def __init__(self, folder: Path, **options: Any) -> None:
         store = Store.create(str(folder / "store"))
         self.store, self.run_paths = store, store.run_paths("mine")
-        self.has_lost_run = False
         self.notes: list[Any] = []
         data = SimpleNamespace(
             train_steps_per_epoch=STEPS,
@@ -98,7 +97,8 @@ class Fit:
         )
         spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data, verbose=1)
         limit, least = options.get("max_restarts", 9), options.get("min_num_proc")
-        self.restarts = Restarts(spec, limit, least, lambda: self.has_lost_run, self.notes.append)
+        self.run: Any = SimpleNamespace(lost=False, newest=None)
+        self.restarts = Restarts(self.run, spec, limit, least, self.notes.append)
 
     def checkpoint(self, epoch: int, step: int = 0) -> None:
         path = checkpoint_path(self.run_paths, Position(epoch, step * ROWS_OF_A_STEP))
@@ -106,23 +106,23 @@ class Fit:
         write_manifest(self.store, info)
 
     def fit(self, backend: FakeBackend) -> list[Any]:
-        return self.restarts.run(backend, backend.launch)  # type: ignore[arg-type]
+        return self.restarts.launch(backend, backend.launch)  # type: ignore[arg-type]
 
 
 def test_what_may_pass_is_tried_again_and_what_comes_back_is_not() -> None:
     for cause in ("killed", "stalled", "lost"):
-        assert not comes_back(lost(cause))
+        assert not would_recur(lost(cause))
     for error_type in (
         *("HorovodInternalError", "ReaderError", "StoreUnavailableError"),
         "TrainingInterruptedError",
     ):
-        assert not comes_back(lost("raised", error_type))
+        assert not would_recur(lost("raised", error_type))
     for error_type in ("ValueError", "StoreError", "MemoryError", "KeyboardInterrupt", ""):
-        assert comes_back(lost("raised", error_type))
+        assert would_recur(lost("raised", error_type))
     mismatch = "HorovodInternalError: Mismatched allreduce tensor shapes"
-    assert comes_back(lost("raised", "HorovodInternalError", mismatch))
-    assert comes_back(lost("exited"))
-    assert comes_back(lost(None))
+    assert would_recur(lost("raised", "HorovodInternalError", mismatch))
+    assert would_recur(lost("exited"))
+    assert would_recur(lost(None))
 
 
 def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
@@ -131,7 +131,7 @@ def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
     fit = Fit(tmp_path, max_restarts=3)
 
     def trained() -> Any:
-        handle = fit.restarts.reached.handler(lambda event: None)
+        handle = fit.restarts.progress.handler(lambda event: None)
         handle(RankEpoch(0, 0, []))
         handle(RankProgress(0, 1, 3, 7, STEPS, 1.0))
         fit.checkpoint(1, step=4)
@@ -141,12 +141,12 @@ def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
         assert fit.fit(FakeBackend(lost(), trained, lost("lost"))) == [2]
 
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.partition(" go on ")[0] for line in lines] == [
+    assert [line.partition(" resume ")[0] for line in lines] == [
         f"Run 'mine': Rank 1 on far {how}. 2 ranks are launched again (restart {number} of at most "
         "3) and"
         for number, how in enumerate(("was killed", "has stalled", "was lost"), 1)
     ]
-    assert "from the beginning, as there is no checkpoint yet" in lines[0]
+    assert "from the beginning, because the run has no checkpoint yet" in lines[0]
     assert "from the checkpoint of epoch 2, step 4: 3 steps and 0." in lines[1]
     assert [note["cause"] for note in fit.notes] == ["killed", "stalled", "lost"]
     assert [(note["epoch"], note["step"], note["lost_steps"]) for note in fit.notes] == [
@@ -194,7 +194,7 @@ def test_the_last_error_tells_what_was_lost_before(tmp_path: Path, pauses: list[
 
     # Somebody else took the run from a driver that slept.
     fit = Fit(tmp_path)
-    fit.has_lost_run = True
+    fit.run.lost = True
     with pytest.raises(WorkerFailedError, match="another process trains this run"):
         fit.fit(FakeBackend(lost()))
 
@@ -286,7 +286,7 @@ def test_nothing_that_was_shown_is_shown_again() -> None:
     ]
     for event in first:
         handle(event)
-    assert reached.place == (1, 5)
+    assert reached.newest == (1, 5)
     reached.restart()
     again = [*first, RankOutput(0, "hello\n"), RankEpoch(0, 1, [])]
     for event in again:

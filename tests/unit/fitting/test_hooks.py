@@ -41,7 +41,7 @@ def test_frameworks_leave_the_recipe_as_it_is() -> None:
     }
     # Keras's checks what needs no rows first.
     recipe -= {"_try_frame"}
-    assert {"_fit", "_train", "_run", "_wrap", "fit_on_parquet"} <= recipe
+    assert {"_fit", "_train", "_launch", "_wrap", "fit_on_parquet"} <= recipe
     for estimator in ESTIMATORS:
         for name in recipe:
             assert getattr(estimator, name) is getattr(HorovodEstimator, name), (estimator, name)

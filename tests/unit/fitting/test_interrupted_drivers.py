@@ -16,7 +16,8 @@ import pytest
 from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
 from hvd_estimators.fitting import restarts
 from hvd_estimators.fitting.record import end_note
-from hvd_estimators.fitting.restarts import ending_by_sigterm, without_leftovers
+from hvd_estimators.fitting.restarts import ending_by_sigterm
+from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank import graceful_stop
 from hvd_estimators.launch.service.events import (
@@ -132,7 +133,7 @@ def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> N
 
 @pytest.mark.forks
 def test_who_hangs_while_it_cleans_up_is_ended_by_the_signal(monkeypatch: Any) -> None:
-    monkeypatch.setattr(restarts, "_SECONDS", 0.2)
+    monkeypatch.setattr(restarts, "_EXIT_SECONDS", 0.2)
     pid = os.fork()
     if not pid:
         try:
@@ -170,7 +171,7 @@ def test_a_programs_own_handler_and_other_threads_are_left_alone() -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_half_written_checkpoints_go_unless_the_run_is_somebody_elses(
-    tmp_path: Path, is_lost: bool
+    tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(tmp_path))
     run = store.run_paths("mine")
@@ -181,7 +182,9 @@ def test_half_written_checkpoints_go_unless_the_run_is_somebody_elses(
     write_manifest(store, CheckpointInfo(whole, 7, "", 1, 0, "torch"))
     before = store.names(run.checkpoints_path)
 
-    @without_leftovers(store, run, lambda: is_lost)
+    monkeypatch.setattr(Run, "lost", is_lost)
+
+    @Run(store, run).without_orphans()
     def work(error: BaseException | None) -> None:
         if error is not None:
             raise error

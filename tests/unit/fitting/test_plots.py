@@ -76,7 +76,7 @@ def test_runs_of_many_colours_differ_by_their_markers(store: Any) -> None:
 
 
 def test_what_cannot_be_plotted_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParamError, match="nothing was measured"):
+    with pytest.raises(ParamError, match="found no metrics"):
         plot_histories(store)
     leave(store, "mine", [(0, "train", "loss", 1.0)])
     with pytest.raises(ParamError, match=r"names: 'los' was not measured.*Did you mean 'loss'"):

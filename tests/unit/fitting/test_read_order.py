@@ -9,11 +9,12 @@ import pytest
 
 from hvd_estimators.data.manifest import RowRange
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.run import FoundRun, as_json, check_reading, reading_identity
+from hvd_estimators.fitting.fingerprint import as_json, reading_identity
+from hvd_estimators.fitting.run import Run
 from hvd_estimators.loading.plan import ShardPlan
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
-from hvd_estimators.store.base import RunPaths
+from hvd_estimators.store import LocalStore, RunPaths
 from hvd_estimators.store.paths import Position
 
 
@@ -31,9 +32,12 @@ def data(folder: str = "file:/a", stop: int = 5, **changed: Any) -> DataSpec:
     return replace(spec, options=replace(spec.options, **options), **changed)
 
 
-def found(position: Position, **notes: Any) -> FoundRun:
-    run = RunPaths("mine", "runs/mine", "runs/mine/checkpoints", None)
-    return FoundRun(run, (Position(0, 4), position), {"fits": [{}, notes]})
+def interrupted(position: Position, **fit: Any) -> Run:
+    store = LocalStore("/unused", save_runs=False)
+    run = Run(store, RunPaths("mine", "runs/mine", "runs/mine/checkpoints", None))
+    run.checkpoints = (Position(0, 4), position)
+    run.metadata = {"fits": [{}, fit]}
+    return run
 
 
 @pytest.mark.parametrize(
@@ -48,19 +52,19 @@ def found(position: Position, **notes: Any) -> FoundRun:
 def test_another_order_within_an_epoch_is_refused(other: DataSpec, told: str) -> None:
     reading = as_json(reading_identity(data()))
     with pytest.raises(ParamError, match=told) as caught:
-        check_reading(found(Position(2, 16), reading=reading), other)
+        interrupted(Position(2, 16), reading=reading).check_reading(other)
     assert "within epoch 3" in str(caught.value)
     assert "runs/mine/checkpoints/checkpoint-000002-16.ckpt" in str(caught.value)
     # From an epoch's beginning rows may come in any order.
-    check_reading(found(Position(3), reading=reading), other)
+    interrupted(Position(3), reading=reading).check_reading(other)
 
 
 def test_the_same_rows_in_other_files_are_in_the_same_order() -> None:
     reading = as_json(reading_identity(data()))
     for same in (data(), data("s3://b"), data(data_module="arrow"), data(cache_size_limit=3)):
-        check_reading(found(Position(2, 16), reading=reading), same)
+        interrupted(Position(2, 16), reading=reading).check_reading(same)
     # Nothing was noted by an earlier version.
-    check_reading(found(Position(2, 16)), data(stop=6))
+    interrupted(Position(2, 16)).check_reading(data(stop=6))
     assert data(shuffle=False, shuffle_buffer_size=3) != data(shuffle=False)
     assert reading_identity(data(shuffle=False, shuffle_buffer_size=3)) == reading_identity(
         data(shuffle=False)

@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -19,16 +20,18 @@ from hvd_estimators import Store
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
-from hvd_estimators.fitting.run import ReadOrder
+from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.service.events import RankEpoch, RankOutput
 from hvd_estimators.launch.service.output_sinks import print_event
+from hvd_estimators.loading.plan import RowRange, ShardPlan
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store import FilesystemStore, LocalStore
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.leases import Lease
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.spec import EpochMetrics
+from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
 
 COLUMNS = [
     ColumnSpec("größe, x", "vector", "float32", (3,)),
@@ -38,9 +41,16 @@ COLUMNS = [
 
 def record(store: Any, run_id: str = "mine", before: Any = None, **params: Any) -> RunRecord:
     estimator = TorchEstimator(store=store, model=torch.nn.Linear(3, 1), epochs=4, **params)
-    run = store.run_paths(run_id)
-    document = start_note(estimator, "torch", run, ReadOrder(3, 7), COLUMNS, 2, before)
-    return RunRecord(store, run, document, goes_on=before is not None)
+    run = Run(store, store.run_paths(run_id))
+    if before is not None:
+        run.checkpoints, run.metadata = (Position(1),), before
+    plan = ShardPlan(((RowRange("a", 0, 0, 4),),) * 3)
+    data = DataSpec(
+        *(tuple(COLUMNS), "train", None, plan, None, 2, ("größe, x",), ("y",), None),
+        *(4, 4, 1, 0, 7, None),
+    )
+    spec: Any = SimpleNamespace(data=data, checkpoints=CheckpointOptions("torch"))
+    return RunRecord(run, start_note(estimator, run, spec))
 
 
 def epoch(number: int, loss: float, val_loss: float | None = None) -> RankEpoch:
@@ -189,7 +199,7 @@ def test_a_store_that_fails_costs_warnings(
         noted.handler(print_event)(epoch(0, 0.5))
         noted.complete([EpochMetrics(0, {"loss": 0.5})], None)  # type: ignore[arg-type]
     assert caplog.text.count("metrics could not be written") == 1
-    assert caplog.text.count("What is noted of run 'mine' is not complete") == 2
+    assert caplog.text.count("The record of run 'mine' is incomplete") == 2
 
 
 def test_a_failed_fit_writes_the_epochs_that_could_not_be_written_before(

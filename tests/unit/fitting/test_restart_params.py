@@ -52,4 +52,4 @@ def test_what_cannot_be_is_refused(
         fit(min_num_proc=1, max_restarts=1)
         assert "min_num_proc" not in caplog.text
         fit(min_num_proc=1)
-    assert "min_num_proc: it has no effect" in caplog.text
+    assert "min_num_proc has no effect" in caplog.text

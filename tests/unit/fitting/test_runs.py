@@ -17,7 +17,7 @@ from parquet_files import write_columns
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.fitting.run import RunLock
+from hvd_estimators.fitting.run import Run
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_war
     leave_checkpoint(store)
     with caplog.at_level(logging.WARNING):
         start(store, "torch")
-    assert "the checkpoint of 'mine' does not say what it was trained on" in caplog.text
+    assert "resuming 'mine' without a check" in caplog.text
     # From now on it does.
     with pytest.raises(ParamError, match=r"batch_size 32 \(now 8\).*delete '.*mine/metadata.json'"):
         start(store, "torch", batch_size=8)
@@ -228,7 +228,7 @@ def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) ->
 def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
     write(store)
     with (
-        RunLock(store, store.run_paths("mine")),
+        Run(store, store.run_paths("mine")),
         pytest.raises(ParamError, match="'mine' is being trained by another fit"),
     ):
         start(store, "torch")
@@ -242,7 +242,7 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, save_runs: bool
     only_copy = f"{run.run_path}/handover/state"
 
     def fail(path: str | None) -> None:
-        with RunLock(store, run):
+        with Run(store, run):
             if path is not None:
                 store.write_text(path, "state")
             raise Started

@@ -111,8 +111,11 @@ def test_what_cannot_be_made_is_refused_before_anything_is_written(store: Any) -
 
 def test_estimators_hand_the_columns_to_their_models() -> None:
     columns = {"predictionCol": "p", "probabilityCol": "q", "outputs_are": "logits"}
+    fitted = {"model": None, "history": None, "run_id": "r", "metadata": {}, "optimizer": None}
 
-    assert TorchEstimator(**columns)._classification() == columns
+    kwargs = TorchEstimator(**columns)._get_model_kwargs(**fitted)
+    assert {name: kwargs[name] for name in columns} == columns
+    assert "rawPredictionCol" not in kwargs
     assert TorchModel()._class_scores([(3,)]) is None
     assert TorchModel(predictionCol="p")._class_scores([(3,)]) == ClassScores(
         "logits", ("prediction",)

@@ -26,7 +26,7 @@ def test_a_class_loads_its_own_and_that_of_its_relatives(monkeypatch: pytest.Mon
     assert class_of(sub, OWN, "/m") is sub
     lightning = "hvd_estimators.lightning.model.LightningModel"
     assert class_of(TorchModel, lightning, "/m") is LightningModel
-    with pytest.raises(ParamError, match="which is no LightningModel"):
+    with pytest.raises(ParamError, match="not a LightningModel"):
         class_of(LightningModel, OWN, "/m")
     # Nobody here can tell what these are.
     for unknown in ("a_users_program.Gone", "no_such_module.Model", "Model"):
@@ -45,8 +45,8 @@ def test_a_class_loads_its_own_and_that_of_its_relatives(monkeypatch: pytest.Mon
 def test_what_is_of_another_class_is_refused_with_the_class_that_loads_it(
     found: str, remedy: str
 ) -> None:
-    with pytest.raises(ParamError, match="which is no KerasModel") as caught:
+    with pytest.raises(ParamError, match="not a KerasModel") as caught:
         class_of(KerasModel, found, "/m")
     assert str(caught.value) == (
-        f"path: '/m' holds a {found}, which is no KerasModel. Load it with {remedy}."
+        f"path: '/m' holds a {found}, not a KerasModel. Load it with {remedy}."
     )

@@ -14,7 +14,7 @@ from saved_checkpoints import epochs_in, file_names, model_of, restored, state_o
 from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.restarts import Launch
-from hvd_estimators.fitting.run import RunLock
+from hvd_estimators.fitting.run import Run
 from hvd_estimators.store import FilesystemStore, leases
 from hvd_estimators.store.leases import FencingToken, LeaseRecord, lease_path, read_lease_record
 from hvd_estimators.training.call_transfer import StoredCall
@@ -44,15 +44,15 @@ def take_over(store: Any) -> None:
     store.write_text(path, LeaseRecord(owner, now, now, "another").to_json())
 
 
-def launch_again(held: RunLock) -> None:
-    held.fence(1)
+def launch_again(held: Run) -> None:
+    held.fencing_token(1)
 
 
 @pytest.mark.parametrize("by", ["another launch", "another fit"])
 def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
-    held = RunLock(store, store.run_paths("mine"))
+    held = Run(store, store.run_paths("mine"))
     with held:
-        fence = held.fence(0)
+        fence = held.fencing_token(0)
         assert fence is not None
         uploaded: list[int] = []
         with writer_of(store, fence) as old:
@@ -61,7 +61,7 @@ def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
                 take_over(store)
                 new, message = None, r"node7.* has taken the run over"
             else:
-                new, message = held.fence(1), "launched again in place of this one"
+                new, message = held.fencing_token(1), "launched again in place of this rank"
             with writer_of(store, new) as writer:
                 save(writer, 2)
                 save(writer, 3)
@@ -93,8 +93,8 @@ class Slow(FilesystemStore):
 
 def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) -> None:
     store = Slow(str(tmp_path))
-    held = RunLock(store, store.run_paths("mine"))
-    with held, writer_of(store, held.fence(0)) as old:
+    held = Run(store, store.run_paths("mine"))
+    with held, writer_of(store, held.fencing_token(0)) as old:
         save(old, 1)
         store.meanwhile = lambda: launch_again(held)
         with pytest.raises(StoreError, match="launched again"):
@@ -104,8 +104,8 @@ def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) 
 
 
 def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> None:
-    with RunLock(store, store.run_paths("mine")) as held:
-        fence = held.fence(0)
+    with Run(store, store.run_paths("mine")) as held:
+        fence = held.fencing_token(0)
         store.delete(lease_path(store.run_paths("mine").run_path))
         with writer_of(store, fence) as writer:
             save(writer, 1)
@@ -114,17 +114,17 @@ def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> No
 
 def test_heartbeats_keep_the_launch_and_take_no_lease_of_others(store: Any) -> None:
     path = lease_path(store.run_paths("mine").run_path)
-    with RunLock(store, store.run_paths("mine")) as held:
-        fence = held.fence(2)
+    with Run(store, store.run_paths("mine")) as held:
+        fence = held.fencing_token(2)
         assert fence is not None
         assert held._lease is not None
-        held._lease._heartbeat.beat()
+        held._lease.beat()
         fence.check(store)
         claim = read_lease_record(store, path)
         assert claim is not None
         assert claim.details == {"run_id": "mine", "launch": 2}
         take_over(store)
-        held.fence(3)
+        held.fencing_token(3)
         claim = read_lease_record(store, path)
         assert claim is not None
         assert claim.token == "another"
@@ -145,11 +145,15 @@ def test_each_launch_has_its_number(store: Any) -> None:
     class Spec:
         data = Data()
 
-    call, backend = StoredCall(store, "", "", ""), Backend()
-    with RunLock(store, store.run_paths("mine")) as held:
-        given: Any = (None, None, None, Spec(), call, {}, None)
-        launch = Launch(*given, fence=held.fence)
-        fences = [launch(backend)[0] for _ in range(3)]  # type: ignore[arg-type]
+    class Handover:
+        def put(self, train: Any) -> StoredCall:
+            return StoredCall(store, "", "", "")
+
+    backend: Any = Backend()
+    with Run(store, store.run_paths("mine")) as held:
+        given: Any = (Handover(), None, None, Spec())
+        launch = Launch(held, *given)
+        fences = [launch(backend, {}, lambda event: None)[0] for _ in range(3)]
         assert [fence.launch for fence in fences] == [0, 1, 2]
         for fence in fences[:2]:
             with pytest.raises(StoreError, match="launched again"):

@@ -255,9 +255,9 @@ def test_a_prefix_may_be_left_out_where_the_paths_are_given():
     assert repr(store) == (
         "FilesystemStore(train_path='s3://bucket/train', runs_path='s3://bucket/runs')"
     )
-    with pytest.raises(ParamError, match="val_path: the store has none"):
+    with pytest.raises(ParamError, match="val_path is not set"):
         store.get_val_data_path()
-    with pytest.raises(ParamError, match="train_path and runs_path are set"):
+    with pytest.raises(ParamError, match="both train_path and runs_path"):
         FilesystemStore(train_path="s3://bucket/train")
 
 

@@ -90,7 +90,7 @@ def test_explicit_paths_with_and_without_a_prefix():
     assert store.get_val_data_path() == "hdfs://nn:1/b/val"
     assert store.run_paths("r").logs_path == "hdfs://nn:1/b/runs/r/logs"
     assert store.spark_url(store.get_train_data_path("7f")) == "hdfs://nn:1/b/train.7f"
-    with pytest.raises(ParamError, match="test_path: the store has none"):
+    with pytest.raises(ParamError, match="test_path is not set"):
         store.get_test_data_path()
 
 
@@ -126,7 +126,7 @@ def test_arguments_of_other_clients():
         HDFSStore("hdfs:///a", driver="libhdfs3")
     with pytest.raises(ParamError, match="user: expected a name"):
         HDFSStore("hdfs:///a", user="a:b")
-    with pytest.raises(ParamError, match="kerb_ticket: there is no ticket cache '/absent'"):
+    with pytest.raises(ParamError, match="kerb_ticket: found no ticket cache '/absent'"):
         HDFSStore("hdfs://a:1/a", kerb_ticket="/absent").check()
 
 

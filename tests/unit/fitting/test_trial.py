@@ -17,8 +17,7 @@ import torch
 from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
-from hvd_estimators.fitting.trial import Trial, try_batches
+from hvd_estimators.fitting.trial import Trial, leave_to_ranks, traceless, try_batches
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.lightning.dry_run import check_step
 from hvd_estimators.torch.dry_run import check_fit
