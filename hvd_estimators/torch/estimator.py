@@ -10,7 +10,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hvd_estimators.data.arrays import Columns
-from hvd_estimators.fitting.run import RunResults, named
+from hvd_estimators.fitting.fingerprint import named
+from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, repeated
 from hvd_estimators.history import as_records
 from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
