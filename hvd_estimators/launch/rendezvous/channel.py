@@ -31,7 +31,6 @@ from hvd_estimators.launch import timeouts
 __all__ = [
     "BACKLOG",
     "RANKS_KEY_VARIABLE",
-    "SECRET_BYTES",
     "AuthenticationError",
     "Channel",
     "Listener",
@@ -45,9 +44,7 @@ __all__ = [
 RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
 """Environment variable of a rank: the key by which it proves that it belongs to the job."""
 
-
-SECRET_BYTES = 32
-
+_SECRET_BYTES = 32
 _DIGEST = "sha256"
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
@@ -61,7 +58,7 @@ class AuthenticationError(ConnectionError):
 
 def new_secret() -> bytes:
     """Return a new random secret for a job."""
-    return secrets.token_bytes(SECRET_BYTES)
+    return secrets.token_bytes(_SECRET_BYTES)
 
 
 def ranks_key(secret: bytes) -> dict[str, str]:
