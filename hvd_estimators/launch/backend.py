@@ -203,9 +203,9 @@ class _Foreign(Backend):
                 env=dict(env or {}),
             )
         if not isinstance(results, Sequence) or len(results) != self.num_processes():
-            found = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
+            actual = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
             raise HvdEstimatorsError(
-                f"backend: run() of {self._given!r} returned {found}; expected a list of what each "
-                f"of its {self.num_processes()} ranks returned."
+                f"backend: run() of {self._given!r} returned {actual}; expected a list with one "
+                f"result for each of its {self.num_processes()} ranks."
             )
         return list(results)
