@@ -7,9 +7,9 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.service.events import Handler, receive_events
 
@@ -159,13 +159,13 @@ class _Foreign(Backend):
         self._given = given
 
     def num_processes(self) -> int:
-        count = to_python(self._given.num_processes())
-        if not isinstance(count, int) or count < 1:
+        count = self._given.num_processes()
+        if not isinstance(count, Integral) or count < 1:
             raise ParamError(
                 f"backend: num_processes() of {self._given!r} returned {count!r}; expected the "
                 "number of ranks."
             )
-        return count
+        return int(count)
 
     def check(self) -> None:
         getattr(self._given, "check", super().check)()
