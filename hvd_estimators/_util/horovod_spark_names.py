@@ -164,6 +164,8 @@ LEFT_OUT_MODULES: Mapping[str, str] = {
 }
 """Replacements of modules that are left out, by module; submodules are included."""
 
+_PERSISTENCE_SUFFIXES = ("Readable", "Reader", "Writable", "Writer")
+
 LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
     "horovod.spark.common.util": {
         **dict.fromkeys(
@@ -179,34 +181,22 @@ LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
         "host_hash": "Use socket.gethostname() to identify hosts; Spark places the ranks.",
     },
     "horovod.spark.keras.datamodule": {"NVTabularDataModule": _NVTABULAR},
-    "horovod.spark.keras.estimator": dict.fromkeys(
-        (
-            *("KerasEstimatorParamsReadable", "KerasEstimatorParamsReader"),
-            *("KerasEstimatorParamsWritable", "KerasEstimatorParamsWriter"),
-        ),
-        _SAVING,
-    ),
+    "horovod.spark.keras.estimator": {
+        f"KerasEstimatorParams{suffix}": _SAVING for suffix in _PERSISTENCE_SUFFIXES
+    },
     "horovod.spark.lightning.datamodule": {
         "PetastormDataModule": (
             "Set data_module='petastorm' to read with Petastorm, the default if it is installed. "
             "For your own loaders, derive a class from LightningDataModule."
         )
     },
-    "horovod.spark.lightning.estimator": dict.fromkeys(
-        (
-            *("TorchEstimatorParamsReadable", "TorchEstimatorParamsReader"),
-            *("TorchEstimatorParamsWritable", "TorchEstimatorParamsWriter"),
-        ),
-        _SAVING,
-    ),
+    "horovod.spark.lightning.estimator": {
+        f"TorchEstimatorParams{suffix}": _SAVING for suffix in _PERSISTENCE_SUFFIXES
+    },
     "horovod.spark.task": {"task_exec": _LAUNCH},
     "horovod.spark.torch.datamodule": {"MapIterable": _LOADERS, "NVTabularDataModule": _NVTABULAR},
-    "horovod.spark.torch.estimator": dict.fromkeys(
-        (
-            *("TorchEstimatorParamsReadable", "TorchEstimatorParamsReader"),
-            *("TorchEstimatorParamsWritable", "TorchEstimatorParamsWriter"),
-        ),
-        _SAVING,
-    ),
+    "horovod.spark.torch.estimator": {
+        f"TorchEstimatorParams{suffix}": _SAVING for suffix in _PERSISTENCE_SUFFIXES
+    },
 }
 """Replacements of names that existing modules leave out, by module and name."""

@@ -23,7 +23,7 @@ from typing import IO
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 
-__all__ = ["LazyFile", "LocalFile", "delete_abandoned", "folder_prefix", "sweep"]
+__all__ = ["LazyFile", "LocalFile", "delete_folders", "folder_prefix", "sweep"]
 
 _NAME = re.compile(r"hvd_estimators-of-([0-9a-f]{16})-(\d+)-(\d+)-\w+")
 
@@ -93,40 +93,30 @@ def sweep(parent: str) -> None:
     machine = this_process().machine
 
     def is_abandoned(folder: Path) -> bool:
-        named = _NAME.fullmatch(folder.name)
-        if named is None or named[1] != _digest(machine):
+        name = _NAME.fullmatch(folder.name)
+        if name is None or not machine or name[1] != _digest(machine):
             return False
-        return is_dead(ProcessIdentity(machine, int(named[2]), named[3]))
+        return is_dead(ProcessIdentity(machine, int(name[2]), name[3]))
 
-    delete_abandoned(parent, "hvd_estimators-of-", is_abandoned)
+    delete_folders(parent, is_abandoned)
 
 
-def delete_abandoned(parent: str, prefix: str, is_abandoned: Callable[[Path], bool]) -> None:
-    """Delete this user's folders whose owners have certainly ended.
-
-    Parameters
-    ----------
-    parent : str
-        The directory with the folders.
-    prefix : str
-        Start of the folders' names.
-    is_abandoned : callable
-        Returns whether the owner of a folder has ended. If it raises OSError, ValueError or
-        TypeError, the folder stays.
-    """
+def delete_folders(parent: str, is_abandoned: Callable[[Path], bool]) -> None:
+    """Delete the folders of this user for which a function returns True; errors are ignored."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 if (
-                    entry.name.startswith(prefix)
-                    and entry.is_dir(follow_symlinks=False)
+                    entry.is_dir(follow_symlinks=False)
                     and entry.stat(follow_symlinks=False).st_uid == os.getuid()
                     and is_abandoned(Path(entry))
                 ):
                     shutil.rmtree(entry, ignore_errors=True)
 
 
-_sweep_once = functools.lru_cache(maxsize=1)(sweep)
+@functools.lru_cache(maxsize=1)
+def _sweep_once(parent: str) -> None:
+    sweep(parent)
 
 
 def _digest(machine: str) -> str:

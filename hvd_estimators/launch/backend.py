@@ -7,9 +7,9 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.server import DriverService
@@ -160,13 +160,13 @@ class _Foreign(Backend):
         self._given = given
 
     def num_processes(self) -> int:
-        count = to_python(self._given.num_processes())
-        if not isinstance(count, int) or count < 1:
+        count = self._given.num_processes()
+        if not isinstance(count, Integral) or count < 1:
             raise ParamError(
                 f"backend: num_processes() of {self._given!r} returned {count!r}; expected the "
                 "number of ranks."
             )
-        return count
+        return int(count)
 
     def check(self) -> None:
         getattr(self._given, "check", super().check)()
@@ -206,9 +206,9 @@ class _Foreign(Backend):
                 env=dict(env or {}),
             )
         if not isinstance(results, Sequence) or len(results) != self.num_processes():
-            found = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
+            actual = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
             raise HvdEstimatorsError(
-                f"backend: run() of {self._given!r} returned {found}; expected a list of what each "
-                f"of its {self.num_processes()} ranks returned."
+                f"backend: run() of {self._given!r} returned {actual}; expected a list with one "
+                f"result for each of its {self.num_processes()} ranks."
             )
         return list(results)

@@ -73,10 +73,10 @@ def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
         If ``horovod.spark.run`` does not have an argument either.
     """
     known = _parameters(backend)
-    _refuse_unknown(backend.__name__, given.keys() - _OF_HOROVOD_SPARK.keys(), known)
+    _reject_unknown(backend.__name__, given.keys() - _OF_HOROVOD_SPARK.keys(), known)
     for name, value in given.items():
-        instead, as_it_is = _OF_HOROVOD_SPARK[name]
-        if value is not None and value not in as_it_is:
+        instead, without_effect = _OF_HOROVOD_SPARK[name]
+        if value is not None and value not in without_effect:
             logger.warning("%s: %s has no effect. %s.", backend.__name__, name, instead)
 
 
@@ -98,7 +98,7 @@ def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> No
             f"backend: {backend.__name__}({of_backend[0]}=...).run(fn)"
         )
     hint = " Arguments of the function go in args=(...) and kwargs={...}."
-    _refuse_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
+    _reject_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
 
 
 def seconds_given(
@@ -171,9 +171,9 @@ def interface_names(nics: Any) -> tuple[str, ...]:
             "nics: expected the name of a network interface, such as 'eth1', or a collection of "
             f"names; found {nics!r}."
         )
-    found = dict.fromkeys(name.strip() for name in names)
+    unique = dict.fromkeys(name.strip() for name in names)
     # A set has another order in each run.
-    return tuple(sorted(found) if isinstance(nics, (set, frozenset)) else found)
+    return tuple(sorted(unique) if isinstance(nics, (set, frozenset)) else unique)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -182,6 +182,6 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
-def _refuse_unknown(where: str, names: Iterable[str], known: list[str], hint: str = "") -> None:
+def _reject_unknown(where: str, names: Iterable[str], known: list[str], hint: str = "") -> None:
     for name in sorted(names):
         raise ParamError(f"{where} has no argument {name!r}.{did_you_mean(name, known)}{hint}")

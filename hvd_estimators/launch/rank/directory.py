@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, pid_exists, this_process
-from hvd_estimators._util.temp_files import delete_abandoned
+from hvd_estimators._util.temp_files import delete_folders
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
 
@@ -66,14 +66,22 @@ def sweep(parent: str) -> None:
     """Delete this user's rank directories whose rank and parent have certainly both ended."""
 
     def is_abandoned(folder: Path) -> bool:
-        if not is_dead(ProcessIdentity(**json.loads((folder / _OWNER_FILE).read_text()))):
+        if not folder.name.startswith(_PREFIX):
             return False
-        try:
-            return not pid_exists(int((folder / PID_FILE).read_text()))
-        except FileNotFoundError:
-            return True  # the rank had not started, and cannot start without its parent
+        starter = ProcessIdentity(**json.loads((folder / _OWNER_FILE).read_text()))
+        return is_dead(starter) and not _is_running(folder / PID_FILE)
 
-    delete_abandoned(parent, _PREFIX, is_abandoned)
+    delete_folders(parent, is_abandoned)
 
 
-_sweep_once = functools.lru_cache(maxsize=1)(sweep)
+@functools.lru_cache(maxsize=1)
+def _sweep_once(parent: str) -> None:
+    sweep(parent)
+
+
+def _is_running(pid_file: Path) -> bool:
+    """Return whether a process with the rank's process ID exists."""
+    try:
+        return pid_exists(int(pid_file.read_text()))
+    except FileNotFoundError:
+        return False  # the rank had not started, and cannot start without its parent

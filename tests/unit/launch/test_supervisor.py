@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import sys
+import time
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from hvd_estimators.launch.rank import supervisor
+from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import RankOutcome
-from hvd_estimators.launch.rank.supervisor import failure_of, supervise
-from hvd_estimators.launch.rendezvous.server import Failure
+from hvd_estimators.launch.rank.process import pickle_call
+from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
+from hvd_estimators.launch.rendezvous.server import Failure, JobStore
+
+# A rank must not import this module, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 GRACE = 3.0
 FAR = Failure(7, "far", "had failed (ValueError: no)")
@@ -138,3 +149,40 @@ def test_several_failures_do_not_prolong_the_grace(clock: Clock) -> None:
     supervise([*ranks, left])
 
     assert left.ended_at == pytest.approx(1 + GRACE, abs=0.2)
+
+
+@pytest.mark.timeout(60)
+def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
+    def work() -> dict[str, str]:
+        print("out")
+        print("error", file=sys.stderr)
+        time.sleep(2)  # the process is looked at twice a second
+        return dict(os.environ)
+
+    def environment(*of_rank: dict[str, str]) -> dict[str, str]:
+        given.extend(of_rank)
+        return {**os.environ, **{k: v for own in of_rank for k, v in own.items()}, "A": "b"}
+
+    given: list[dict[str, str]] = []
+    lines: dict[str, list[str]] = {"out": [], "error": []}
+    stages: list[str] = []
+    slot = assign_ranks(["here", "here"])[1]
+    launcher = RankLauncher(pickle_call(work, (), {}), b"secret" * 8, environment)
+    with launcher.start(
+        slot,
+        "127.0.0.1",
+        LocalRendezvousClient(JobStore(silence=float("inf")), slot.rank),
+        {"CUDA_VISIBLE_DEVICES": "7"},
+        (lines["out"].extend, lines["error"].extend),
+        on_start=lambda: stages.append("start"),
+        on_init=lambda: stages.append("init"),
+        on_joined=lambda: stages.append("joined"),
+    ) as process:
+        (outcome,) = supervise([process])
+    assert (outcome.rank, outcome.host, outcome.error) == (1, "here", "")
+    env = pickle.loads(outcome.result or b"")
+    assert (env["A"], env["HOROVOD_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("b", "1", "7")
+    assert all(env.items() >= own.items() for own in given)
+    assert {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HVD_ESTIMATORS_GLOO_ADDRESS"} <= env.keys()
+    assert lines == {"out": ["out\n"], "error": ["error\n"]}
+    assert stages == ["start"]
