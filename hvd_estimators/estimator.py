@@ -237,7 +237,7 @@ class HorovodEstimator(EstimatorHooks):
         spec = spec_for(backend.num_processes())
         check_reading(found, spec.data)
         with Handover(spec, self._state_reader) as handover:
-            with handover.naming_what_is_kept(trained=False):
+            with handover.describing_saved_state(trained=False):
                 train = self._rank_function()
                 call = handover.put(train)
             if self.getOrDefault("run_id") is not None:  # a generated run ID is unique
@@ -247,7 +247,7 @@ class HorovodEstimator(EstimatorHooks):
             tidied = without_leftovers(spec.store, spec.run, lambda: held.lost)
             with ending_by_sigterm(), self._record(spec, found) as record, tidied:
                 with (
-                    handover.naming_what_is_kept(trained=False),
+                    handover.describing_saved_state(trained=False),
                     show_progress(spec, max(found.checkpoints, default=None)) as shown,
                 ):
                     restarts = self._restarts(spec, held, record, found)
@@ -261,7 +261,7 @@ class HorovodEstimator(EstimatorHooks):
                         *(handover, train, spec_for, spec, call, env, handler), fence=held.fence
                     )
                     answers = restarts.run(backend, launch)
-                with handover.naming_what_is_kept(trained=True):
+                with handover.describing_saved_state(trained=True):
                     results = RunResults(handover.read(answers), launch.spec)
                     model = self._wrap(results, trial)
                     record.complete(results.history, model, results[0].stopped)

@@ -42,8 +42,7 @@ from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.leases import FencingToken, Lease
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata, run_file
-from hvd_estimators.training.spec import EpochMetrics, TrainResult
-from hvd_estimators.training.weight_digests import named_weights, unequal_weights
+from hvd_estimators.training.spec import EpochMetrics, TrainResult, named_weights, unequal_weights
 
 __all__ = [
     "Fits",

@@ -10,7 +10,6 @@ Runs on the ranks.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +28,10 @@ from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state,
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.store.synced_directory import SyncedDirectory
-from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import capture_by_shard, of_shards
-from hvd_estimators.training.spec import EpochMetrics, TrainSpec
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec, array_digest
 
 __all__ = [
     "PartialEpoch",
@@ -194,7 +193,7 @@ def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
     Each shard updates these variables from its own rows until the end of an epoch.
     """
     own = capture_by_shard(turns.shards, turns.variables.capture)
-    digests = {shard: list(map(_digest, values)) for shard, values in own.items()}
+    digests = {shard: list(map(array_digest, values)) for shard, values in own.items()}
     gathered = _of_shards(digests, turns, "checkpoint.digests")
     unequal = [
         place for place, found in enumerate(zip(*gathered, strict=True)) if len({*found}) > 1
@@ -209,11 +208,6 @@ def _of_shards(own: Mapping[int, Any], turns: Turns, name: str) -> list[Any]:
     return list(of_shards(exchange.gather(own, name), turns.shards.num_shards))
 
 
-def _digest(value: Array) -> bytes:
-    # As bytes, because NumPy provides no buffer of bfloat16.
-    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
-
-
 def restore_run(
     spec: TrainSpec, model: keras.Model, rank: int, kept: BestModel | None
 ) -> RunState | None:
@@ -223,12 +217,8 @@ def restore_run(
         load_weights(model, file)
 
     state = restore(spec.store, spec.run, exchange, rank, load)
-    if state is not None:
-        if kept is not None:
-            kept.fetch()
-        if rank == 0:
-            within = f" and {state.rows} rows of the next" if state.rows else ""
-            logger.info("Resuming run %s after %d epochs%s", spec.run.run_id, state.epoch, within)
+    if state is not None and kept is not None:
+        kept.fetch()
     return state
 
 
@@ -325,13 +315,21 @@ class RunSaver:
             upload = self._kept.upload()
         if self._spec.run.checkpoints_path is None:
             return
-        data, model = self._spec.data, self._model
-        own = capture_by_shard(self._turns.shards, self._streams.capture)
-        gathered = exchange.gather((own, self._states.own(), partial), "checkpoint.streams")
+        model = self._model
+        state, of_ranks = gather_state(
+            self._spec,
+            history,
+            batches,
+            self._turns.shards,
+            self._streams,
+            exchange,
+            (self._states.own(), partial),
+            stopped=stopped,
+        )
         variables = None if partial is None else unequal_variables(self._turns)
         if self._rank != 0:
             return
-        streams, callbacks, partials = zip(*gathered, strict=True)
+        callbacks, partials = zip(*of_ranks, strict=True)
         callback_parts = self._states.parts(callbacks)
         parts = {**callback_parts}
         if partial is not None:
@@ -342,15 +340,7 @@ class RunSaver:
                 "stop": any(of_rank["stop"] for of_rank in partials),
                 "variables": variables,
             }
-        state = RunState(
-            len(history),
-            data.rows_after(len(history), batches),
-            data.num_shards,
-            tuple(history),
-            of_shards(streams, data.num_shards),
-            parts,
-            stopped,
-        )
+        state = replace(state, parts=parts)
         made = None if partial is None else snapshot(model)
         if made is None:
             self._checkpoints.save(state, lambda file: save_file(model, file), upload)

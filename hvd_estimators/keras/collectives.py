@@ -7,7 +7,6 @@ This module therefore uses only the operations of ``horovod.tensorflow`` itself.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.training.buffer_reduction import find_buffers
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
-from hvd_estimators.training.shard_state import ShardStates
+from hvd_estimators.training.shard_state import ShardStates, find_buffers
+from hvd_estimators.training.spec import array_digest
 
 __all__ = [
     "GradientAverager",
@@ -283,7 +282,7 @@ class StatisticsAverager:
             if keras.backend.is_float_dtype(variable.dtype) or variable.path in named
         ]
         self._reductions = [named.get(variable.path, "mean") for variable in self._variables]
-        self.digests = [_digest(variable) for variable in self._variables]
+        self.digests = [array_digest(variable.numpy()) for variable in self._variables]
         self.bases = {
             index: self._variables[index].numpy()
             for index, reduction in enumerate(self._reductions)
@@ -298,7 +297,7 @@ class StatisticsAverager:
 
         def look(_: int) -> None:
             for index, before in enumerate(self.digests):
-                changed[index] += float(_digest(self._variables[index]) != before)
+                changed[index] += float(array_digest(self._variables[index].numpy()) != before)
 
         shards.for_each(look)
         # A variable that changed on any rank is reduced on all ranks. Frozen layers do not change.
@@ -357,8 +356,3 @@ def _kind(dtype: str) -> str:
     if keras.backend.is_float_dtype(dtype):
         return "float"
     return dtype if dtype in ("bool", "string") else "int"
-
-
-def _digest(variable: Any) -> bytes:
-    # As bytes, because NumPy provides no buffer of bfloat16.
-    return hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).digest()

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvd_estimators.keras.collectives import exchange, gather_numbers
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
-from hvd_estimators.training.progress import tell_driver
+from hvd_estimators.training.progress import notify_driver
 
 __all__ = ["choose_devices", "limit_threads"]
 
@@ -45,7 +45,7 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     kind = tf.config.experimental.get_device_details(gpus[index]).get("device_name", "GPU")
     line = describe_gpus(used, str(kind), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
-        tell_driver(line, verbose)
+        notify_driver(line, verbose)
 
 
 def limit_threads() -> None:

@@ -13,11 +13,10 @@ from hvd_estimators.keras.callback_states import CallbackStates
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.launch.rank.hang_detection import made_progress
-from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
-from hvd_estimators.training.step_control import StopRequest, interrupted
+from hvd_estimators.training.step_control import StepControl
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = [
@@ -82,24 +81,20 @@ class StepEnd:
     spec : TrainSpec
         The training job.
     save : callable
-        Called on all ranks with the completed epochs and the completed batches of the next epoch.
-    stop_request : StopRequest
-        Reports stop requests to all ranks.
-    finite : NanCheck
-        Lets ranks agree on values that are not finite.
+        Called on all ranks with the completed batches of the epoch.
+    control : StepControl
+        Lets ranks agree on values that are not finite, on checkpoints and on stop requests.
     """
 
     def __init__(
         self,
         spec: TrainSpec,
-        save: Callable[[int, int], None],
-        stop_request: StopRequest,
-        finite: NanCheck,
+        save: Callable[[int], None],
+        control: StepControl,
     ) -> None:
         self._spec = spec
         self._save = save
-        self._stop_request = stop_request
-        self._finite = finite
+        self._control = control
         self._not_finite: NotFinite | None = None
         self._batches = spec.data.train_steps_per_epoch
         self._passes = spec.backward_passes_per_step
@@ -128,7 +123,7 @@ class StepEnd:
         if self._not_finite is None:
             self._not_finite = NotFinite(model)
         found = self._not_finite.after_step(logs)
-        self._finite.after_step(self._spec.steps_done(epoch, batches), epoch, *found)
+        self._control.check_finite(self._spec.steps_done(epoch, batches), epoch, *found)
 
     def finish(self, epoch: int, before: int, batches: int) -> None:
         """Save the run if a checkpoint is due or a stop is requested, and then stop on request.
@@ -145,25 +140,22 @@ class StepEnd:
         made_progress()
         if batches >= self._batches or not self._is_step(batches):
             return
-        is_asked = self._stop_request.after_step()
-        if is_asked or self._is_due(epoch, before, batches):
-            self._save(epoch, batches)
-        if is_asked:
-            raise interrupted(epoch, batches, self._spec.run.checkpoints_path is not None)
+        complete = before - before % self._passes
+        first, last = (self._spec.steps_done(epoch, count) for count in (complete, batches))
+
+        def save() -> bool:
+            self._save(batches)
+            return True
+
+        self._control.after_step(epoch, batches, range(first + 1, last + 1), save)
 
     def finish_epoch(self, epoch: int) -> None:
         """Stop training on request after an epoch, unless the epoch is the last one."""
-        if epoch + 1 < self._spec.epochs and self._stop_request.after_step():
-            raise interrupted(epoch + 1, 0, self._spec.run.checkpoints_path is not None)
+        if epoch + 1 < self._spec.epochs:
+            self._control.after_epoch(epoch + 1)
 
     def _is_step(self, batches: int) -> bool:
         return not batches % self._passes or batches >= self._batches
-
-    def _is_due(self, epoch: int, before: int, batches: int) -> bool:
-        """Return whether a checkpoint was due after any step of one call."""
-        spec, whole = self._spec, before - before % self._passes
-        steps = range(spec.steps_done(epoch, whole), spec.steps_done(epoch, batches))
-        return any(spec.checkpoints.due_after(step + 1) for step in steps)
 
 
 class EpochEnd(keras.callbacks.Callback):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import shutil
 import tempfile
 import warnings
@@ -14,7 +12,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
@@ -58,16 +55,14 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.horovod_session import horovod_session
-from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.spec import TrainResult, TrainSpec
+from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest, weight_digest
 from hvd_estimators.training.step_control import (
-    StopRequest,
+    StepControl,
     stopped_before,
     without_further_epochs,
 )
 from hvd_estimators.training.tensorboard import EventWriter
-from hvd_estimators.training.weight_digests import combined_digest
 
 __all__ = ["KerasTrainSpec", "train"]
 
@@ -171,10 +166,10 @@ class _Trainer:
             epochs=spec.epochs - done,
         )
         progress = Progress(spec, self.rank)
-        stop_request = StopRequest(functools.partial(sum_number, name="stop_request"), self.size)
+        control = StepControl(spec, self.size, sum_number, exchange)
         with (
             # A rank that is asked to stop gets time to write the checkpoint.
-            stop_request,
+            control,
             data,
             self.logs,
             EventWriter(self.logs.path, done) as writer,
@@ -190,9 +185,7 @@ class _Trainer:
                 self.size,
                 None if state is None else ScalarState(self.model),
             )
-            summing = functools.partial(sum_number, name="not_finite")
-            finite = NanCheck(self.rank, self.size, summing, exchange)
-            step_end = StepEnd(spec, self._save_within, stop_request, finite)
+            step_end = StepEnd(spec, self._save_within, control)
             history = () if state is None else state.history
             end = self.end = EpochEnd(
                 stateful, history, states, writer, progress, self._save_epoch, step_end
@@ -313,7 +306,7 @@ class _Trainer:
         assert len(self.end.history) == epochs
         self.saver.save_epoch(self.end.history, self.end.stopped)
 
-    def _save_within(self, epoch: int, batches: int) -> None:
+    def _save_within(self, batches: int) -> None:
         """Save the run within an epoch, after the given number of batches. Called by all ranks."""
         self.saver.save_within(self.end.history, batches, self.statistics, self.end.stop)
 
@@ -379,8 +372,7 @@ def _digests(model: keras.Model) -> dict[str, str]:
     """Return a digest of each trainable variable, by its path."""
     digests: dict[str, str] = {}
     for index, variable in enumerate(model.trainable_variables):
-        # Digest the bytes, since NumPy provides no buffer of bfloat16.
-        digest = hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).hexdigest()[:16]
         name = variable.path
-        digests[name if name not in digests else f"{name} ({index})"] = digest
+        key = name if name not in digests else f"{name} ({index})"
+        digests[key] = weight_digest(variable.numpy())
     return digests

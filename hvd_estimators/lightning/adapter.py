@@ -11,9 +11,8 @@ import horovod.torch as hvd
 import torch
 from torchmetrics import Metric
 
-from hvd_estimators.lightning.collectives import gather_objects
 from hvd_estimators.lightning.package import LightningModule
-from hvd_estimators.torch.collectives import PendingSum
+from hvd_estimators.torch.collectives import PendingSum, exchange
 from hvd_estimators.torch.loss import Evaluation, StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates
 from hvd_estimators.torch.objective import Objective, RankObjective
@@ -21,7 +20,7 @@ from hvd_estimators.torch.serialization import load_optimizer, load_with_referen
 from hvd_estimators.torch.tensors import Batch
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["ModuleAdapter"]
+__all__ = ["ModuleAdapter", "users_module"]
 
 
 class ModuleAdapter(LightningModule):
@@ -193,7 +192,7 @@ class ModuleAdapter(LightningModule):
         metrics = self._on_rank.metrics
         if states is None or not metrics.have_state:
             return
-        ranks = gather_objects(states.capture())
+        ranks = exchange.gather(states.capture(), "lightning.metrics")
         groups = metrics.by_group(states.values([part for rank in ranks for part in rank]))
         for _, _, name, value in EpochMetrics(0, {"all_metrics": groups}).rows():
             self.log(f"{stage}_{name}", value)
@@ -222,6 +221,11 @@ class ModuleAdapter(LightningModule):
             if not strategy.has_no_rows:
                 states.update(evaluation)
         return evaluation.loss
+
+
+def users_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module: the one in an adapter, or the LightningModule itself."""
+    return module.module if isinstance(module, ModuleAdapter) else module
 
 
 class EpochLoss(Metric):

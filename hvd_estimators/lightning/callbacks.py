@@ -1,4 +1,4 @@
-"""The trainer's own callbacks: history, progress, NaN checks and stopping.
+"""The trainer's own callbacks: history, progress, NaN checks, stopping, and hooks of Lightning 1.
 
 The callbacks work with either Lightning package; `of_flavor` makes the classes.
 """
@@ -12,32 +12,43 @@ from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
-from hvd_estimators.lightning.package import Callback, Checkpoint, is_lightning, patch_method
+from hvd_estimators.lightning.package import (
+    Callback,
+    Checkpoint,
+    is_library,
+    is_lightning,
+    patch_attribute,
+    patch_method,
+)
 from hvd_estimators.lightning.results import results_of
 from hvd_estimators.torch.collectives import not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.shard_state import BufferReducer
-from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics
+from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["EpochRecorder", "TerminateOnNaN", "agree_on_stopping", "steps_taken"]
+__all__ = [
+    "EpochEnds",
+    "EpochRecorder",
+    "TerminateOnNaN",
+    "agree_on_stopping",
+    "has_epoch_ends",
+    "steps_taken",
+    "without_epoch_ends",
+]
 
 _ATTRIBUTE = "should_stop"
-
-
 _HOOK = "on_train_batch_start"
-
-
 _SKIP_EPOCH = -1
 
 
@@ -62,46 +73,33 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
     module: Any = trainer.lightning_module
     given: Any = trainer
     each_batch = any(map(_names_attribute, [module, *given.callbacks]))
-    wanted = False
+    is_postponed = False
 
     def agree() -> None:
-        nonlocal wanted
-        trainer.should_stop = _any_rank(trainer.should_stop or wanted)
-        wanted = False
+        nonlocal is_postponed
+        trainer.should_stop = _any_rank(trainer.should_stop or is_postponed)
+        is_postponed = False
 
-    def put_off() -> None:
-        nonlocal wanted
-        wanted, trainer.should_stop = wanted or trainer.should_stop, False
+    def postpone() -> None:
+        nonlocal is_postponed
+        is_postponed, trainer.should_stop = is_postponed or trainer.should_stop, False
 
     undo = contextlib.ExitStack()
     undo.enter_context(patch_method(loop.epoch_loop, "on_run_start", after=agree))
     undo.enter_context(
-        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else put_off)
+        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else postpone)
     )
     undo.enter_context(patch_method(loop.epoch_loop.val_loop, "run", after=agree))
     undo.enter_context(patch_method(loop, "on_advance_end", after=agree))
-    if _HOOK in vars(module) or _is_of_user(module, _HOOK):
-        original, own = module.on_train_batch_start, vars(module).get(_HOOK)
+    if _HOOK in vars(module) or not is_library(getattr(type(module), _HOOK)):
+        original = module.on_train_batch_start
 
         def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
             returned = original(*args, **kwargs)
             return _SKIP_EPOCH if _any_rank(returned == _SKIP_EPOCH) else returned
 
-        undo.callback(_restore, module, own)
-        vars(module)[_HOOK] = on_train_batch_start
+        undo.enter_context(patch_attribute(module, _HOOK, on_train_batch_start))
     return undo.close
-
-
-def _is_of_user(module: Any, hook: str) -> bool:
-    owner = next(kind for kind in type(module).__mro__ if hook in vars(kind))
-    return not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
-
-
-def _restore(module: Any, own: Any) -> None:
-    if own is None:
-        del vars(module)[_HOOK]
-    else:
-        vars(module)[_HOOK] = own
 
 
 def _names_attribute(owner: Any) -> bool:
@@ -122,17 +120,14 @@ def _names(member: Any) -> Iterator[tuple[str, ...]]:
     code = getattr(function, "__code__", None)
     waiting = [code] if isinstance(code, types.CodeType) else []
     while waiting:
-        found = waiting.pop()
-        yield found.co_names
-        yield tuple(constant for constant in found.co_consts if isinstance(constant, str))
-        waiting += [
-            constant for constant in found.co_consts if isinstance(constant, types.CodeType)
-        ]
+        code = waiting.pop()
+        yield code.co_names
+        yield tuple(constant for constant in code.co_consts if isinstance(constant, str))
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
-@outside_inference_mode
-def _any_rank(wanted: bool) -> bool:
-    return sum_over_ranks(float(wanted), name="should_stop") > 0
+def _any_rank(flag: bool) -> bool:
+    return sum_over_ranks(float(flag), name="should_stop") > 0
 
 
 class EpochRecorder(Checkpoint):
@@ -273,12 +268,12 @@ class TerminateOnNaN(Callback):
 
     Parameters
     ----------
-    check : NanCheck
+    control : StepControl
         Shares the result with the other ranks.
     """
 
-    def __init__(self, check: NanCheck) -> None:
-        self._check = check
+    def __init__(self, control: StepControl) -> None:
+        self._control = control
         self._steps = 0
         self._losses: list[torch.Tensor] = []
 
@@ -301,9 +296,9 @@ class TerminateOnNaN(Callback):
             self._losses.append(loss)
         before, self._steps = self._steps, steps_taken(trainer)
         if self._steps != before:
-            found = not_finite(pl_module, self._losses)
-            self._losses = []
-            self._check.after_step(self._steps, trainer.current_epoch, *found)
+            losses, self._losses = self._losses, []
+            values = not_finite(pl_module, losses)
+            self._control.check_finite(self._steps, trainer.current_epoch, *values)
 
 
 def steps_taken(trainer: Trainer) -> int:
@@ -311,3 +306,97 @@ def steps_taken(trainer: Trainer) -> int:
     if trainer.global_step or trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.total_batch_idx + 1
+
+
+# Lightning 2 rejects these hooks. Library modules written for ``horovod.spark`` define them and
+# cannot be changed.
+_EPOCH_END_HOOKS = ("training_epoch_end", "validation_epoch_end")
+
+
+def has_epoch_ends(module: LightningModule) -> bool:
+    """Return whether a module has one of the hooks."""
+    return any(callable(getattr(module, name, None)) for name in _EPOCH_END_HOOKS)
+
+
+@contextlib.contextmanager
+def without_epoch_ends(module: LightningModule) -> Iterator[None]:
+    """Hide the hooks until the block ends, because the Trainer raises if it finds them."""
+    with contextlib.ExitStack() as stack:
+        for name in _EPOCH_END_HOOKS:
+            stack.enter_context(patch_attribute(module, name, None))
+        yield
+
+
+class EpochEnds(Callback):
+    """Call a module's epoch-end hooks with the epoch's step outputs, as Lightning 1 did.
+
+    ``training_epoch_end`` gets a list with one dict per batch, with the key ``loss``.
+    ``validation_epoch_end`` gets the return values of ``validation_step`` that are not None, in one
+    list per loader if there are several loaders. Both hooks get only the rank's own batches. In a
+    resumed run they get only the batches since the run was resumed.
+
+    Parameters
+    ----------
+    module : LightningModule
+        The module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._hooks = {name: getattr(module, name, None) for name in _EPOCH_END_HOOKS}
+        self._trained: list[Any] = []
+        self._validated: dict[int, list[Any]] = {}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start an epoch."""
+        self._trained = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Store the output of a training step."""
+        if outputs is None or _has_no_rows(trainer):
+            return
+        if self._hooks["training_epoch_end"] is not None:
+            self._trained.append(_detached(outputs))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Call the module's hook, if it exists."""
+        hook = self._hooks["training_epoch_end"]
+        if hook is not None:
+            hook(self._trained)
+        self._trained = []
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start a validation."""
+        self._validated = {}
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Store the output of a validation step."""
+        if self._hooks["validation_epoch_end"] is not None:
+            of_loader = self._validated.setdefault(dataloader_idx, [])
+            if outputs is not None and not _has_no_rows(trainer):
+                of_loader.append(_detached(outputs))
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Call the module's hook, if it exists."""
+        hook = self._hooks["validation_epoch_end"]
+        if hook is not None:
+            outputs = [self._validated[index] for index in sorted(self._validated)]
+            hook(outputs[0] if len(outputs) == 1 else outputs)
+        self._validated = {}
+
+
+def _has_no_rows(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "has_no_rows", False))
+
+
+def _detached(outputs: Any) -> Any:
+    return apply_to_collection(outputs, torch.Tensor, torch.Tensor.detach)

@@ -15,18 +15,25 @@ import copy
 import functools
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
-from hvd_estimators.lightning.loaders import skip_batches
-from hvd_estimators.lightning.package import Callback, Flavor, is_lightning, patch_method
+from hvd_estimators.lightning.loaders import TrainLoader, skip_batches
+from hvd_estimators.lightning.package import (
+    Callback,
+    is_library,
+    is_lightning,
+    patch_attribute,
+    patch_method,
+)
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
-from hvd_estimators.store.base import RunPaths
-from hvd_estimators.torch.collectives import check_same_weights
+from hvd_estimators.lightning.trainer_args import LightningTrainSpec
+from hvd_estimators.store.synced_directory import SyncedDirectory
+from hvd_estimators.torch.collectives import check_same_weights, exchange
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.metrics import metric_states, restore_metrics
 from hvd_estimators.torch.serialization import group_names
@@ -39,100 +46,387 @@ from hvd_estimators.torch.shard_state import (
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
-from hvd_estimators.training.spec import CheckpointOptions
-from hvd_estimators.training.step_control import StopRequest, interrupted
-from hvd_estimators.training.weight_digests import named_weights
+from hvd_estimators.training.spec import named_weights
+from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-    from hvd_estimators.lightning.loaders import TrainLoader
+__all__ = ["RunCheckpoint"]
 
-__all__ = ["BUFFERS", "PARTIAL", "PartialEpoch", "RunCheckpoint", "snapshot_of_run"]
+logger = logging.getLogger(__name__)
+
+# Keys of a checkpoint, in addition to Lightning's.
+_BUFFERS = "hvd_estimators.buffers"
+_BASES = "hvd_estimators.buffer_bases"
+_STATEFUL = "hvd_estimators.stateful"
+_GRADIENTS = "hvd_estimators.gradients"
+_PARTIAL = "hvd_estimators.partial"
+_REQUIRES_GRAD = "hvd_estimators.requires_grad"
+
+# The large parts of a checkpoint, which may share tensors.
+_TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _BASES, _GRADIENTS)
 
 
-class PartialEpoch:
-    """Save a rank's state within an epoch, and restore it in a resumed epoch.
+class RunCheckpoint(Callback):
+    """Save the run at the end of each epoch and within it, with all state needed to resume.
+
+    Lightning's own hook, ``on_train_epoch_end``, runs before schedulers that follow a metric have
+    stepped. Therefore this callback saves an epoch when the next one starts, before any other
+    callback runs. It saves the last epoch when training ends.
+
+    Within an epoch the run is saved between two batches. At that point the validation, schedulers
+    and loggers of the first batch have run, and the loader has not provided the second.
 
     Parameters
     ----------
+    spec : LightningTrainSpec
+        The training job.
     recorder : EpochRecorder
-        Starts the epoch again.
+        Records the epochs.
     loader : TrainLoader or None
         Provides the batches; None with the user's data module.
-    rank, size : int
-        This rank, and the number of ranks.
-    flavor : Flavor
-        The Trainer's package.
-
-    Attributes
-    ----------
-    base_attributes : frozenset of str
-        Attributes that every LightningModule has.
+    shards : ShardStates
+        The virtual shards that the rank runs.
+    buffers : BufferReducer
+        Reduces the module's buffers.
+    streams : TorchStreams
+        The rank's random numbers.
+    control : StepControl
+        Decides when to save within an epoch, and when to stop; its context must have been entered.
+    writer : CheckpointWriter
+        Writes the checkpoints.
+    logs : SyncedDirectory
+        The run's logs.
+    directory : str
+        The directory for the files of the user's ``ModelCheckpoint``.
+    restored : RunState or None
+        The state from which the run resumes.
     """
 
     def __init__(
         self,
+        spec: LightningTrainSpec,
         recorder: EpochRecorder,
         loader: TrainLoader | None,
-        rank: int,
-        size: int,
-        flavor: Flavor,
+        shards: ShardStates,
+        buffers: BufferReducer,
+        streams: TorchStreams,
+        control: StepControl,
+        writer: CheckpointWriter,
+        logs: SyncedDirectory,
+        directory: str,
+        restored: RunState | None,
     ) -> None:
+        self._spec = spec
         self._recorder = recorder
         self._loader = loader
-        self.rank = rank
-        self._size = size
-        self.base_attributes = frozenset(vars(flavor.get("LightningModule")()))
+        self._shards = shards
+        self._reducer = buffers
+        self._streams = streams
+        self._control = control
+        self._writer = writer
+        self._logs = logs
+        self._directory = directory
+        self._restored = restored
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        # Attributes that every LightningModule has.
+        self._base_attributes = frozenset(vars(spec.flavor.get("LightningModule")()))
+        self._has_started = False
+        self._has_compared_ranks = False
+        self._steps = 0
+        self._trainable: Mapping[str, bool] = {}
+        self._non_persistent: Mapping[str, bytes] = {}
+        self._stateful: StatefulObjects | None = None
+        self._attributes: AttributeWatch | None = None
+        self._gradients: Mapping[str, torch.Tensor] | None = None
+        # Parts of a loaded checkpoint, until they are restored.
+        self._requires_grad: Mapping[str, bool] = {}
+        self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._bases: Mapping[str, torch.Tensor] = {}
+        self._stateful_states: Mapping[str, Any] = {}
+        self._partials: Sequence[dict[str, Any]] = ()
 
-    def state(self, trainer: Trainer) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def within_epochs(self, trainer: Trainer) -> Iterator[None]:
+        """Save and resume the run within epochs, for the duration of the block."""
+        loop = trainer.fit_loop.epoch_loop
+        resume = functools.partial(self._start_steps, trainer)
+        save = functools.partial(self._end_step, trainer)
+        with (
+            patch_method(loop, "on_run_start", after=resume),
+            patch_method(loop, "on_advance_end", after=save),
+        ):
+            yield
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Redirect checkpoints, including those of the module's ``configure_callbacks``."""
+        # Callbacks of that hook were added at the end, but the recorder must be last.
+        given: Any = trainer
+        given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
+        for callback in given.callbacks:
+            if is_lightning(callback, "callbacks.ModelCheckpoint"):
+                callback.dirpath = self._directory
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Read the state that Lightning ignores; it is restored after rank 0's weights are sent."""
+        self._requires_grad = checkpoint.get(_REQUIRES_GRAD, {})
+        self._buffers = checkpoint.get(_BUFFERS, ())
+        self._gradients = checkpoint.get(_GRADIENTS, {})
+        self._partials = checkpoint.get(_PARTIAL, ())
+        self._bases = checkpoint.get(_BASES, {})
+        self._stateful_states = checkpoint.get(_STATEFUL, {})
+        if self._shards.rank < len(self._partials):
+            # The position of the user's data module's loader, on this rank.
+            position = self._partials[self._shards.rank]["loaders"]
+            checkpoint["loops"]["fit_loop"]["state_dict"].update(position)
+        if self._partials:
+            # Batches are counted per shard. Convert the counts to the number of shards that this
+            # rank runs.
+            passes = self._partials[0]["passes"]
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                for name in counts:
+                    counts[name] = counts[name] // passes * self._shards.passes
+            if passes != self._shards.passes:
+                for partial in self._partials:
+                    del partial["accumulate_grad_batches"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore this rank's buffers, and restore the package's SIGTERM handler."""
+        with contextlib.suppress(ValueError):  # this is not the main thread
+            # Lightning's handler would end this rank alone after a batch.
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        trainer._signal_connector.received_sigterm = False
+        self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
+        for name, parameter in pl_module.named_parameters():
+            if name in self._requires_grad:
+                parameter.requires_grad_(self._requires_grad[name])
+        known = _known_objects(trainer)
+        given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
+        self._stateful = StatefulObjects(given, pl_module, known, self._base_attributes)
+        self._attributes = AttributeWatch(
+            pl_module, known, self._base_attributes, is_active=trainer.is_global_zero
+        )
+        self._non_persistent = non_persistent_buffers(pl_module)
+        self.restore_buffers(pl_module)
+        self._reducer.start(self._bases)
+        _averager(trainer).restore_gradients(self._gradients or {})
+        self._gradients = None
+        self._steps = steps_taken(trainer)
+        if self._restored is not None and not self._restored.rows:
+            # With max_steps Lightning would resume the completed epoch.
+            _restarted(trainer.fit_loop)
+
+    def restore_buffers(self, module: torch.nn.Module) -> None:
+        """Restore the buffers of each shard, once; also for a completed run."""
+        own, buffers = BufferState(module), self._buffers
+        if len(buffers) == self._shards.num_shards:
+            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
+        self._buffers = ()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the previous epoch, and seed this one as a resumed run does."""
+        if self._has_started:
+            assert self._attributes is not None
+            self._attributes.epoch_ended()
+            self.save(trainer)
+            self._control.after_epoch(trainer.current_epoch)
+        self._has_started = True
+        self._seed_epoch(trainer.current_epoch)
+        self._restore_stateful()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show other callbacks the evaluation weights, and compare ranks after the first epoch."""
+        strategy: Any = trainer.strategy
+        strategy.set_optimizer_modes(training=False)
+        if not self._has_compared_ranks:
+            self._has_compared_ranks = True
+            check_same_weights(pl_module, trainer.current_epoch, self._spec.run)
+            names = _averager(trainer).without_optimizer()
+            if names and trainer.is_global_zero:
+                logger.warning(UNUSED_GRADIENTS, named_weights(names))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Store gradients that no step has used; a longer run uses them."""
+        assert self._attributes is not None
+        self._attributes.epoch_ended()
+        self._attributes.training_ended()
+        self._gradients = _averager(trainer).unused_gradients()
+
+    def save(self, trainer: Trainer, *, stopped: bool = False) -> None:
+        """Save the state after the newest epoch. Called by all ranks.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The Trainer.
+        stopped : bool
+            Whether a callback has stopped training.
+        """
+        checkpoint = self._checkpoint(trainer)
+        # The next epoch may have started; Lightning would otherwise treat it as interrupted.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            counts["ready"] = counts["completed"]
+        self._write(checkpoint, stopped=stopped)
+
+    def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
+            weights_only=False
+        )
+        checkpoint[_BUFFERS] = ShardBuffers(
+            trainer.lightning_module, self._shards, self._non_persistent
+        )
+        assert self._stateful is not None
+        checkpoint[_STATEFUL] = self._stateful.capture()
+        module = trainer.lightning_module
+        checkpoint[_REQUIRES_GRAD] = {
+            name: p.requires_grad
+            for name, p in module.named_parameters()
+            if p.requires_grad is not self._trainable.get(name)
+        }
+        checkpoint[PARAMETER_GROUPS] = [
+            group_names(optimizer, module) for optimizer in trainer.optimizers
+        ]
+        gradients = self._gradients
+        if gradients is None:
+            gradients = _averager(trainer).unused_gradients()
+        checkpoint[_GRADIENTS] = snapshot(gradients)
+        return checkpoint
+
+    def _write(
+        self,
+        checkpoint: dict[str, Any],
+        batches: int = 0,
+        partial: Mapping[str, Any] | None = None,
+        *,
+        stopped: bool = False,
+    ) -> None:
+        """Gather the state of all ranks, and save it on rank 0."""
+        self._logs.sync()
+        if self._spec.run.checkpoints_path is None:
+            return
+        buffers: ShardBuffers = checkpoint[_BUFFERS]
+        state, of_ranks = gather_state(
+            self._spec,
+            self._recorder.history,
+            batches,
+            self._shards,
+            self._streams,
+            exchange,
+            (partial, buffers.digests),
+            stopped=stopped,
+        )
+        partials, digests = zip(*of_ranks, strict=True)
+        checkpoint[_BUFFERS] = buffers.unequal(digests)
+        if self._shards.rank != 0:
+            return
+        is_copy = False
+        if batches:
+            checkpoint, is_copy = _snapshot(checkpoint)
+            checkpoint[_PARTIAL] = list(partials)
+        self._writer.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
+
+    def _start_steps(self, trainer: Trainer) -> None:
+        """Resume within an epoch, once, after all hooks of the epoch's start."""
+        state, self._restored = self._restored, None
+        if state is not None and state.rows:
+            self._resume(trainer, state)
+        assert self._attributes is not None
+        self._attributes.epoch_started()
+
+    def _resume(self, trainer: Trainer, state: RunState) -> None:
+        self._has_started = True
+        self._seed_epoch(trainer.current_epoch)
+        repeat_epoch_start(trainer)
+        self._restore_stateful()
+        skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
+        self._restore_partial(trainer)
+        # Otherwise Lightning would skip schedulers that follow a metric, and validate again.
+        _restarted(trainer.fit_loop)
+        self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
+
+    def _restore_stateful(self) -> None:
+        states, self._stateful_states = self._stateful_states, {}
+        assert self._stateful is not None
+        self._stateful.restore(states)
+
+    def _end_step(self, trainer: Trainer) -> None:
+        """Save the run if due, and stop if requested. Called by all ranks per batch."""
+        before, self._steps = self._steps, steps_taken(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        if self._steps == before or trainer.is_last_batch or loop.done:
+            return  # the end of the epoch is saved after its hooks
+        batches = loop.batch_progress.current.completed // self._shards.passes
+        steps = range(before + 1, self._steps + 1)
+        save = functools.partial(self._save_within, trainer, batches)
+        self._control.after_step(trainer.current_epoch, batches, steps, save)
+
+    def _save_within(self, trainer: Trainer, batches: int) -> bool:
+        """Save the run within an epoch, and return whether that was possible."""
+        if _averager(trainer).pending:
+            return False  # these gradients exist on one rank only, and the next step uses them
+        checkpoint = self._checkpoint(trainer)
+        checkpoint[_BASES] = self._reducer.bases
+        partial = {
+            **self._partial_state(trainer),
+            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"],
+            "passes": self._shards.passes,
+        }
+        self._write(checkpoint, batches, partial)
+        return True
+
+    def _partial_state(self, trainer: Trainer) -> dict[str, Any]:
         """Return this rank's state within the epoch, as picklable values."""
         module = trainer.lightning_module
         return {
             "callback_metrics": snapshot(dict(trainer.callback_metrics)),
             "metrics": metric_states(module),
-            "stand_in": None if self._loader is None else self._loader.stand_in(),
+            "stand_in": None if self._loader is None else self._loader.placeholder(),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
         }
 
-    def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the state within the epoch.
+    def _restore_partial(self, trainer: Trainer) -> None:
+        """Restore the state within the epoch, before the next batch.
 
-        Parameters
-        ----------
-        trainer : Trainer
-            A Trainer that is about to take the next batch.
-        states : sequence of mapping
-            The return value of `state` on each rank of the earlier launch, which may have had
-            more or fewer ranks.
+        The earlier launch may have had more or fewer ranks.
         """
-        module = trainer.lightning_module
-        first = states[0]
+        partials, self._partials = self._partials, ()
+        module, first = trainer.lightning_module, partials[0]
         # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
-        own = states[self.rank :: self._size]
+        own = partials[self._shards.rank :: self._shards.size]
         self._recorder.on_train_epoch_start(trainer, module)
         if "callback_metrics" in first:
-            seen = first["callback_metrics"]
+            metrics = first["callback_metrics"]
         else:  # Checkpoints of earlier versions also hold the sums of logged values.
-            seen = first["logged"]["seen"]["callback_metrics"]
+            metrics = first["logged"]["seen"]["callback_metrics"]
         # A validation may have been earlier in the epoch; callbacks and schedulers monitor it.
-        trainer.callback_metrics.update(seen)
-        restore_metrics(module, [state["metrics"] for state in own])
+        trainer.callback_metrics.update(metrics)
+        restore_metrics(module, [partial["metrics"] for partial in own])
         if self._loader is not None:
-            lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
-            self._loader.lend(lent[0] if lent else None)
+            rows = (partial["stand_in"] for partial in (*own, *partials))
+            self._loader.set_placeholder(next((given for given in rows if given is not None), None))
         _restore_module(module, first)
         # A callback may have set the value in this epoch. A checkpoint with another number of
-        # shards per rank has no value: `RunCheckpoint.on_load_checkpoint` removes it.
+        # shards per rank has no value: `on_load_checkpoint` removes it.
         if "accumulate_grad_batches" in first:
             trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
+
+    def _seed_epoch(self, epoch: int) -> None:
+        self._shards.for_each(
+            lambda shard: torch.manual_seed(seed_rank(self._spec.data.random_seed, shard, epoch))
+        )
 
 
 def repeat_epoch_start(trainer: Trainer) -> None:
@@ -144,8 +438,8 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     """
     given: Any = trainer
     module, name = trainer.lightning_module, "on_train_epoch_start"
-    callbacks = [c for c in given.callbacks if not _is_library(getattr(type(c), name))]
-    has_hook = not _is_library(getattr(type(module), name))
+    callbacks = [c for c in given.callbacks if not is_library(getattr(type(c), name))]
+    has_hook = not is_library(getattr(type(module), name))
     if not (callbacks or has_hook):
         return
     weights = snapshot({**dict(module.named_buffers()), **module.state_dict()})
@@ -180,14 +474,12 @@ def _known_groups_ignored(trainer: Trainer) -> Iterator[None]:
     """Ignore parameter groups from hooks if the checkpoint has already added them."""
     wrappers: Any = trainer.lightning_module.optimizers()
     given = wrappers if isinstance(wrappers, list) else [wrappers]
-    owners = {id(owner): owner for owner in (*trainer.optimizers, *given)}
-    for owner in owners.values():
-        vars(owner)["add_param_group"] = functools.partial(_add_unknown, owner)
-    try:
+    optimizers = {id(optimizer): optimizer for optimizer in (*trainer.optimizers, *given)}
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers.values():
+            add = functools.partial(_add_unknown, optimizer)
+            stack.enter_context(patch_attribute(optimizer, "add_param_group", add))
         yield
-    finally:
-        for owner in owners.values():
-            del vars(owner)["add_param_group"]
 
 
 def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
@@ -199,11 +491,6 @@ def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
         type(optimizer).add_param_group(optimizer, {**param_group, "params": added})
 
 
-def _is_library(function: Any) -> bool:
-    packages = ("pytorch_lightning.", "lightning.", "hvd_estimators.")
-    return f"{getattr(function, '__module__', '')}.".startswith(packages)
-
-
 def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
     for name, parameter in module.named_parameters():
@@ -213,316 +500,7 @@ def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         part.training = name not in evaluating
 
 
-BUFFERS = "hvd_estimators.buffers"
-
-
-_BASES = "hvd_estimators.buffer_bases"
-
-
-_STATEFUL = "hvd_estimators.stateful"
-
-
-_GRADIENTS = "hvd_estimators.gradients"
-
-
-PARTIAL = "hvd_estimators.partial"
-
-
-_REQUIRES_GRAD = "hvd_estimators.requires_grad"
-
-
-# The large parts of a checkpoint, which may share tensors.
-_TENSORS = ("state_dict", "current_model_state", "optimizer_states", BUFFERS, _BASES, _GRADIENTS)
-
-
-logger = logging.getLogger(__name__)
-
-
-class RunCheckpoint(Callback):
-    """Save the run at the end of each epoch and within it, with all state needed to resume.
-
-    Lightning's own hook, ``on_train_epoch_end``, runs before schedulers that follow a metric have
-    stepped. Therefore this callback saves an epoch when the next one starts, before any other
-    callback runs. It saves the last epoch when training ends.
-
-    Within an epoch the run is saved between two batches. At that point the validation, schedulers
-    and loggers of the first batch have run, and the loader has not provided the second.
-
-    Parameters
-    ----------
-    save : callable
-        Takes Lightning's checkpoint and the number of completed batches of the epoch, on all
-        ranks, and writes the checkpoint on rank 0.
-    seed : int
-        Seed of the run. Each shard has its own random numbers in each epoch.
-    directory : str
-        The directory for the files of the user's ``ModelCheckpoint``.
-    shards : ShardStates
-        The virtual shards that the rank runs.
-    buffers : BufferReducer
-        Reduces the module's buffers.
-    streams : TorchStreams
-        The rank's random numbers.
-    partial : PartialEpoch
-        Saves and restores the state within an epoch.
-    options : CheckpointOptions
-        Determine when a checkpoint within an epoch is due.
-    stop : StopRequest
-        Reports requests to stop; its context must have been entered.
-    run : RunPaths
-        The run.
-    restored : RunState or None
-        The state from which the run resumes.
-    """
-
-    def __init__(
-        self,
-        save: Callable[[dict[str, Any], int], None],
-        seed: int,
-        directory: str,
-        shards: ShardStates,
-        buffers: BufferReducer,
-        streams: TorchStreams,
-        partial: PartialEpoch,
-        options: CheckpointOptions,
-        stop: StopRequest,
-        run: RunPaths,
-        restored: RunState | None,
-    ) -> None:
-        self._shards = shards
-        self._reducer = buffers
-        self._bases: Mapping[str, torch.Tensor] = {}
-        self._streams = streams
-        self._seed = seed
-        self._directory = directory
-        self._save = save
-        self._partial = partial
-        self._options = options
-        self._stop = stop
-        self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._run = run
-        self._keeps = run.checkpoints_path is not None
-        self._checked = False
-        self._trainable: Mapping[str, bool] = {}
-        self._toggled: Mapping[str, bool] = {}
-        self._restored = restored
-        self._started = False
-        self._due = self._stops = False
-        self._steps = 0
-        self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
-        self._fleeting: Mapping[str, str] = {}
-        self._gradients: Mapping[str, torch.Tensor] | None = None
-        self._states: Sequence[dict[str, Any]] = ()
-        self._stateful_states: Mapping[str, Any] = {}
-        self._stateful: StatefulObjects | None = None
-        self._attributes: AttributeWatch | None = None
-
-    @contextlib.contextmanager
-    def within_epochs(self, trainer: Trainer) -> Iterator[None]:
-        """Save and resume the run within epochs, for the duration of the block."""
-        loop = trainer.fit_loop.epoch_loop
-        begin, saved = (
-            functools.partial(self._begin, trainer),
-            functools.partial(self._end, trainer),
-        )
-        with (
-            patch_method(loop, "on_run_start", after=begin),
-            patch_method(loop, "on_advance_end", after=saved),
-        ):
-            yield
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Redirect checkpoints, including those of the module's ``configure_callbacks``."""
-        # Callbacks of that hook were added at the end, but the recorder must be last.
-        given: Any = trainer
-        given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
-        for callback in given.callbacks:
-            if is_lightning(callback, "callbacks.ModelCheckpoint"):
-                callback.dirpath = self._directory
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Read the state that Lightning ignores; it is restored after rank 0's weights are sent."""
-        self._toggled = checkpoint.get(_REQUIRES_GRAD, {})
-        self._buffers = checkpoint.get(BUFFERS, ())
-        self._gradients = checkpoint.get(_GRADIENTS, {})
-        self._states = checkpoint.get(PARTIAL, ())
-        self._bases = checkpoint.get(_BASES, {})
-        self._stateful_states = checkpoint.get(_STATEFUL, {})
-        own = self._states[self._partial.rank :][:1]
-        if own:
-            # The position of the user's data module's loader, on this rank.
-            checkpoint["loops"]["fit_loop"]["state_dict"].update(own[0]["loaders"])
-        if self._states:
-            # Batches are counted per shard. Convert the counts to the number of shards that this
-            # rank runs.
-            passes = self._states[0]["passes"]
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            for counts in (progress["total"], progress["current"]):
-                for name in counts:
-                    counts[name] = counts[name] // passes * self._shards.passes
-            if passes != self._shards.passes:
-                for state in self._states:
-                    del state["accumulate_grad_batches"]
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore this rank's buffers, and restore the package's SIGTERM handler."""
-        with contextlib.suppress(ValueError):  # this is not the main thread
-            # Lightning's handler would end this rank alone after a batch.
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-        trainer._signal_connector.received_sigterm = False
-        self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
-        for name, parameter in pl_module.named_parameters():
-            if name in self._toggled:
-                parameter.requires_grad_(self._toggled[name])
-        known = _known_objects(trainer)
-        ignored = self._partial.base_attributes
-        given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
-        self._stateful = StatefulObjects(given, pl_module, known, ignored)
-        self._attributes = AttributeWatch(
-            pl_module, known, ignored, is_active=trainer.is_global_zero
-        )
-        self._fleeting = non_persistent_buffers(pl_module)
-        self.restore_buffers(pl_module)
-        self._reducer.start(self._bases)
-        _averager(trainer).restore_gradients(self._gradients or {})
-        self._gradients = None
-        self._steps = steps_taken(trainer)
-        if self._restored is not None and not self._restored.rows:
-            # With max_steps Lightning would resume the completed epoch.
-            _restarted(trainer.fit_loop)
-
-    def restore_buffers(self, module: torch.nn.Module) -> None:
-        """Restore the buffers of each shard, once; also for a completed run."""
-        own, buffers = BufferState(module), self._buffers
-        if len(buffers) == self._shards.num_shards:
-            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
-        self._buffers = ()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the previous epoch, and seed this one as a resumed run does."""
-        if self._started:
-            assert self._attributes is not None
-            self._attributes.epoch_ended()
-            self.save(trainer)
-            if self._stop.after_step():
-                raise interrupted(trainer.current_epoch, 0, self._keeps)
-        self._started = True
-        self._seed_epoch(trainer.current_epoch)
-        self._restore_stateful()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show other callbacks the evaluation weights, and compare ranks after the first epoch."""
-        strategy: Any = trainer.strategy
-        strategy.set_optimizer_modes(training=False)
-        if not self._checked:
-            self._checked = True
-            check_same_weights(pl_module, trainer.current_epoch, self._run)
-            names = _averager(trainer).without_optimizer()
-            if names and trainer.is_global_zero:
-                logger.warning(UNUSED_GRADIENTS, named_weights(names))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store gradients that no step has used; a longer run uses them."""
-        assert self._attributes is not None
-        self._attributes.epoch_ended()
-        self._attributes.training_ended()
-        self._gradients = _averager(trainer).unused_gradients()
-
-    def save(self, trainer: Trainer) -> None:
-        """Save the state after the newest epoch. Called by all ranks."""
-        self._due = False
-        checkpoint = self._checkpoint(trainer)
-        # The next epoch may have started; Lightning would otherwise treat it as interrupted.
-        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            counts["ready"] = counts["completed"]
-        self._save(checkpoint, 0)
-
-    def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
-            weights_only=False
-        )
-        checkpoint[BUFFERS] = ShardBuffers(trainer.lightning_module, self._shards, self._fleeting)
-        assert self._stateful is not None
-        checkpoint[_STATEFUL] = self._stateful.capture()
-        module = trainer.lightning_module
-        checkpoint[_REQUIRES_GRAD] = {
-            name: p.requires_grad
-            for name, p in module.named_parameters()
-            if p.requires_grad is not self._trainable.get(name)
-        }
-        checkpoint[PARAMETER_GROUPS] = [
-            group_names(optimizer, module) for optimizer in trainer.optimizers
-        ]
-        # After training the strategy no longer has these gradients.
-        if self._gradients is None:
-            checkpoint[_GRADIENTS] = snapshot(_averager(trainer).unused_gradients())
-        else:
-            checkpoint[_GRADIENTS] = snapshot(self._gradients)
-        return checkpoint
-
-    def _begin(self, trainer: Trainer) -> None:
-        """Resume within an epoch, once, after all hooks of the epoch's start."""
-        state, self._restored = self._restored, None
-        if state is not None and state.rows:
-            self._resume(trainer, state)
-        assert self._attributes is not None
-        self._attributes.epoch_started()
-
-    def _resume(self, trainer: Trainer, state: RunState) -> None:
-        self._started = True
-        self._seed_epoch(trainer.current_epoch)
-        repeat_epoch_start(trainer)
-        self._restore_stateful()
-        skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
-        self._partial.restore(trainer, self._states)
-        self._states = ()
-        # Otherwise Lightning would skip schedulers that follow a metric, and validate again.
-        _restarted(trainer.fit_loop)
-        self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
-
-    def _restore_stateful(self) -> None:
-        states, self._stateful_states = self._stateful_states, {}
-        assert self._stateful is not None
-        self._stateful.restore(states)
-
-    def _end(self, trainer: Trainer) -> None:
-        """Save the run if due, and stop if requested. Called by all ranks per batch."""
-        before, self._steps = self._steps, steps_taken(trainer)
-        if self._steps == before:
-            return
-        due_after = self._options.due_after
-        self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
-        if trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
-            return  # the end of the epoch is saved after its hooks
-        self._stops = self._stop.after_step() or self._stops
-        if not (self._due or self._stops):
-            return
-        if _averager(trainer).pending:
-            return  # these gradients exist on one rank only, and the next step uses them
-        self._due = False
-        checkpoint = self._checkpoint(trainer)
-        loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
-        passes = self._shards.passes
-        checkpoint[_BASES] = self._reducer.bases
-        checkpoint[PARTIAL] = {
-            **self._partial.state(trainer),
-            "loaders": loaders,
-            "passes": passes,
-        }
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        batches //= passes
-        self._save(checkpoint, batches)
-        if self._stops:
-            raise interrupted(trainer.current_epoch, batches, self._keeps)
-
-    def _seed_epoch(self, epoch: int) -> None:
-        self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
-
-
-def snapshot_of_run(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a copy of a checkpoint that can be written while training continues.
 
     Returns

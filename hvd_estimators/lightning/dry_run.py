@@ -1,4 +1,4 @@
-"""Early checks on the driver: trainer arguments, and a module on a few rows."""
+"""Early checks on the driver: settings of virtual shards, and a module on a few rows."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def check_step(
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
         return None
-    taken = list(inspect.signature(module.training_step).parameters)
+    parameters = list(inspect.signature(module.training_step).parameters)
     trial = _copied(module)
-    if trial is None or "dataloader_iter" in taken:
+    if trial is None or "dataloader_iter" in parameters:
         return None
 
     def step(module: Any, given: Mapping[str, Any]) -> None:
         with torch.enable_grad():
-            module.training_step(*[given, 0][: max(len(taken), 1)])
+            module.training_step(*[given, 0][: max(len(parameters), 1)])
 
     watched = WatchedBatch(batch)
     try:
@@ -138,10 +138,10 @@ def check_step(
             return None
         raise ShapeError(
             f"{failed} Set feature_cols and label_cols to the columns that "
-            "it reads, or column_dtypes (such as {'label': 'int64'}) where it expects other dtypes."
+            "it reads, or column_dtypes (such as {'label': 'int64'}) if it expects other dtypes."
         ) from error
-    one = {name: value[:1] for name, value in batch.items()}
-    return takes_one_row(module, lambda module: step(module, one))
+    row = {name: value[:1] for name, value in batch.items()}
+    return takes_one_row(module, lambda module: step(module, row))
 
 
 class WatchedBatch(dict[str, Any]):

@@ -20,13 +20,17 @@ from hvd_estimators.lightning.dry_run import (
     row_shapes,
     unpacking_hint,
 )
-from hvd_estimators.lightning.loaders import BatchForm, UsersDataOptions, is_lightning_data
+from hvd_estimators.lightning.loaders import BatchForm, is_lightning_data
 from hvd_estimators.lightning.model import LightningModel
-from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
+from hvd_estimators.lightning.params import LightningParams, epochs_of_run
 from hvd_estimators.lightning.predictor import forward_inputs
-from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trainer import train
-from hvd_estimators.lightning.trainer_args import adapted_trainer_args
+from hvd_estimators.lightning.trainer_args import (
+    LightningTrainSpec,
+    TrainerObjects,
+    adapted_trainer_args,
+    as_list,
+)
 from hvd_estimators.torch.dry_run import check_one_row
 from hvd_estimators.torch.serialization import (
     dump_module,
@@ -47,6 +51,12 @@ _OF_A_PART = frozenset(
     }
 )
 """Trainer arguments that may differ when a run is resumed."""
+
+_USERS_DATA_PARAMS = (
+    *("transformation_edit_fields", "transformation_removed_fields", "debug_data_loader"),
+    *("train_async_data_loader_queue_size", "val_async_data_loader_queue_size"),
+)
+"""Params that a LightningDataModule gets as keyword arguments of the same names."""
 
 
 class LightningEstimator(LightningParams):
@@ -176,14 +186,10 @@ class LightningEstimator(LightningParams):
             ),
             batch_hint=unpacking_hint(get("feature_cols"), get("label_cols")),
             log_every_n_steps=get("log_every_n_steps"),
-            users_data=UsersDataOptions(
-                num_reader_epochs=get("loader_num_epochs"),
-                transformation_edit_fields=get("transformation_edit_fields"),
-                transformation_removed_fields=get("transformation_removed_fields"),
-                debug_data_loader=get("debug_data_loader"),
-                train_async_data_loader_queue_size=get("train_async_data_loader_queue_size"),
-                val_async_data_loader_queue_size=get("val_async_data_loader_queue_size"),
-            ),
+            users_data={
+                "num_reader_epochs": get("loader_num_epochs"),
+                **{name: get(name) for name in _USERS_DATA_PARAMS},
+            },
         )
 
     def _rank_function(self) -> Trainer:

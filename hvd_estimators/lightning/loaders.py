@@ -14,6 +14,7 @@ from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.collectives import PendingSum, exchange, sum_over_ranks
+from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainSpec
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchForm",
-    "Share",
     "TrainLoader",
-    "UsersDataOptions",
     "ValidationLoader",
     "is_lightning_data",
     "make_loaders",
@@ -35,30 +34,15 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class UsersDataOptions:
-    """Extra keyword arguments for a LightningDataModule, one per field; sent to the ranks.
+TensorBatch = Mapping[str, torch.Tensor]
 
-    Attributes
-    ----------
-    num_reader_epochs : int or None
-        Number of epochs of the reader; None for an endless reader.
-    transformation_edit_fields : sequence or None
-        Fields that the transformation adds or changes, as (name, dtype, shape).
-    transformation_removed_fields : sequence of str or None
-        Fields that are dropped after the transformation.
-    debug_data_loader : bool
-        For the module's own use.
-    train_async_data_loader_queue_size, val_async_data_loader_queue_size : int, float or None
-        For the module's own use.
-    """
+Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]
 
-    num_reader_epochs: int | None
-    transformation_edit_fields: Sequence[Any] | None
-    transformation_removed_fields: Sequence[str] | None
-    debug_data_loader: bool
-    train_async_data_loader_queue_size: Any
-    val_async_data_loader_queue_size: Any
+_Window = tuple[Sequence[tuple[TensorBatch, float]], PendingSum | None]
+"""The batches of a step, each with its factor, and the step's denominators."""
+
+# The minimum for batch normalization.
+_PLACEHOLDER_ROWS = 2
 
 
 def is_lightning_data(data_module: Any) -> bool:
@@ -67,7 +51,7 @@ def is_lightning_data(data_module: Any) -> bool:
 
 
 def open_lightning_data(
-    spec: TrainSpec, further: UsersDataOptions, rank: int, size: int
+    spec: TrainSpec, further: Mapping[str, Any], rank: int, size: int
 ) -> LightningDataModule:
     """Create the user's data module with the keyword arguments of ``horovod.spark``.
 
@@ -77,8 +61,8 @@ def open_lightning_data(
     ----------
     spec : TrainSpec
         The rank's spec; ``spec.data.data_module`` is the class.
-    further : UsersDataOptions
-        Extra keyword arguments of the data module.
+    further : mapping
+        Further keyword arguments of the data module.
     rank, size : int
         This rank, and the number of ranks.
     """
@@ -105,7 +89,7 @@ def open_lightning_data(
         reader_pool_type=options.reader_pool_type,
         reader_worker_count=options.train_reader_worker_count,
         seed=data.random_seed,
-        **vars(further),
+        **further,
     )
     return module
 
@@ -134,40 +118,6 @@ def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
         fetcher.fetched -= fit.epoch_loop.batch_progress.current.ready
     for _ in range(fit.epoch_loop.batch_progress.current.ready):
         next(fetcher)
-
-
-TensorBatch = Mapping[str, torch.Tensor]
-
-
-# The minimum for batch normalization.
-_STAND_IN_ROWS = 2
-
-
-@dataclass(frozen=True)
-class Share:
-    """Weight of this rank's batch in a step.
-
-    Attributes
-    ----------
-    rows : int
-        Rows of the batch; 0 for a placeholder batch.
-    factor : float
-        The weight of the rank's gradient, see `WeightedBatches`.
-    passes : int
-        Micro-batches of the step on this rank.
-    totals : PendingSum or None
-        The step's denominators, see `RankObjective.totals`.
-    """
-
-    rows: int
-    factor: float = 1.0
-    passes: int = 1
-    totals: PendingSum | None = None
-
-    @property
-    def is_stand_in(self) -> bool:
-        """True if the rank has no rows in this step and uses a placeholder batch of weight zero."""
-        return self.rows == 0
 
 
 @dataclass(frozen=True)
@@ -203,29 +153,32 @@ class _Loader:
     """Loader that provides the weight of its latest batch."""
 
     def __init__(self, form: BatchForm, steps: int) -> None:
-        self.share = Share(0)
+        # The weight of the latest batch; without rows for a placeholder batch.
+        self.share = StepShare(0, 1.0, 1)
         self._form = form
         self._steps = steps
-        self._stand_in: TensorBatch | None = None
+        self._placeholder: TensorBatch | None = None
 
     def __len__(self) -> int:
         return self._steps
 
-    def stand_in(self) -> TensorBatch | None:
+    def placeholder(self) -> TensorBatch | None:
         """Return the rows, on the CPU, that would replace an empty next batch."""
-        if self._stand_in is None:
+        if self._placeholder is None:
             return None
-        return {n: tensor[:_STAND_IN_ROWS].cpu().clone() for n, tensor in self._stand_in.items()}
+        return {
+            n: tensor[:_PLACEHOLDER_ROWS].cpu().clone() for n, tensor in self._placeholder.items()
+        }
 
-    def lend(self, rows: TensorBatch | None) -> None:
+    def set_placeholder(self, rows: TensorBatch | None) -> None:
         """Set the rows that replace an empty first batch."""
-        self._stand_in = rows
+        self._placeholder = rows
 
     def _give(
         self,
         batch: TensorBatch | None,
         factor: float = 1.0,
-        passes: int = 1,
+        slots: int = 1,
         totals: PendingSum | None = None,
     ) -> TensorBatch:
         """Return a batch as tensors; replace an empty batch with rows of the previous one.
@@ -235,27 +188,13 @@ class _Loader:
         """
         rows = 0 if batch is None else _rows(batch)
         if batch is not None and rows:
-            self._stand_in = batch
-        elif self._stand_in is not None:
-            batch = {name: tensor[:_STAND_IN_ROWS] for name, tensor in self._stand_in.items()}
+            self._placeholder = batch
+        elif self._placeholder is not None:
+            batch = {name: tensor[:_PLACEHOLDER_ROWS] for name, tensor in self._placeholder.items()}
         else:
             raise RuntimeError("A data module gave this rank no rows at all.")
-        self.share = Share(rows, factor, passes, totals)
+        self.share = StepShare(rows, factor, slots, totals)
         return self._form.apply(batch)
-
-
-Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]
-
-
-@dataclass(frozen=True)
-class Window:
-    """The batches of a step, each with its factor, and the step's denominators."""
-
-    batches: Sequence[tuple[TensorBatch, float]]
-    totals: PendingSum | None
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 class TrainLoader(_Loader):
@@ -296,14 +235,14 @@ class TrainLoader(_Loader):
         self._totals = totals
         self._done = done
         self._position = 0 if same else done
-        self._kept: list[Window] | None = [] if same else None
+        self._first_epoch: list[_Window] | None = [] if same else None
         self._batches = batches
         self._passes_per_step = passes_per_step
         self._shards = shards
 
     def __iter__(self) -> Iterator[TensorBatch]:
-        if self._kept:
-            yield from self._again(self._kept)
+        if self._first_epoch:
+            yield from self._repeat(self._first_epoch)
             return
         done, self._done = self._done, 0
         # The Trainer may have stopped before the end of the epoch (limit_train_batches).
@@ -313,21 +252,22 @@ class TrainLoader(_Loader):
         while left:
             passes = self._passes_per_step()
             window = self._next_window(min(passes, left))
-            if self._kept is not None:
-                self._kept.append(window)
-            for batch, factor in window.batches:
+            if self._first_epoch is not None:
+                self._first_epoch.append(window)
+            batches, totals = window
+            for batch, factor in batches:
                 self._shards.enter((self._steps - left) % self._shards.passes)
                 left -= 1
-                if self._steps - left <= done and self._kept is not None:
+                if self._steps - left <= done and self._first_epoch is not None:
                     continue
                 # Lightning divides each loss by the number of passes.
-                yield self._give(batch, factor * passes, passes, window.totals)
+                yield self._give(batch, factor * passes, self._shards.size * passes, totals)
 
-    def _again(self, windows: list[Window]) -> Iterator[TensorBatch]:
-        for window in windows:
+    def _repeat(self, windows: list[_Window]) -> Iterator[TensorBatch]:
+        for batches, totals in windows:
             passes = self._passes_per_step()
-            for batch, factor in window.batches:
-                yield self._give(batch, factor * passes, passes, window.totals)
+            for batch, factor in batches:
+                yield self._give(batch, factor * passes, self._shards.size * passes, totals)
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, which marks the loader as resumable."""
@@ -336,11 +276,11 @@ class TrainLoader(_Loader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Accept the return value of `state_dict`."""
 
-    def _next_window(self, passes: int) -> Window:
+    def _next_window(self, passes: int) -> _Window:
         batches = self._batches.next_window(passes)
         self._position = (self._position + len(batches)) % self._steps
         totals = None if self._totals is None else self._totals([batch for batch, _ in batches])
-        return Window(batches, totals)
+        return batches, totals
 
 
 class ValidationLoader(_Loader):
@@ -377,13 +317,13 @@ class ValidationLoader(_Loader):
     def _batches(self) -> Generator[TensorBatch, None, None]:
         yield from tensor_batches(self._data.val_chunks(), self._device)
 
-    def lend_rows(self) -> None:
+    def share_placeholder(self) -> None:
         """Set another rank's rows as placeholder on ranks without rows. Called by all ranks."""
         with contextlib.closing(self._batches()) as batches:
             first = next((batch for batch in batches if _rows(batch)), None)
-        self._stand_in = first
-        offers = exchange.gather(self.stand_in(), "validation_rows")
-        self.lend(next((rows for rows in offers if rows is not None), None))
+        self._placeholder = first
+        of_ranks = exchange.gather(self.placeholder(), "validation_rows")
+        self.set_placeholder(next((rows for rows in of_ranks if rows is not None), None))
 
 
 def make_loaders(
@@ -391,7 +331,6 @@ def make_loaders(
     data: DataSpec,
     form: BatchForm,
     shards: ShardStates,
-    size: int,
     passes_per_step: Callable[[], int],
     device: torch.device,
     same: bool,
@@ -408,8 +347,6 @@ def make_loaders(
         The data part of the ranks' spec.
     form, shards, passes_per_step, same, totals
         See `TrainLoader`.
-    size : int
-        The number of ranks.
     device : torch.device
         The device of the batches.
     done : int
@@ -420,7 +357,7 @@ def make_loaders(
     sizes = module.global_train_sizes()
     turns = data.passes_per_batch
     train = TrainLoader(
-        WeightedBatches(batches, sizes, size, 1, sum_over_ranks),
+        WeightedBatches(batches, sizes, shards.size, 1, sum_over_ranks),
         form,
         data.train_steps_per_epoch * turns,
         passes_per_step,
@@ -433,9 +370,9 @@ def make_loaders(
         return train, None
     steps = data.validation_steps_per_epoch * turns
     validation = ValidationLoader(module, form, steps, device)
-    of_ranks = [virtual_shards(data.num_shards, rank, size) for rank in range(size)]
+    of_ranks = [virtual_shards(data.num_shards, rank, shards.size) for rank in range(shards.size)]
     if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):
-        validation.lend_rows()
+        validation.share_placeholder()
     return train, validation
 
 

@@ -58,11 +58,11 @@ class StoreCheckpointIO(CheckpointIO):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._held: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
 
-    def hold(self, path: str, checkpoint: dict[str, Any]) -> None:
-        """Store a checkpoint in memory until `load_checkpoint` requests it."""
-        self._held[path] = checkpoint
+    def add_loaded(self, path: str, checkpoint: dict[str, Any]) -> None:
+        """Add a checkpoint that was already loaded, for the next `load_checkpoint` of its path."""
+        self._loaded[path] = checkpoint
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -75,8 +75,8 @@ class StoreCheckpointIO(CheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint. Runs code from the file, unless ``weights_only``."""
-        if path in self._held:
-            return self._held.pop(path)
+        if path in self._loaded:
+            return self._loaded.pop(path)
         with reading(self._store, str(path)) as file:
             checkpoint: dict[str, Any] = torch.load(
                 file, map_location=map_location or "cpu", weights_only=bool(weights_only)

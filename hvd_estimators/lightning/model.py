@@ -107,8 +107,8 @@ class LightningModel(torch_model.TorchModel):
             return self._output_shapes()
         raise ParamError(
             "output_shapes is not known for a model that was not fitted, or that predicts by its "
-            "predict_step, and the shapes of its inputs are not known either. A stream and a UDF "
-            "have no row to find it out with. Set output_shapes (the shape of one row of each "
+            "predict_step, and the shapes of its inputs are not known either. A stream or a UDF "
+            "has no row that could show it. Set output_shapes (the shape of one row of each "
             "output), or input_shapes."
         )
 
@@ -155,8 +155,8 @@ class LightningModel(torch_model.TorchModel):
         by_step = self.getOrDefault("use_predict_step")
         if by_step and not is_lightning(self.getOrDefault("model"), "LightningModule"):
             raise ParamError(
-                "use_predict_step: the model is no LightningModule and has no predict_step. Leave "
-                "it out."
+                "use_predict_step: the model is not a LightningModule and has no predict_step. "
+                "Leave use_predict_step out."
             )
         spec = self._transform_spec()
 
@@ -213,8 +213,8 @@ class LightningModel(torch_model.TorchModel):
         first = usable.select(*columns).limit(1).collect()
         if not first:
             raise DataError(
-                "output_shapes is not known, and there is no row without nulls to find it out "
-                "with. Set output_shapes: the shape of one row of each output."
+                "output_shapes is not known, and no row without nulls can show it. Set "
+                "output_shapes: the shape of one row of each output."
             )
         values = pd.Series(list(first[0]), dtype=object)
         arrays = {n: _single(value) for n, value in zip(applied.columns, values, strict=True)}

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     )
 else:
 
-    def _stand_in(name: str, path: str) -> type:
+    def _placeholder(name: str, path: str) -> type:
         return type(name, (), {"__module__": __name__, "lightning_base": path})
 
-    Callback = _stand_in("Callback", "Callback")
-    Checkpoint = _stand_in("Checkpoint", "callbacks.Checkpoint")
-    CheckpointIO = _stand_in("CheckpointIO", "fabric.plugins.CheckpointIO")
-    ClusterEnvironment = _stand_in("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
-    LightningModule = _stand_in("LightningModule", "LightningModule")
-    ParallelStrategy = _stand_in("ParallelStrategy", "strategies.ParallelStrategy")
-    ResultCollection = _stand_in(
+    Callback = _placeholder("Callback", "Callback")
+    Checkpoint = _placeholder("Checkpoint", "callbacks.Checkpoint")
+    CheckpointIO = _placeholder("CheckpointIO", "fabric.plugins.CheckpointIO")
+    ClusterEnvironment = _placeholder("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
+    LightningModule = _placeholder("LightningModule", "LightningModule")
+    ParallelStrategy = _placeholder("ParallelStrategy", "strategies.ParallelStrategy")
+    ResultCollection = _placeholder(
         "ResultCollection", "trainer.connectors.logger_connector.result._ResultCollection"
     )
 
@@ -60,10 +60,12 @@ __all__ = [
     "default_flavor",
     "flavor_of",
     "imported_flavors",
+    "is_library",
     "is_lightning",
     "of_any_flavor",
     "of_flavor",
     "one_flavor",
+    "patch_attribute",
     "patch_method",
 ]
 
@@ -174,20 +176,20 @@ def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
     ParamError
         If the objects come from both packages.
     """
-    found: dict[Flavor, str] = {}
+    by_flavor: dict[Flavor, str] = {}
     for name, given in named:
         flavor = flavor_of(given)
         if flavor is not None:
             kind = given if isinstance(given, type) else type(given)
-            found.setdefault(flavor, f"{name} ({kind.__name__})")
-    if len(found) > 1:
-        (first, one), (second, other) = found.items()
+            by_flavor.setdefault(flavor, f"{name} ({kind.__name__})")
+    if len(by_flavor) > 1:
+        (first, name), (second, other_name) = by_flavor.items()
         raise ParamError(
-            f"{one} comes from the package {first.name}, and {other} from {second.name}. Their "
-            f"classes do not work together: import both from {first.name}, or both from "
-            f"{second.name}."
+            f"{name} comes from the package {first.name}, and {other_name} from "
+            f"{second.name}. Their classes do not work together: import both from {first.name}, or "
+            f"both from {second.name}."
         )
-    return next(iter(found)) if found else default_flavor()
+    return next(iter(by_flavor)) if by_flavor else default_flavor()
 
 
 @functools.cache
@@ -246,23 +248,33 @@ def of_any_flavor(kind: Any) -> Any:
     return Undecided
 
 
+def is_library(definition: Any) -> bool:
+    """Return whether a class or function is defined by Lightning or by this package."""
+    package = str(getattr(definition, "__module__", "")).partition(".")[0]
+    return package in ("lightning", "pytorch_lightning", "hvd_estimators")
+
+
 @contextlib.contextmanager
+def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object until the block ends, without the object's own setter."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
+
+
 def patch_method(
     owner: Any,
     name: str,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Call a function before or after an object's method, until the block ends."""
-    own = vars(owner).get(name)
-    vars(owner)[name] = _Wrapper(getattr(owner, name), before, after)
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(owner)[name]
-        else:
-            vars(owner)[name] = own
+    return patch_attribute(owner, name, _Wrapper(getattr(owner, name), before, after))
 
 
 class _Wrapper:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.package import Flavor, is_lightning, of_flavor, one_flavor
 from hvd_estimators.lightning.trainer_args import (
     adapted_trainer_args,
+    as_list,
     check_module,
     check_objects,
     check_trainer_args,
@@ -32,7 +33,7 @@ from hvd_estimators.torch.shard_state import reductions_of
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
-__all__ = ["LightningParams", "as_list", "epochs_of_run"]
+__all__ = ["LightningParams", "epochs_of_run"]
 
 _PROFILERS = ("simple", "advanced", "pytorch")
 
@@ -253,15 +254,15 @@ def _with_learning_rate(module: Any, rate: float | None) -> Any:
     if rate is None:
         return module
     module = load_module(dump_module(module))
-    found = False
+    is_set = False
     for name in ("learning_rate", "lr"):
         if hasattr(module, name):
             setattr(module, name, rate)
-            found = True
+            is_set = True
         if name in module.hparams:
             module.hparams[name] = rate
-            found = True
-    if found:
+            is_set = True
+    if is_set:
         return module
     raise ParamError(
         "learning_rate: the LightningModule has neither learning_rate nor lr, itself or in its "
@@ -298,12 +299,3 @@ def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: in
     trainer_args["max_epochs"] = -1
     passes = trainer_args.get("accumulate_grad_batches", 1)
     return math.ceil(max_steps * passes / steps_per_epoch) if max_steps > 0 else 1_000_000
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a list of the given values: several, one or zero."""
-    if value is None:
-        return []
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return list(value)
-    return [value]

@@ -1,10 +1,10 @@
-"""LightningModule predictions in an executor's Python worker."""
+"""LightningModule predictions in an executor's Python worker, or without Spark."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,25 @@ from hvd_estimators._util.call_arguments import call_with_leading
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.torch.predictor import TorchPredictor, autocast, limit_threads
+from hvd_estimators.inference.standalone import predictor_loader
+from hvd_estimators.saving.saved import Saved
+from hvd_estimators.torch.predictor import (
+    TorchPredictor,
+    autocast,
+    limit_threads,
+    transform_spec,
+)
 from hvd_estimators.torch.serialization import load_module
 from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 
-__all__ = ["LightningPredictor", "RowFunction", "RowPredictor", "floating_dtype", "forward_inputs"]
+__all__ = [
+    "LightningPredictor",
+    "RowFunction",
+    "RowPredictor",
+    "floating_dtype",
+    "forward_inputs",
+    "load_predictor",
+]
 
 RowFunction = Callable[[torch.nn.Module, Any], Any]
 """Maps a module and a row (a ``pyspark.sql.Row``) to an output or a list of outputs."""
@@ -168,3 +182,19 @@ def _outputs(predicted: Any) -> list[Array]:
     """Return the outputs for one row without the row dimension."""
     arrays = [np.asarray(torch.as_tensor(p).double()) for p in select_outputs(predicted)]
     return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]
+
+
+def _load(saved: Saved, resources: Resources) -> tuple[LightningPredictor, Sequence[str]]:
+    get = saved.get
+    precision = get("inference_precision") or "float32"
+    by_step = bool(get("use_predict_step"))
+    spec = transform_spec(get)
+    return LightningPredictor(saved.file("model"), by_step, spec, precision, resources), ()
+
+
+load_predictor = predictor_loader(
+    "LightningModel",
+    _load,
+    "It calls the module's ``forward`` or, with ``use_predict_step``, its ``predict_step``. "
+    "Row-wise predictions of a `LightningModel` subclass need Spark.",
+)

@@ -1,22 +1,35 @@
-"""Logged values, and their reduction over the ranks."""
+"""Logged values and their reduction over the ranks; steps without effect on them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
+from torchmetrics import Metric
 
-from hvd_estimators.lightning.collectives import gather_objects
-from hvd_estimators.lightning.package import Flavor, ResultCollection, of_flavor, patch_method
+from hvd_estimators.lightning.package import (
+    Flavor,
+    ResultCollection,
+    is_library,
+    of_flavor,
+    patch_method,
+)
+from hvd_estimators.torch.collectives import exchange
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
+    from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
-__all__ = ["RankResults", "reduce_results", "results_of"]
+__all__ = [
+    "RankResults",
+    "lists_with_lengths",
+    "reduce_results",
+    "results_of",
+    "without_effects",
+]
 
 
 class RankResults(ResultCollection):
@@ -102,10 +115,10 @@ class RankResults(ResultCollection):
             Whether to skip values of the epoch, because it has not ended.
         """
         own = self._own(only_steps)
-        ranks = [own] if hvd.size() == 1 else gather_objects(own)
+        ranks = [own] if hvd.size() == 1 else exchange.gather(own, "lightning.results")
         for key in sorted(self):
             if not (only_steps and self[key].meta.on_epoch):
-                self._take(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
+                self._reduce_value(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
 
     def metrics(self, on_step: bool) -> Any:
         """Return metrics for callbacks, loggers and progress bars, during steps or after an epoch.
@@ -150,7 +163,9 @@ class RankResults(ResultCollection):
         sync = metric.meta.sync
         return not sync.rank_zero_only and (self.everything or sync.should or not metric.is_tensor)
 
-    def _take(self, key: str, metric: _ResultMetric, parts: Sequence[Any], ranks: int) -> None:
+    def _reduce_value(
+        self, key: str, metric: _ResultMetric, parts: Sequence[Any], ranks: int
+    ) -> None:
         if metric.has_reset:
             return
         if not metric.meta.on_epoch:
@@ -220,12 +235,12 @@ def _alone(metric: _ResultMetric) -> Any:
         return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value
     users: Any = metric.value
     available, users.distributed_available_fn = users.distributed_available_fn, _never
-    kept = users._computed
+    computed = users._computed
     try:
         users._computed = None
         return users.compute()
     finally:
-        users.distributed_available_fn, users._computed = available, kept
+        users.distributed_available_fn, users._computed = available, computed
 
 
 def _never() -> bool:
@@ -282,3 +297,63 @@ def reduce_results(
     undo.enter_context(patch_method(connector, "on_epoch_end", before=reduce))
     undo.enter_context(patch_method(module, "on_train_epoch_end", after=reduce))
     return undo.close
+
+
+def lists_with_lengths(
+    module: torch.nn.Module, callbacks: Iterable[Any]
+) -> list[tuple[list[Any], int]]:
+    """Return the lists in attributes of a module and of the user's callbacks, with their lengths.
+
+    Lists can be nested in lists and dicts.
+    """
+    objects = [part for part in module.modules() if not isinstance(part, Metric)]
+    objects += [c for c in callbacks if not is_library(type(c))]
+    lists: list[tuple[list[Any], int]] = []
+    for entry in objects:
+        attributes = getattr(entry, "__dict__", {})
+        lists += _lists_in([v for v in attributes.values() if isinstance(v, (list, dict))], 2)
+    return lists
+
+
+def _lists_in(values: Iterable[Any], depth: int) -> Iterator[tuple[list[Any], int]]:
+    for value in values:
+        if isinstance(value, list):
+            yield value, len(value)
+        if depth and isinstance(value, (list, dict)):
+            inner = value.values() if isinstance(value, dict) else value
+            yield from _lists_in([v for v in inner if isinstance(v, (list, dict))], depth - 1)
+
+
+@contextlib.contextmanager
+def without_effects(module: LightningModule, results: ResultCollection | None) -> Iterator[None]:
+    """Undo a step's changes to logged values, metrics and buffers."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [
+        (metric, metric._copy_state_dict(), metric._update_count)
+        for metric in module.modules()
+        if isinstance(metric, Metric)
+    ]
+    logged = {
+        key: (metric.value, getattr(metric, "cumulated_batch_size", None))
+        for key, metric in (results or {}).items()
+        if metric.is_tensor
+    }
+    yield
+    for buffer, value in buffers:
+        # Bypass autograd: the backward pass, whose gradients have weight zero, runs later.
+        buffer.data.copy_(value)
+    for metric, state, count in metrics:
+        for name, before in state.items():
+            setattr(metric, name, before)
+        metric._update_count, metric._computed = count, None
+    for key, metric in (results or {}).items():
+        if not metric.is_tensor:
+            continue
+        if key in logged:
+            metric.value = logged[key][0]
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = logged[key][1]
+        elif metric.meta.on_epoch:
+            # Retain a value that is logged for the first time, as the value of zero rows.
+            metric.reset()
+            metric.has_reset = False

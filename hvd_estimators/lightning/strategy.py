@@ -1,10 +1,14 @@
-"""`HorovodStrategy`: Lightning's Trainer on Horovod's ranks."""
+"""Lightning's Trainer on Horovod's ranks.
+
+`HorovodStrategy` works in any Trainer. The estimator uses `WeightedStrategy`, with which ranks with
+unequal batches train and measure as one process would.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -13,13 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from hvd_estimators.launch.gpus import gpu_index
 from hvd_estimators.lightning.callbacks import agree_on_stopping
-from hvd_estimators.lightning.collectives import (
-    broadcast_object,
-    gather_objects,
-    gather_tensor,
-    outside_inference_mode,
-    reduce_tensor,
-)
+from hvd_estimators.lightning.dry_run import takes_tuple
+from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
     FLAVORS,
     ClusterEnvironment,
@@ -31,18 +30,35 @@ from hvd_estimators.lightning.package import (
     of_flavor,
     one_flavor,
 )
-from hvd_estimators.lightning.results import RankResults, reduce_results
-from hvd_estimators.torch.collectives import average_batch_norm, broadcast_tensors, sum_tensor
+from hvd_estimators.lightning.results import (
+    RankResults,
+    lists_with_lengths,
+    reduce_results,
+    without_effects,
+)
+from hvd_estimators.torch.collectives import (
+    average_batch_norm,
+    broadcast_tensors,
+    exchange,
+    gather_tensor,
+    reduce_tensor,
+    sum_tensor,
+)
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
-from hvd_estimators.torch.loss import StatedDenominators, as_stated
+from hvd_estimators.torch.loss import StatedDenominators, StepShare, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.serialization import restore_optimizer
+from hvd_estimators.torch.shard_state import BufferReducer
+from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["PARAMETER_GROUPS", "HorovodEnvironment", "HorovodStrategy"]
+__all__ = ["PARAMETER_GROUPS", "HorovodEnvironment", "HorovodStrategy", "WeightedStrategy"]
+
+PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
+"""Checkpoint key of the parameter names in each group of each optimizer."""
 
 
 class HorovodEnvironment(ClusterEnvironment):
@@ -89,12 +105,6 @@ class HorovodEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         """Return the machine's number."""
         return int(hvd.cross_rank())
-
-
-PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
-
-
-"""Checkpoint key of the parameter names in each group of each optimizer."""
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -160,9 +170,8 @@ class HorovodStrategy(ParallelStrategy):
         self._loss_scale: Any = 1.0
         self.denominators = StatedDenominators()
         self._rates: dict[int, StepRate] = {}
-        self._disconnect_metrics: Callable[[], None] = _nothing
-        self._restore_results: Callable[[], None] | None = None
-        self._stop_apart: Callable[[], None] = _nothing
+        # Removes changes to module, metrics, loops and optimizers.
+        self._undo = contextlib.ExitStack()
 
     def set_world_ranks(self) -> None:
         """Initialise Horovod before Lightning asks for the rank."""
@@ -198,17 +207,23 @@ class HorovodStrategy(ParallelStrategy):
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
-        outside_inference_mode(broadcast_tensors)(module.state_dict())
+        with torch.inference_mode(False):
+            broadcast_tensors(module.state_dict())
         if self.world_size > 1:
-            self._disconnect_metrics = connect_metrics(module, gather_objects)
+            self._undo.callback(connect_metrics(module, _gather_states))
         assert self.lightning_flavor is not None
-        self._restore_results = reduce_results(
-            trainer, self.lightning_flavor, self.reduces_everything, self._settle
+        self._undo.callback(
+            reduce_results(
+                trainer,
+                self.lightning_flavor,
+                self.reduces_everything,
+                self._drop_placeholder_entries,
+            )
         )
         if trainer.state.fn != "fit":
             return
         if self.world_size > 1:
-            self._stop_apart = agree_on_stopping(trainer)
+            self._undo.callback(agree_on_stopping(trainer))
         self.denominators = StatedDenominators()
         self._averager = GradientAverager(
             module,
@@ -271,13 +286,13 @@ class HorovodStrategy(ParallelStrategy):
         return loss
 
     @property
-    def _batch_share(self) -> tuple[int, float]:
-        """Rows of the batch, and the factor that weights its gradient."""
-        return 1, 1.0
+    def step_share(self) -> StepShare:
+        """Weight of this rank's batch in the current step; here all batches weigh the same."""
+        return StepShare(1, 1.0, self.world_size)
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
         """Return a loss for the backward pass, and whether its gradients count."""
-        rows, factor = self._batch_share
+        rows, factor = self.step_share.rows, self.step_share.factor
         stated = self._stated
         if not module.automatic_optimization:
             loss, stated = as_stated(loss, "manual_backward")
@@ -376,7 +391,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return one rank's object on all ranks."""
-        return obj if self.world_size == 1 else broadcast_object(obj, src)
+        return obj if self.world_size == 1 else exchange.broadcast(obj, "lightning.object", src)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -431,14 +446,8 @@ class HorovodStrategy(ParallelStrategy):
             self._averager = None
         for rate in self._rates.values():
             rate.remove()
-        self._disconnect_metrics()
-        self._disconnect_metrics = _nothing
-        self._stop_apart()
-        self._stop_apart = _nothing
-        if self._restore_results is not None:
-            self._restore_results()
-            self._restore_results = None
         self._rates = {}
+        self._undo.close()
         super().teardown()
 
     def _rate(self, optimizer: torch.optim.Optimizer) -> StepRate | None:
@@ -465,8 +474,8 @@ class HorovodStrategy(ParallelStrategy):
             return 1
         return rows
 
-    def _settle(self) -> None:
-        """Undo side effects of batches without rows; this class has no such batches."""
+    def _drop_placeholder_entries(self) -> None:
+        """Undo side effects of placeholder batches, which only a subclass has."""
 
     @property
     def _learning_rate_scale(self) -> int:
@@ -474,8 +483,170 @@ class HorovodStrategy(ParallelStrategy):
 
     def _average_batch_norm(self) -> None:
         if self.lightning_module is not None and self._averager is not None:
-            outside_inference_mode(average_batch_norm)(self.lightning_module)
+            with torch.inference_mode(False):
+                average_batch_norm(self.lightning_module)
 
 
-def _nothing() -> None:
-    pass
+class WeightedStrategy(HorovodStrategy):
+    """Weight gradients and logged values by the weight of each rank's batch.
+
+    The gradient of a step is that of the mean over the rows of all ranks. Logged values are
+    weighted by rows. A rank without rows in a step takes part without effect on results or state.
+
+    Parameters
+    ----------
+    train, validation : loader, optional
+        Provide the weights of their batches; without a loader, all batches weigh the same.
+    shards : ShardStates
+        The canonical shards, of which the rank runs one or several.
+    batch_hint : str
+        A hint for the error of a step that unpacks the batch as a tuple.
+    buffers : BufferReducer
+        Reduces the module's buffers.
+    **kwargs
+        See `HorovodStrategy`.
+    """
+
+    reduces_everything = True
+
+    def __init__(
+        self,
+        train: TrainLoader | None = None,
+        validation: ValidationLoader | None = None,
+        *,
+        shards: ShardStates,
+        batch_hint: str = "",
+        buffers: BufferReducer,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._batch_hint = batch_hint
+        self._shards = shards
+        self._buffers = buffers
+        self._train = train
+        self._validation = validation
+        self._current: TrainLoader | ValidationLoader | None = None
+        self._lists: list[tuple[list[Any], int]] = []
+
+    @property
+    def has_no_rows(self) -> bool:
+        """True if the rank has no rows in the current batch, whose results are discarded."""
+        return self._current is not None and not self._current.share.rows
+
+    @property
+    def step_share(self) -> StepShare:
+        """Weight of this rank's batch in the current step, for losses that scale themselves."""
+        return StepShare(1, 1.0, self.world_size) if self._train is None else self._train.share
+
+    @property
+    def has_users_batches(self) -> bool:
+        """True if batches come from the user's LightningDataModule."""
+        return self._train is None
+
+    @property
+    def averager(self) -> GradientAverager:
+        """The gradient averager, while the Trainer fits."""
+        assert self._averager is not None
+        return self._averager
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make step-wise schedulers count optimizer steps, not the shards' micro-batches."""
+        super().setup(trainer)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                config.frequency *= self._shards.passes
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step."""
+        with self._counted(self._train) as count:
+            return count(super().training_step(*args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        with self._counted(self._validation) as count:
+            return count(super().validation_step(*args, **kwargs))
+
+    @property
+    def _learning_rate_scale(self) -> int:
+        return self._shards.num_shards
+
+    def _average_batch_norm(self) -> None:
+        module = self.lightning_module
+        if module is None or self._averager is None or module.trainer.sanity_checking:
+            return
+        with torch.inference_mode(False):
+            self._buffers.reduce()
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint on each rank, because all ranks can access the store."""
+        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+            checkpoint_path, weights_only=weights_only
+        )
+        return loaded
+
+    @contextlib.contextmanager
+    def _counted(
+        self, loader: TrainLoader | ValidationLoader | None
+    ) -> Iterator[Callable[[Any], Any]]:
+        """Weight logged values by rows; yield a function that processes a step's output."""
+        self._drop_placeholder_entries()
+        self._current = loader
+        module = self.lightning_module
+        assert module is not None
+        results = module.trainer._results
+        is_placeholder = self.has_no_rows
+
+        def count(output: Any) -> Any:
+            loss, stated = as_stated(output, "the step of the LightningModule")
+            if stated is not None and isinstance(results, RankResults) and not is_placeholder:
+                results.count_by(loss.detach(), stated)
+            return output
+
+        if isinstance(results, RankResults):
+            results.logged_in_step.clear()
+        if loader is None:
+            yield count
+            return
+        if results is not None:
+            results.batch_size = loader.share.rows
+        if is_placeholder:
+            callbacks: Any = module.trainer
+            self._lists = lists_with_lengths(module, callbacks.callbacks)
+            with without_effects(module, results), self._hinting():
+                yield count
+        else:
+            with self._hinting():
+                yield count
+
+    @contextlib.contextmanager
+    def _hinting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # Exceptions have no notes in Python 3.10.
+            if self._batch_hint and takes_tuple(error) and hasattr(error, "add_note"):
+                error.add_note(self._batch_hint)
+            raise
+
+    def _rows_of(self, batch: Any) -> int:
+        return super()._rows_of(batch) if self._current is None else self._current.share.rows
+
+    def _drop_placeholder_entries(self) -> None:
+        """Remove list entries that steps and hooks added for a batch without rows.
+
+        A rank without any rows in the epoch retains the entries. Hooks would fail on empty lists,
+        and their logged values do not count.
+        """
+        module = self.lightning_module
+        results = None if module is None else module.trainer._results
+        if isinstance(results, RankResults) and results.rows_of_epoch:
+            for entries, length in self._lists:
+                del entries[length:]
+        self._lists = []
+
+
+def _gather_states(states: Any) -> list[Any]:
+    """Return the metric states of all ranks. A function, because metrics are copied and pickled."""
+    return exchange.gather(states, "lightning.metric")

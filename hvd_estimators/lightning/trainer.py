@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import tempfile
-from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -14,16 +11,15 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
 from hvd_estimators._util.unpickling import loads
-from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
-from hvd_estimators.lightning.checkpoint import (
-    BUFFERS,
-    PARTIAL,
-    PartialEpoch,
-    RunCheckpoint,
-    snapshot_of_run,
+from hvd_estimators.lightning.adapter import ModuleAdapter, users_module
+from hvd_estimators.lightning.callbacks import (
+    EpochEnds,
+    EpochRecorder,
+    TerminateOnNaN,
+    has_epoch_ends,
+    without_epoch_ends,
 )
-from hvd_estimators.lightning.epoch_ends import EpochEnds, has_epoch_ends, without_epoch_ends
+from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
     TrainLoader,
     ValidationLoader,
@@ -32,15 +28,13 @@ from hvd_estimators.lightning.loaders import (
     open_lightning_data,
 )
 from hvd_estimators.lightning.loggers import StoreCheckpointIO, quiet
-from hvd_estimators.lightning.package import of_flavor
-from hvd_estimators.lightning.spec import (
+from hvd_estimators.lightning.package import is_lightning, of_flavor
+from hvd_estimators.lightning.strategy import WeightedStrategy
+from hvd_estimators.lightning.trainer_args import (
     LightningTrainSpec,
     TrainerObjects,
-    load_best,
-    users_module,
+    trainer_arguments,
 )
-from hvd_estimators.lightning.trainer_args import trainer_arguments
-from hvd_estimators.lightning.weighted_strategy import WeightedStrategy
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
@@ -50,30 +44,25 @@ from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import (
     BufferReducer,
     BufferState,
-    ShardBuffers,
     TorchStreams,
 )
 from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.horovod_session import horovod_session
-from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
-from hvd_estimators.training.spec import EpochMetrics, TrainResult
+from hvd_estimators.training.shard_state import ShardStates
+from hvd_estimators.training.spec import TrainResult, combined_digest
 from hvd_estimators.training.step_control import (
-    StopRequest,
+    StepControl,
     stopped_before,
     without_further_epochs,
 )
-from hvd_estimators.training.weight_digests import combined_digest
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
+    from pytorch_lightning import LightningModule, Trainer
 
 __all__ = ["train"]
-
-logger = logging.getLogger(__name__)
 
 # These hooks get batches that are on the CPU.
 _MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
@@ -105,8 +94,7 @@ class _Trainer:
         self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
-        sum_of_asked = functools.partial(sum_over_ranks, name="stop_request")
-        self.stop_request = StopRequest(sum_of_asked, self.size)
+        self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
         self.restored_path: str | None = None
         self.logged_steps: int | None = None
         self.restored = self._restore()
@@ -123,7 +111,7 @@ class _Trainer:
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
             # A rank that is asked to stop gets time until the checkpoint is written.
-            stack.enter_context(self.stop_request)
+            stack.enter_context(self.control)
             progress = stack.enter_context(Progress(self.spec, self.rank))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=folder_prefix()))
             stack.enter_context(self.logs)
@@ -134,39 +122,7 @@ class _Trainer:
     def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:
         spec = self.spec
         done, rows = (0, 0) if self.restored is None else (self.restored.epoch, self.restored.rows)
-        data: dict[str, Any] = {}
-        loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
-        if is_lightning_data(spec.data.data_module):
-            data["datamodule"] = open_lightning_data(spec, spec.users_data, self.rank, self.size)
-        else:
-            # With overfit_batches each epoch uses the batches of the first one, also in a resumed
-            # run.
-            epoch = 0 if self._overfits else done
-            module = open_data_module(
-                spec.data,
-                self.rank,
-                self.size,
-                epoch=epoch,
-                rows=0 if self._overfits else rows,
-                epochs=spec.epochs - done,
-                memory=gpu_memory(self._loader_device),
-            )
-            loaders = make_loaders(
-                stack.enter_context(module),
-                spec.data,
-                spec.form,
-                self.shards,
-                self.size,
-                self._passes_per_step,
-                self._loader_device,
-                same=self._overfits,
-                done=spec.data.batches_before(done, rows),
-                **(
-                    {"totals": self.module.totals} if isinstance(self.module, ModuleAdapter) else {}
-                ),
-            )
-            data["train_dataloaders"], data["val_dataloaders"] = loaders
-        train_loader, validation_loader = loaders
+        data, train_loader, validation_loader = self._open_data(stack, done, rows)
         strategy = of_flavor(WeightedStrategy, spec.flavor)(
             train_loader,
             validation_loader,
@@ -182,9 +138,7 @@ class _Trainer:
             # Insert it first, so that the other callbacks see the values that the hooks log.
             callbacks.insert(0, of_flavor(EpochEnds, spec.flavor)(self.module))
         if spec.terminate_on_nan:
-            not_finite = functools.partial(sum_over_ranks, name="not_finite")
-            check = NanCheck(self.rank, self.size, not_finite, exchange)
-            callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(check))
+            callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(self.control))
         arguments = trainer_arguments(
             spec,
             self.objects,
@@ -211,16 +165,16 @@ class _Trainer:
         if self.restored is not None:
             recorder.history[:] = self.restored.history
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
-            functools.partial(self._save, recorder.history),
-            spec.data.random_seed,
-            self._checkpoint_directory(scratch),
+            spec,
+            recorder,
+            train_loader,
             self.shards,
             self.buffers,
             self.streams,
-            PartialEpoch(recorder, train_loader, self.rank, self.size, spec.flavor),
-            spec.checkpoints,
-            self.stop_request,
-            spec.run,
+            self.control,
+            self.checkpoints,
+            self.logs,
+            spec.run.checkpoints_path or scratch,
             self.restored,
         )
         # One callback must run before all others, and one after all others.
@@ -231,13 +185,45 @@ class _Trainer:
         run_checkpoint.restore_buffers(self.module)
         if len(recorder.history) > done:
             self.stopped = trainer.should_stop
-            run_checkpoint.save(trainer)
+            run_checkpoint.save(trainer, stopped=self.stopped)
         elif trainer.num_training_batches == 0:
             raise RuntimeError(
                 f"The training loader of rank {self.rank} has no batches: nothing was trained. "
                 "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
             )
         return self._result(recorder)
+
+    def _open_data(
+        self, stack: contextlib.ExitStack, done: int, rows: int
+    ) -> tuple[dict[str, Any], TrainLoader | None, ValidationLoader | None]:
+        """Return the data arguments of ``Trainer.fit``, and the loaders of a built-in reader."""
+        spec = self.spec
+        if is_lightning_data(spec.data.data_module):
+            module = open_lightning_data(spec, spec.users_data, self.rank, self.size)
+            return {"datamodule": module}, None, None
+        reader = open_data_module(
+            spec.data,
+            self.rank,
+            self.size,
+            # With overfit_batches each epoch uses the batches of the first one, also in a resumed
+            # run.
+            epoch=0 if self._overfits else done,
+            rows=0 if self._overfits else rows,
+            epochs=spec.epochs - done,
+            memory=gpu_memory(self._loader_device),
+        )
+        train, validation = make_loaders(
+            stack.enter_context(reader),
+            spec.data,
+            spec.form,
+            self.shards,
+            self._passes_per_step,
+            self._loader_device,
+            same=self._overfits,
+            done=spec.data.batches_before(done, rows),
+            totals=self.module.totals if isinstance(self.module, ModuleAdapter) else None,
+        )
+        return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
     def _loader_device(self) -> torch.device:
@@ -261,68 +247,27 @@ class _Trainer:
             return self.spec.backward_passes_per_step if adapted else 1
         return trainer.accumulate_grad_batches
 
-    def _checkpoint_directory(self, scratch: str) -> str:
-        return self.spec.run.checkpoints_path or scratch
-
     def _restore(self) -> RunState | None:
         """Return the state of the run's checkpoint, if any; the Trainer loads the checkpoint."""
         run = self.spec.run
-        held: dict[str, Any] = {}
+        checkpoint: dict[str, Any] = {}
 
         def load(file: IO[bytes]) -> None:
-            held.update(torch.load(file, map_location="cpu", weights_only=False))
+            checkpoint.update(torch.load(file, map_location="cpu", weights_only=False))
 
         state = restore(self.spec.store, run, exchange, self.rank, load)
         if state is not None:
             self.restored_path = checkpoint_path(run, Position(state.epoch, state.rows))
-            self.checkpoint_io.hold(self.restored_path, held)
-            loop = held["loops"]["fit_loop"]["epoch_loop.state_dict"]
+            self.checkpoint_io.add_loaded(self.restored_path, checkpoint)
+            loop = checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]
             self.logged_steps = loop["_batches_that_stepped"]
-            if self.rank == 0:
-                logger.info(
-                    "Resuming run %s after %d epochs and %d rows",
-                    run.run_id,
-                    state.epoch,
-                    state.rows,
-                )
         return state
-
-    def _save(
-        self, history: Sequence[EpochMetrics], checkpoint: dict[str, Any], batches: int
-    ) -> None:
-        """Save the run after its newest epoch, and batches of the next. Called by all ranks."""
-        self.logs.sync()
-        data = self.spec.data
-        if self.spec.run.checkpoints_path is None:
-            return
-        buffers: ShardBuffers = checkpoint[BUFFERS]
-        streams = capture_by_shard(self.shards, self.streams.capture)
-        own = streams, checkpoint.pop(PARTIAL, None), buffers.digests
-        of_streams, partials, digests = zip(*exchange.gather(own, "checkpoint"), strict=True)
-        checkpoint[BUFFERS] = buffers.unequal(digests)
-        if self.rank != 0:
-            return
-        random = of_shards(of_streams, data.num_shards)
-        is_copy = False
-        if batches:
-            checkpoint, is_copy = snapshot_of_run(checkpoint)
-            checkpoint[PARTIAL] = list(partials)
-        epoch = len(history)
-        state = RunState(
-            epoch,
-            data.rows_after(epoch, batches),
-            data.num_shards,
-            tuple(history),
-            random,
-            stopped=self.stopped,
-        )
-        self.checkpoints.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digests = weight_digests(self.module)
         state: LocalFile | None = None
         if self.rank == 0:
-            load_best(self.trainer, self.module, self.checkpoint_io)
+            _load_best(self.trainer, self.module, self.checkpoint_io)
             file = self.spec.module
             trained = users_module(self.module)
             state = trained_file(trained, lambda: users_module(load_module(file, True)), {})
@@ -333,3 +278,17 @@ class _Trainer:
             stopped=self.stopped,
             weight_digests=digests,
         )
+
+
+def _load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreCheckpointIO) -> None:
+    """Load the best weights, if the user's ModelCheckpoint monitors a value."""
+    connected: Any = trainer
+    for callback in connected.callbacks:
+        if (
+            is_lightning(callback, "callbacks.ModelCheckpoint")
+            and callback.monitor is not None
+            and callback.best_model_path
+        ):
+            checkpoint = checkpoints.load_checkpoint(callback.best_model_path)
+            module.load_state_dict(checkpoint["state_dict"])
+            return

@@ -1,32 +1,97 @@
-"""Arguments of Lightning's Trainer: checked on the driver, completed on the ranks."""
+"""Specification of a Lightning rank, and the Trainer's arguments.
+
+The arguments are checked on the driver and completed on the ranks.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.dry_run import traceless
-from hvd_estimators.lightning.loaders import is_lightning_data
+from hvd_estimators.lightning.loaders import BatchForm, is_lightning_data
 from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
-from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
-from hvd_estimators.lightning.weighted_strategy import WeightedStrategy
+from hvd_estimators.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
+    from hvd_estimators.lightning.strategy import WeightedStrategy
+
 __all__ = [
+    "LightningTrainSpec",
+    "TrainerObjects",
     "adapted_trainer_args",
+    "as_list",
     "check_module",
     "check_objects",
     "check_trainer_args",
     "trainer_arguments",
 ]
+
+
+@dataclass(frozen=True)
+class TrainerObjects:
+    """The user's objects for Lightning's Trainer.
+
+    The objects are serialized together, because they may refer to each other. They are pickled even
+    if a backend does not pickle, because training changes them.
+
+    Attributes
+    ----------
+    callbacks : tuple of Callback
+        Lightning callbacks.
+    logger : Logger, sequence of Logger, bool or None
+        The run's loggers.
+    profiler : Profiler, str or None
+        The run's profiler.
+    arguments : mapping
+        Further arguments of the Trainer.
+    """
+
+    callbacks: tuple[Any, ...]
+    logger: Any
+    profiler: Any
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LightningTrainSpec(TrainSpec):
+    """Spec of a Lightning rank.
+
+    Attributes
+    ----------
+    flavor : Flavor
+        Lightning's package.
+    module : bytes
+        The LightningModule, see `module_file`.
+    objects : bytes
+        A pickled `TrainerObjects`.
+    form : BatchForm
+        The tensors that a LightningModule gets.
+    batch_hint : str
+        A hint for the error of a step that unpacks the batch as a tuple.
+    log_every_n_steps : int
+        Steps between two entries of the loggers.
+    users_data : mapping
+        Extra keyword arguments for the user's LightningDataModule.
+    """
+
+    flavor: Flavor
+    module: LocalFile
+    objects: bytes
+    form: BatchForm
+    batch_hint: str
+    log_every_n_steps: int
+    users_data: Mapping[str, Any]
 
 
 def trainer_arguments(
@@ -92,7 +157,7 @@ def trainer_arguments(
 logger = logging.getLogger(__name__)
 
 
-_OURS = {
+_SET_BY_ESTIMATOR = {
     "accelerator": "use_gpu",
     "devices": "num_proc",
     "num_nodes": "num_proc",
@@ -101,7 +166,7 @@ _OURS = {
 
 
 # Trainer arguments that Lightning 2 removed, and their replacements.
-_GONE = {
+_REMOVED = {
     "amp_backend": "precision",
     "auto_scale_batch_size": "batch_size",
     "auto_select_gpus": "use_gpu",
@@ -150,14 +215,16 @@ def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, 
     ParamError
         If an argument is unknown to the Trainer, or would break distributed training.
     """
-    known = inspect.signature(flavor.get("Trainer").__init__).parameters
+    parameters = inspect.signature(flavor.get("Trainer").__init__).parameters
     adapted = {}
     for name, value in given.items():
-        if name in _OURS:
-            raise ParamError(f"trainer_args: {name!r} is set by the estimator. Set {_OURS[name]}.")
+        if name in _SET_BY_ESTIMATOR:
+            raise ParamError(
+                f"trainer_args: {name!r} is set by the estimator. Set {_SET_BY_ESTIMATOR[name]}."
+            )
         if name == "stochastic_weight_avg":
             logger.warning(
-                "trainer_args: stochastic_weight_avg is gone from Lightning. Add "
+                "trainer_args: Lightning 2 has no stochastic_weight_avg. Add "
                 "StochasticWeightAveraging(swa_lrs=...) to callbacks."
             )
             if value:
@@ -165,14 +232,14 @@ def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, 
                     *given.get("callbacks", []),
                     flavor.get("callbacks.StochasticWeightAveraging")(swa_lrs=1e-2),
                 ]
-        elif name in _GONE:
+        elif name in _REMOVED:
             logger.warning(
-                "trainer_args: %s is gone from Lightning and has no effect. Instead: %s.",
+                "trainer_args: Lightning 2 has no %s, which has no effect. Instead: %s.",
                 name,
-                _GONE[name],
+                _REMOVED[name],
             )
-        elif name not in known or name == "self":
-            hint = did_you_mean(name, known)
+        elif name not in parameters or name == "self":
+            hint = did_you_mean(name, parameters)
             raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
         else:
             adapted.setdefault(name, value)
@@ -189,19 +256,19 @@ def check_trainer_args(
     ParamError
         If it does not.
     """
-    given = arguments.get("callbacks") or []
-    for callback in _as_list(given):
+    given = as_list(arguments.get("callbacks"))
+    for callback in given:
         if isinstance(callback, type) or not is_lightning(callback, "Callback"):
             raise ParamError(
                 "trainer_args: callbacks: expected instances of Lightning's Callback, found "
                 f"{callback!r}."
             )
     for name, kind in _KINDS.items():
-        found = [c for c in [*callbacks, *_as_list(given)] if is_lightning(c, kind)]
-        if arguments.get(name) is False and found:
+        of_kind = [c for c in [*callbacks, *given] if is_lightning(c, kind)]
+        if arguments.get(name) is False and of_kind:
             raise ParamError(
-                f"trainer_args: {name}=False, and callbacks has a {type(found[0]).__name__}. Leave "
-                "one of them out."
+                f"trainer_args: {name}=False, and callbacks has a {type(of_kind[0]).__name__}. "
+                "Leave one of them out."
             )
     plain = {
         name: value
@@ -222,19 +289,24 @@ def check_trainer_args(
         raise ParamError(
             f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
         )
-    refused = (TypeError, ValueError, flavor.get("utilities.exceptions.MisconfigurationException"))
+    misconfigured = flavor.get("utilities.exceptions.MisconfigurationException")
     with traceless(), quiet():
         try:
             flavor.get("Trainer")(**{**plain, **ours, "barebones": False})
-        except refused as error:
+        except (TypeError, ValueError, misconfigured) as error:
             raise ParamError(
-                f"trainer_args: Lightning's Trainer refuses them ({error}). Found {plain!r}. Set "
-                "others."
+                f"trainer_args: Lightning's Trainer rejects them ({error}). Found {plain!r}. "
+                "Change the argument that the error names."
             ) from error
 
 
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def as_list(value: Any) -> list[Any]:
+    """Return a list of the given values: several, one or zero."""
+    if value is None:
+        return []
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return [value]
 
 
 def check_objects(loggers: Any, profiler: Any) -> None:
@@ -245,9 +317,9 @@ def check_objects(loggers: Any, profiler: Any) -> None:
     ParamError
         If they do not.
     """
-    for entry in _as_list(loggers):
+    for entry in as_list(loggers):
         is_one = not isinstance(entry, type) and is_lightning(entry, "loggers.Logger")
-        if not (entry is None or isinstance(entry, bool) or is_one):
+        if not (isinstance(entry, bool) or is_one):
             raise ParamError(
                 f"logger: expected Lightning's loggers, or False for none, found {entry!r}."
             )

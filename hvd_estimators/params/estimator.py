@@ -24,8 +24,8 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
-from hvd_estimators.training.buffer_reduction import parse_buffer_reduction
 from hvd_estimators.training.monitoring import check_monitor, mode_of
+from hvd_estimators.training.shard_state import parse_buffer_reduction
 from hvd_estimators.training.spec import CheckpointOptions
 
 __all__ = [

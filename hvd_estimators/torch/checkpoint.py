@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import IO, Any
 
 import torch
@@ -25,9 +26,9 @@ from hvd_estimators.torch.shard_state import (
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
-from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
+from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["RunCheckpoints"]
@@ -145,7 +146,6 @@ class RunCheckpoints:
 
     def save(
         self,
-        epoch: int,
         batches: int,
         history: tuple[EpochMetrics, ...],
         output_shapes: Any,
@@ -158,8 +158,8 @@ class RunCheckpoints:
 
         Parameters
         ----------
-        epoch, batches : int
-            Finished epochs, and finished batches of the next epoch.
+        batches : int
+            Finished batches of the epoch after those of the history.
         history : tuple of EpochMetrics
             Records of the finished epochs.
         output_shapes : list or None
@@ -181,12 +181,19 @@ class RunCheckpoints:
         """
         if self._spec.run.checkpoints_path is None:
             return False
-        data = self._spec.data
-        streams = capture_by_shard(self.shards, self._streams.capture)
         buffers = ShardBuffers(self._module, self.shards, self._fleeting)
-        own = streams, measured, buffers.digests, is_adding_up
-        gathered = exchange.gather(own, "checkpoint")
-        of_streams, of_measured, digests, pending = zip(*gathered, strict=True)
+        own = measured, buffers.digests, is_adding_up
+        state, of_ranks = gather_state(
+            self._spec,
+            history,
+            batches,
+            self.shards,
+            self._streams,
+            exchange,
+            own,
+            stopped=stopped,
+        )
+        of_measured, digests, pending = zip(*of_ranks, strict=True)
         if any(pending):
             # A train_minibatch_fn may step less often than backward_passes_per_step.
             logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
@@ -194,18 +201,10 @@ class RunCheckpoints:
         unequal = buffers.unequal(digests)
         if self._rank != 0:
             return True
-        state = RunState(
-            epoch,
-            data.rows_after(epoch, batches),
-            data.num_shards,
-            history,
-            of_shards(of_streams, data.num_shards),
-            {
-                "output_shapes": output_shapes,
-                "measures": [m["sums"] for m in of_measured if m is not None],
-            },
-            stopped=stopped,
-        )
+        parts = {
+            "output_shapes": output_shapes,
+            "measures": [m["sums"] for m in of_measured if m is not None],
+        }
         saved: Any = {
             **self.content(),
             "buffers": unequal,
@@ -221,6 +220,7 @@ class RunCheckpoints:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
             saved["buffer_bases"] = self.buffers.bases
             saved = snapshot(saved)
+        state = replace(state, parts=parts)
         self.writer.save(state, lambda file: save_state(saved, file), is_copy=batches > 0)
         return True
 
@@ -249,13 +249,4 @@ class RunCheckpoints:
             if sizes == [len(group["params"]) for group in options]:
                 load_optimizer_state(self._optimizer, saved.pop("optimizer"))
 
-        state = restore(spec.store, spec.run, exchange, self._rank, load)
-        if state is None:
-            return None
-        if self._rank == 0:
-            within = ""
-            if state.rows:
-                batches = spec.data.batches_before(state.epoch, state.rows)
-                within = f" and {batches} batches of the next"
-            logger.info("Resuming run %s after %d epochs%s", spec.run.run_id, state.epoch, within)
-        return state
+        return restore(spec.store, spec.run, exchange, self._rank, load)

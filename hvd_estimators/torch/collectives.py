@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,22 +11,24 @@ import torch
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
-from hvd_estimators.training.progress import tell_driver
-from hvd_estimators.training.weight_digests import check_equal_weights
+from hvd_estimators.training.progress import notify_driver
+from hvd_estimators.training.spec import check_equal_weights, weight_digest
 
 __all__ = [
     "CARRIED_AS",
     "PendingSum",
     "average_batch_norm",
     "batch_norm_statistics",
+    "bits_of",
     "broadcast_tensors",
     "check_same_weights",
     "choose_device",
     "exchange",
+    "gather_tensor",
     "not_finite",
+    "reduce_tensor",
     "sum_over_ranks",
     "sum_tensor",
-    "tensor_digest",
     "weight_digests",
 ]
 
@@ -38,7 +39,18 @@ def _gather_bytes(document: Bytes, name: str) -> Bytes:
     return gathered
 
 
-exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
+# Lightning validates in inference mode. Horovod's own thread cannot write to tensors created in it.
+_outside_inference_mode = torch.inference_mode(False)
+
+
+class _TensorExchange(ObjectExchange):
+    """Exchange of objects that may contain tensors; also works in inference mode."""
+
+    gather = _outside_inference_mode(ObjectExchange.gather)
+    broadcast = _outside_inference_mode(ObjectExchange.broadcast)
+
+
+exchange = _TensorExchange(hvd.rank, hvd.size, _gather_bytes)
 
 
 def average_batch_norm(module: torch.nn.Module) -> None:
@@ -126,7 +138,7 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     torch.cuda.set_device(index)
     line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
-        tell_driver(line, verbose)
+        notify_driver(line, verbose)
     return torch.device("cuda", index)
 
 
@@ -156,6 +168,7 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
             tensor.copy_(carried[name])
 
 
+@_outside_inference_mode
 def sum_over_ranks(value: float, name: str = "step_weight") -> float:
     """Sum one number per rank, exactly in 64 bits. Called by all ranks.
 
@@ -168,6 +181,37 @@ def sum_over_ranks(value: float, name: str = "step_weight") -> float:
     """
     own = torch.tensor([value], dtype=torch.float64)
     return float(hvd.allreduce(own, name=name, op=hvd.Sum))
+
+
+def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce a tensor of any dtype with ``mean``, ``avg``, ``sum``, ``min`` or ``max``.
+
+    Called by all ranks. The mean of integers is a float64 tensor, because it may not be an integer.
+    """
+    reductions = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+    reductions["mean"] = reductions["avg"] = hvd.Average
+    if op not in reductions:
+        raise ValueError(
+            f"reduce_op: expected one of 'mean', 'sum', 'min' and 'max', found {op!r}."
+        )
+    if op in ("mean", "avg") and not tensor.is_floating_point():
+        tensor = tensor.double()
+    with torch.inference_mode(False):
+        reduced: torch.Tensor = hvd.allreduce(_carried(tensor).contiguous(), op=reductions[op])
+        return reduced.to(tensor.dtype)
+
+
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Stack the ranks' tensors of any dtype along a new first dimension. Called by all ranks."""
+    with torch.inference_mode(False):
+        gathered: torch.Tensor = hvd.allgather(_carried(tensor).unsqueeze(0).contiguous())
+        return gathered.to(tensor.dtype)
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that Horovod can transport and write to."""
+    usable = tensor.clone() if tensor.is_inference() else tensor
+    return usable.to(CARRIED_AS.get(tensor.dtype, tensor.dtype))
 
 
 def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -214,7 +258,7 @@ class PendingSum:
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
     """Return a digest of each parameter by name; equal digests mean equal bits."""
-    return {name: tensor_digest(parameter) for name, parameter in module.named_parameters()}
+    return {name: weight_digest(bits_of(value)) for name, value in module.named_parameters()}
 
 
 def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
@@ -230,7 +274,7 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
         check_equal_weights(gathered, epoch, run)
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's bits."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]
+def bits_of(tensor: torch.Tensor) -> Bytes:
+    """Return a tensor's bits, for a digest."""
+    bits: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return bits

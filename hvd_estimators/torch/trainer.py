@@ -44,17 +44,20 @@ from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.horovod_session import horovod_session, seed_rank
 from hvd_estimators.training.monitoring import shown_values
-from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.training.spec import (
+    EpochMetrics,
+    TrainResult,
+    TrainSpec,
+    combined_digest,
+    named_weights,
+)
 from hvd_estimators.training.step_control import (
-    StopRequest,
-    interrupted,
+    StepControl,
     stopped_before,
     without_further_epochs,
 )
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
-from hvd_estimators.training.weight_digests import combined_digest, named_weights
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["TorchTrainSpec", "train"]
@@ -157,12 +160,7 @@ class _Trainer:
         # Whether the user's function calls backward() and step().
         self.user_steps = self.objective.has_own_step
         self.progress = Progress(spec, self.rank)
-        self.stop_request = StopRequest(
-            functools.partial(sum_over_ranks, name="stop_request"), self.size
-        )
-        self.finite = NanCheck(
-            self.rank, self.size, functools.partial(sum_over_ranks, name="not_finite"), exchange
-        )
+        self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
 
     def run(self) -> TrainResult:
         spec = self.spec
@@ -180,7 +178,7 @@ class _Trainer:
         logs = SyncedDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with (
             # A process that is asked to end gets time until the checkpoint is written.
-            self.stop_request,
+            self.control,
             data,
             logs,
             EventWriter(logs.path, done) as writer,
@@ -202,11 +200,11 @@ class _Trainer:
                 writer.scalars(epoch, epoch_scalars(record))
                 self.stopped = self._is_stopped_by_callbacks(epoch, record)
                 logs.sync()
-                is_saved = self._save_checkpoint(epoch + 1)
+                self._save_checkpoint()
                 if self.stopped:
                     break
-                if epoch + 1 < spec.epochs and self.stop_request.after_step():
-                    raise interrupted(epoch + 1, 0, is_saved)
+                if epoch + 1 < spec.epochs:
+                    self.control.after_epoch(epoch + 1)
             self.checkpoints.attributes.training_ended()
             self._callbacks("on_train_end")
         state = None
@@ -315,24 +313,12 @@ class _Trainer:
             done = end // turns
             if self.progress.due:
                 self.progress.step(done, measures.means())
+            step = self.spec.steps_done(epoch, done)
             if self.spec.terminate_on_nan:
-                found = not_finite(self.plain, losses)
-                self.finite.after_step(self.spec.steps_done(epoch, done), epoch, *found)
+                self.control.check_finite(step, epoch, *not_finite(self.plain, losses))
             if not is_last:
-                self._after_step(epoch, done, measures)
-
-    def _after_step(self, epoch: int, batches: int, measures: MetricSums) -> None:
-        """Save the run within an epoch if a checkpoint is due, or before it stops on request.
-
-        Called by all ranks.
-        """
-        is_asked = self.stop_request.after_step()
-        is_saved = False
-        is_due = self.spec.checkpoints.due_after(self.spec.steps_done(epoch, batches))
-        if is_asked or is_due:
-            is_saved = self._save_checkpoint(epoch, batches, measures)
-        if is_asked:
-            raise interrupted(epoch, batches, is_saved)
+                save = functools.partial(self._save_checkpoint, done, measures)
+                self.control.after_step(epoch, done, [step], save)
 
     def _minibatch(
         self, batch: Batch, share: StepShare, index: int, measures: MetricSums
@@ -382,12 +368,9 @@ class _Trainer:
                 measures.add(self.objective.evaluate(self.module, batch))
         return measures
 
-    def _save_checkpoint(
-        self, epoch: int, batches: int = 0, measures: MetricSums | None = None
-    ) -> bool:
+    def _save_checkpoint(self, batches: int = 0, measures: MetricSums | None = None) -> bool:
         """Save the run, and return whether it was saved. Called by all ranks."""
         return self.checkpoints.save(
-            epoch,
             batches,
             tuple(self.history),
             self.output_shapes,

@@ -177,7 +177,7 @@ class Handover:
         return [replace(first, state=state), *results[1:]]
 
     @contextlib.contextmanager
-    def naming_what_is_kept(self, *, trained: bool) -> Iterator[None]:
+    def describing_saved_state(self, *, trained: bool) -> Iterator[None]:
         """Add the path of the saved state, and how to load it, to errors of the block.
 
         Parameters
@@ -205,8 +205,8 @@ class Handover:
                     logger.error("%s", hint)
                 raise
             raise ResultsError(
-                "The ranks have trained the model, and the driver could not make it of what they "
-                f"left ({type(error).__name__}: {error}). {self._hint()}".rstrip()
+                "The ranks have trained the model, but the driver could not create it from the "
+                f"trained state ({type(error).__name__}: {error}). {self._hint()}".rstrip()
             ) from error
 
     def _is_only_copy(self) -> bool:
@@ -216,20 +216,21 @@ class Handover:
     def _hint(self) -> str:
         """Return the path of the saved state, for a message; empty if there is none."""
         run = self._spec.run
-        with _logged("The store could not be asked what is kept"):
-            found = positions(self._store, run)
-            if found:
+        with _logged("The saved state could not be looked up in the store"):
+            checkpoints = positions(self._store, run)
+            if checkpoints:
                 return (
-                    f"What was trained is kept as run_id={run.run_id!r} (its checkpoint is "
-                    f"{checkpoint_path(run, found[-1])!r}): fit() with that run_id and otherwise "
-                    "the same params goes on from there and repeats no epoch that was finished; "
+                    f"The trained state is saved as run_id={run.run_id!r}, in the checkpoint "
+                    f"{checkpoint_path(run, checkpoints[-1])!r}. fit() with that run_id and "
+                    "otherwise the same params resumes there and repeats no completed epoch; "
                     f"hvd_estimators.load_checkpoint(store, run_id={run.run_id!r}) opens it."
                 )
             if self._store.exists(self._state_path):
                 return (
-                    f"What was trained is kept as run_id={run.run_id!r}, in {self._state_path!r}, "
-                    f"which {self._reader} opens. The store keeps no checkpoints "
-                    "(save_runs=False), so that it is the only copy; nothing deletes it but you."
+                    f"The trained state is saved as run_id={run.run_id!r}, in "
+                    f"{self._state_path!r}, which {self._reader} opens. The store keeps no "
+                    "checkpoints (save_runs=False): this file is the only copy, and is never "
+                    "deleted automatically."
                 )
         return ""
 

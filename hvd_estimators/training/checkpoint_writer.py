@@ -8,7 +8,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import IO, Any, NamedTuple
@@ -38,9 +38,15 @@ from hvd_estimators.training.run_state import (
     read_archive,
     write_archive,
 )
-from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.shard_state import (
+    ShardStates,
+    StatePart,
+    capture_by_shard,
+    of_shards,
+)
+from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics, TrainSpec
 
-__all__ = ["CheckpointWriter", "restore"]
+__all__ = ["CheckpointWriter", "gather_state", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,7 @@ class CheckpointWriter:
         self._run = run
         self._options = options
         self._stored: dict[Position, CheckpointInfo | None] | None = None
-        self._leftovers: list[str] = []
+        self._orphans: list[str] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._upload: concurrent.futures.Future[None] | None = None
 
@@ -163,7 +169,7 @@ class CheckpointWriter:
     def _write(
         self, path: str, state: RunState, write_model: Callable[[IO[bytes]], None]
     ) -> _Written:
-        with _told(path), contextlib.ExitStack() as stack:
+        with _as_store_error(path), contextlib.ExitStack() as stack:
             target = stack.enter_context(self._store.open_atomic(path))
             file = target
             if not (target.seekable() and target.readable()):
@@ -181,7 +187,7 @@ class CheckpointWriter:
         self, written: _Written, info: CheckpointInfo, first: Callable[[], None] | None
     ) -> None:
         opened, file, target = written
-        with _told(info.path):
+        with _as_store_error(info.path):
             with opened:
                 if first is not None:
                     self._check_fence()
@@ -227,7 +233,7 @@ class CheckpointWriter:
             among = with_manifest(run.checkpoint_filename, names)
             self._stored = dict.fromkeys(among)
             self._stored.update({i.position: i for i in list_checkpoints(store, run, among)})
-            self._leftovers = orphans(run.checkpoint_filename, names)
+            self._orphans = orphans(run.checkpoint_filename, names)
         return self._stored
 
     def _delete_others(
@@ -249,8 +255,8 @@ class CheckpointWriter:
         for position in stored.keys() - kept:
             delete_checkpoint(self._store, self._run, position)
             del stored[position]
-        while self._leftovers:
-            self._store.delete(f"{self._run.checkpoints_path}/{self._leftovers.pop()}")
+        while self._orphans:
+            self._store.delete(f"{self._run.checkpoints_path}/{self._orphans.pop()}")
 
 
 class _Written(NamedTuple):
@@ -280,16 +286,16 @@ class _NotingErrors:
 
 
 @contextlib.contextmanager
-def _told(path: str) -> Iterator[None]:
+def _as_store_error(path: str) -> Iterator[None]:
     """Convert errors that prevent a checkpoint from being written to a `StoreError`."""
     try:
         yield
     except OSError as error:
-        told = f"{error}" if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-        lasting = not isinstance(error, StoreUnavailableError)
-        raise (StoreError if lasting else StoreUnavailableError)(
-            f"The checkpoint {path!r} could not be written ({told}). Those before it are kept: "
-            "fit() with the same run_id goes on from the newest."
+        cause = f"{error}" if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+        is_temporary = isinstance(error, StoreUnavailableError)
+        raise (StoreUnavailableError if is_temporary else StoreError)(
+            f"The checkpoint {path!r} could not be written ({cause}). Earlier checkpoints still "
+            "exist: fit() with the same run_id resumes from the newest."
         ) from error
 
 
@@ -329,22 +335,78 @@ def restore(
         another version or another model, or differs between ranks.
     """
     with contextlib.ExitStack() as stack:
-        found = None
+        newest = None
         if rank == 0:
-            found = find_newest_valid(
+            newest = find_newest_valid(
                 store, run, lambda info: stack.enter_context(open_valid(store, info))
             )
-        info = exchange.broadcast(None if found is None else found[0], "checkpoint")
+        info = exchange.broadcast(None if newest is None else newest[0], "checkpoint")
         if info is None:
             return None
         try:
-            file = stack.enter_context(open_valid(store, info)) if found is None else found[1]
+            file = stack.enter_context(open_valid(store, info)) if newest is None else newest[1]
         except DamagedCheckpoint as error:
             raise StoreError(
                 f"{info.path!r} is not the same file on rank {rank} and on rank 0 ({error}). Set a "
-                "store of which all machines see the same, and that nobody else changes."
+                "store with the same files on all machines, which no other program changes."
             ) from error
         with describing_damage(info.path):
             state = read_archive(file)
             load(file)
+    if rank == 0:
+        rows = f" and {state.rows} rows of the next" if state.rows else ""
+        logger.info("Resuming run %s after %d epochs%s", run.run_id, state.epoch, rows)
     return state
+
+
+def gather_state(
+    spec: TrainSpec,
+    history: Sequence[EpochMetrics],
+    batches: int,
+    shards: ShardStates,
+    streams: StatePart,
+    exchange: ObjectExchange,
+    own: Any,
+    *,
+    stopped: bool = False,
+) -> tuple[RunState, list[Any]]:
+    """Gather the state of a run at a position in training. All ranks must call it.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        The training job.
+    history : sequence of EpochMetrics
+        Records of the completed epochs.
+    batches : int
+        A shard's completed batches in the next epoch.
+    shards : ShardStates
+        The shards that this rank runs.
+    streams : StatePart
+        The random streams of the shard that the rank currently runs.
+    exchange : ObjectExchange
+        Gathers the states.
+    own : object
+        Further state of this rank.
+    stopped : bool
+        Whether a callback has stopped training.
+
+    Returns
+    -------
+    RunState
+        The state, without `RunState.parts`.
+    list
+        ``own`` of each rank.
+    """
+    gathered = exchange.gather((capture_by_shard(shards, streams.capture), own), "checkpoint")
+    captured, of_ranks = zip(*gathered, strict=True)
+    data, epoch = spec.data, len(history)
+    state = RunState(
+        epoch,
+        data.rows_after(epoch, batches),
+        data.num_shards,
+        tuple(history),
+        of_shards(captured, data.num_shards),
+        stopped=stopped,
+    )
+    return state, list(of_ranks)

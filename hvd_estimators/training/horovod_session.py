@@ -90,7 +90,7 @@ def horovod_session(
         try:
             if ranks is not None and hvd.size() != ranks:
                 raise RuntimeError(
-                    f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
+                    f"The backend's num_processes() returned {ranks} ranks, and Horovod finds "
                     f"{hvd.size()}. Start as many processes with Horovod's environment variables, "
                     "as horovodrun does."
                 )

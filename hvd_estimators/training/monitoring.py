@@ -55,8 +55,8 @@ def monitored(monitor: str | None, names: Collection[str]) -> str | None:
     names : collection of str
         The available metrics.
     """
-    wanted = ("val_loss", "loss") if monitor is None else (monitor, f"{_VALIDATION}{monitor}")
-    return next((name for name in wanted if name in names), None)
+    candidates = ("val_loss", "loss") if monitor is None else (monitor, f"{_VALIDATION}{monitor}")
+    return next((name for name in candidates if name in names), None)
 
 
 def check_monitor(monitor: str | None, names: Collection[str]) -> None:
@@ -98,7 +98,7 @@ def mode_of(monitor: str, mode: str) -> str:
     more = any(word in _MORE for word in words)
     if less == more:
         raise ParamError(
-            f"checkpoint_mode: whether less or more of {monitor!r} is better cannot be told by "
-            "its name. Set checkpoint_mode to 'min' or 'max'."
+            f"checkpoint_mode: the name {monitor!r} does not show if lower or higher values are "
+            "better. Set checkpoint_mode to 'min' or 'max'."
         )
     return "min" if less else "max"

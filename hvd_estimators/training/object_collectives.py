@@ -62,31 +62,32 @@ class ObjectExchange:
         return value if self._rank() == root else loads(document)
 
     def _parts(self, document: bytes, name: str) -> list[bytes]:
-        place = f"{name} {self._counts[name]}"
+        message = f"{name} {self._counts[name]}"
         self._counts[name] += 1
         length = len(document).to_bytes(_LENGTH_BYTES, "little")
-        sealed = np.frombuffer(length + _tag(place, self._rank(), document) + document, np.uint8)
-        whole = self._gather(sealed, f"{name}.bytes").tobytes()
+        sealed = np.frombuffer(length + _tag(message, self._rank(), document) + document, np.uint8)
+        gathered = self._gather(sealed, f"{name}.bytes").tobytes()
         parts: list[bytes] = []
         start = 0
         for rank in range(self._size()):
-            begin = start + _LENGTH_BYTES + _TAG_BYTES
-            tag = whole[start + _LENGTH_BYTES : begin]
-            start = begin + int.from_bytes(whole[start : start + _LENGTH_BYTES], "little")
-            content = whole[begin:start]
+            length = gathered[start : start + _LENGTH_BYTES]
+            content_start = start + _LENGTH_BYTES + _TAG_BYTES
+            tag = gathered[start + _LENGTH_BYTES : content_start]
+            start = content_start + int.from_bytes(length, "little")
+            content = gathered[content_start:start]
             # A changed length selects different content, whose code does not match.
-            if not hmac.compare_digest(tag, _tag(place, rank, content)):
+            if not hmac.compare_digest(tag, _tag(message, rank, content)):
                 raise ConnectionError(
-                    f"What came as rank {rank}'s does not prove to be of this job, and was "
-                    "not used. Somebody else has a connection to this rank."
+                    f"The message of rank {rank} is not authenticated by this job's key, and was "
+                    "rejected. Another program has a connection to this rank."
                 )
             parts.append(content)
         return parts
 
 
-def _tag(place: str, rank: int, document: bytes) -> bytes:
+def _tag(message: str, rank: int, document: bytes) -> bytes:
     # Ranks that another program starts (horovodrun) have no key and trust their connections.
     key = os.environ.get(RANKS_KEY_VARIABLE, "").encode()
-    code = hmac.new(key, f"{place} {rank} ".encode(), "sha256")
+    code = hmac.new(key, f"{message} {rank} ".encode(), "sha256")
     code.update(document)
     return code.digest()

@@ -25,16 +25,17 @@ from hvd_estimators.launch.rank.hang_detection import (
 from hvd_estimators.launch.service.events import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["Progress", "stack_of", "tell_driver", "warning_of_hangs"]
+__all__ = ["Progress", "notify_driver", "stack_of", "warning_of_hangs"]
+
+logger = logging.getLogger(__name__)
 
 # Most steps and validation batches take less time. Horovod warns of stalled ranks after a minute.
-_SECONDS = 120.0
-
-
+_HANG_SECONDS = 120.0
 _LOOK_SECONDS = 10.0
-
-
 _FRAMES = 8
+
+# Time between two reports to the driver.
+_REPORT_SECONDS = 0.25
 
 
 @contextlib.contextmanager
@@ -54,7 +55,7 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
     ended = threading.Event()
     main = threading.get_ident()
     # Shorter than the time after which the parent ends the rank.
-    patience = min(_SECONDS, hang_limit(os.environ) / 2)
+    patience = min(_HANG_SECONDS, hang_limit(os.environ) / 2)
 
     def watch() -> None:
         is_reported = False
@@ -65,7 +66,7 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
                 continue
             stack = stack_of(main)
             leave_stack(stack)
-            if silent >= _SECONDS and not is_reported:
+            if silent >= _HANG_SECONDS and not is_reported:
                 is_reported = True
                 notify(
                     f"Rank {rank} has made no progress for {silent:.0f} s: there was no batch and "
@@ -88,13 +89,7 @@ def stack_of(thread: int) -> str:
     return "".join(calls).rstrip()
 
 
-logger = logging.getLogger(__name__)
-
-
-_SECONDS_BETWEEN = 0.25
-
-
-def tell_driver(line: str, verbose: int, rank: int = 0) -> None:
+def notify_driver(line: str, verbose: int, rank: int = 0) -> None:
     """Log a line of a rank, and show it on the driver if ``verbose`` is above 0."""
     logger.info(line)
     if verbose > 0:
@@ -161,7 +156,7 @@ class Progress:
         made_progress()
         if self._sender is None or not self._is_shown:
             return False
-        return time.monotonic() - self._reported > _SECONDS_BETWEEN
+        return time.monotonic() - self._reported > _REPORT_SECONDS
 
     def step(self, step: int, means: Mapping[str, float]) -> None:
         """Report the number of completed steps in the epoch, and the metric means so far."""
@@ -180,7 +175,7 @@ class Progress:
             self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()]))
 
     def _warn(self, text: str) -> None:
-        tell_driver(text, self._verbose, self._rank)
+        notify_driver(text, self._verbose, self._rank)
 
     def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
         if self._sender is None or not self._is_shown:

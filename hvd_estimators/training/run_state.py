@@ -39,8 +39,6 @@ __all__ = [
 ]
 
 _REGISTERED = 2
-
-
 """Value of ``dtype.isbuiltin`` for types that other packages register with NumPy."""
 
 
@@ -112,16 +110,9 @@ def is_encodable(value: Any) -> bool:
 
 
 _FORMAT = 1
-
-
 _STATE = "hvd_estimators/state.json"
-
-
 _ARRAY = "hvd_estimators/{}.npy"
-
-
 _COPIED_BYTES = 2**24
-
 
 # Errors that zip archives, JSON, .npy files and the frameworks raise for damaged files.
 _UNREADABLE = (
@@ -229,12 +220,12 @@ def read_state(store: Store, path: str) -> RunState:
 
 def has_state(file: IO[bytes]) -> bool:
     """Return whether a file is an archive that contains a state, and rewind the file."""
-    found = False
+    has_member = False
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
-            found = any(name.endswith(_STATE) for name in archive.namelist())
+            has_member = any(name.endswith(_STATE) for name in archive.namelist())
     file.seek(0)
-    return found
+    return has_member
 
 
 @contextlib.contextmanager
@@ -252,7 +243,7 @@ _REMEDY = (
 
 @contextlib.contextmanager
 def describing_damage(
-    path: str, cannot: str = "be gone on from", remedy: str = _REMEDY
+    path: str, cannot: str = "be resumed", remedy: str = _REMEDY
 ) -> Iterator[None]:
     """Convert errors of the block that a damaged checkpoint can cause to a `StoreError`.
 
@@ -270,10 +261,10 @@ def describing_damage(
     except StoreError:
         raise
     except _UNREADABLE as error:
-        told = f"{type(error).__name__}: {error}".removesuffix(": ")
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise StoreError(
             f"The checkpoint {path!r} cannot {cannot}: it is damaged, of another model, or was not "
-            f"written by this version of hvd_estimators ({told}).{remedy}"
+            f"written by this version of hvd_estimators ({cause}).{remedy}"
         ) from error
 
 

@@ -1,8 +1,12 @@
-"""Per-shard state, for ranks that run several shards: random streams and statistics.
+"""Per-shard state: random streams, statistics, and their reduction over the shards.
 
 Each canonical shard has its own random streams, which are reseeded in each epoch (`seed_rank`). A
 rank that runs several virtual shards swaps their states. A mid-epoch checkpoint contains the states
 of all shards.
+
+Layers compute some tensors from batches, such as running means. In torch and Lightning they are
+the module's buffers. In Keras they are variables that are not trained. The param
+``buffer_reduction`` selects their reduction over the shards.
 """
 
 from __future__ import annotations
@@ -13,9 +17,19 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.loading.plan import virtual_shards
 
-__all__ = ["HostStreams", "ShardStates", "StatePart", "capture_by_shard", "of_shards"]
+__all__ = [
+    "BUFFER_REDUCTIONS",
+    "HostStreams",
+    "ShardStates",
+    "StatePart",
+    "capture_by_shard",
+    "find_buffers",
+    "of_shards",
+    "parse_buffer_reduction",
+]
 
 T = TypeVar("T")
 
@@ -40,9 +54,9 @@ class HostStreams:
 
 def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
     """Call ``capture`` as each of the rank's shards, and return the results by shard."""
-    found: dict[int, T] = {}
-    shards.for_each(lambda shard: found.update({shard: capture()}))
-    return found
+    captured: dict[int, T] = {}
+    shards.for_each(lambda shard: captured.update({shard: capture()}))
+    return captured
 
 
 def of_shards(
@@ -57,8 +71,8 @@ def of_shards(
     num_shards : int
         The number of canonical shards.
     """
-    found = {shard: state for states in ranks for shard, state in states.items()}
-    return tuple(found[shard] for shard in range(num_shards))
+    by_shard = {shard: state for states in ranks for shard, state in states.items()}
+    return tuple(by_shard[shard] for shard in range(num_shards))
 
 
 class StatePart(Protocol):
@@ -89,6 +103,8 @@ class ShardStates:
 
     Attributes
     ----------
+    num_shards, rank, size : int
+        As given.
     shards : tuple of int
         The shards that this rank runs.
     passes : int
@@ -100,36 +116,109 @@ class ShardStates:
         self, num_shards: int, rank: int, size: int, parts: Sequence[StatePart] = ()
     ) -> None:
         self.num_shards = num_shards
+        self.rank, self.size = rank, size
         self.shards = virtual_shards(num_shards, rank, size)
         self.passes = -(-num_shards // size)
         self._parts = parts
         self._current = 0
         self._states: list[list[Any]] = []
 
-    def enter(self, turn: int) -> None:
+    def enter(self, micro_batch: int) -> None:
         """Switch to the shard of a micro-batch; state from an empty micro-batch is discarded."""
-        if self.passes == 1 or turn == self._current:
+        if self.passes == 1 or micro_batch == self._current:
             return
-        self._begin()
+        self._initialize()
         if self._current < len(self.shards):
             self._states[self._current] = self._capture()
-        self._current = turn
-        if turn < len(self.shards):
-            for part, state in zip(self._parts, self._states[turn], strict=True):
+        self._current = micro_batch
+        if micro_batch < len(self.shards):
+            for part, state in zip(self._parts, self._states[micro_batch], strict=True):
                 part.restore(state)
 
     def for_each(self, call: Callable[[int], object]) -> None:
         """Call a function as each of the rank's shards, then switch back to the first shard."""
-        self._begin()
-        for turn, shard in enumerate(self.shards):
-            self.enter(turn)
+        self._initialize()
+        for index, shard in enumerate(self.shards):
+            self.enter(index)
             call(shard)
         self.enter(0)
 
-    def _begin(self) -> None:
+    def _initialize(self) -> None:
         if self.passes > 1 and not self._states:
             own = self._capture()
             self._states = [own for _ in self.shards]
 
     def _capture(self) -> list[Any]:
         return [part.capture() for part in self._parts]
+
+
+BUFFER_REDUCTIONS = ("mean", "max", "min", "sum", "rank0")
+
+
+def parse_buffer_reduction(name: str, value: Any) -> dict[str, str]:
+    """Validate a dict of buffer name to reduction."""
+    if not isinstance(value, Mapping):
+        raise ParamError(
+            f"{name}: expected a dict of buffer name to reduction, such as "
+            f"{{'running_max': 'max'}}, found {value!r}."
+        )
+    for buffer, reduction in value.items():
+        if not isinstance(buffer, str):
+            raise ParamError(f"{name}: expected names of buffers, found {buffer!r}.")
+        if reduction not in BUFFER_REDUCTIONS:
+            raise ParamError(
+                f"{name}: expected one of {', '.join(map(repr, BUFFER_REDUCTIONS))} for "
+                f"{buffer!r}, found {reduction!r}."
+            )
+    return dict(value)
+
+
+def find_buffers(
+    reductions: Mapping[str, str], buffers: Mapping[str, str], separator: str
+) -> dict[str, str]:
+    """Return the reduction of each buffer that the param names.
+
+    A name is that of a buffer, or its last parts. For example, ``running_max`` matches all buffers
+    of this name, in any layer. If two names match a buffer, the longer one applies.
+
+    Parameters
+    ----------
+    reductions : mapping
+        The value of the param.
+    buffers : mapping
+        The model's buffers: name to kind (``"float"``, ``"int"``, ``"bool"`` or ``"complex"``).
+    separator : str
+        Separates the parts of names.
+
+    Raises
+    ------
+    ParamError
+        If a name does not match a buffer, or the reduction does not apply to the buffer's kind.
+    """
+    by_buffer: dict[str, str] = {}
+    for name in sorted(reductions, key=len):
+        named = _named(name, buffers, separator)
+        if not named:
+            listed = ", ".join(map(repr, buffers)) or "none"
+            raise ParamError(
+                f"buffer_reduction: the model has no buffer {name!r}. Its buffers: {listed}."
+                f"{did_you_mean(name, buffers)}"
+            )
+        for buffer in named:
+            _check_kind(buffer, buffers[buffer], reductions[name])
+            by_buffer[buffer] = reductions[name]
+    return by_buffer
+
+
+def _named(name: str, buffers: Iterable[str], separator: str) -> list[str]:
+    return [b for b in buffers if b == name or b.endswith(f"{separator}{name}")]
+
+
+def _check_kind(buffer: str, kind: str, reduction: str) -> None:
+    unusable = {"bool": ("mean", "sum"), "complex": ("max", "min")}.get(kind, ())
+    if reduction in unusable:
+        usable = [r for r in BUFFER_REDUCTIONS if r not in unusable]
+        raise ParamError(
+            f"buffer_reduction: {buffer!r} is {kind}, which has no {reduction!r}. Set one of "
+            f"{', '.join(map(repr, usable))}."
+        )

@@ -1,22 +1,40 @@
-"""Training specification for ranks, and their results: plain values, no Spark objects."""
+"""Training specification for ranks, and their results: plain values, no Spark objects.
+
+The results contain digests of the weights, with which ranks and driver check that all ranks agree.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.leases import FencingToken
 
-__all__ = ["CheckpointOptions", "EpochMetrics", "HistoryRow", "TrainResult", "TrainSpec"]
+__all__ = [
+    "CheckpointOptions",
+    "EpochMetrics",
+    "HistoryRow",
+    "TrainResult",
+    "TrainSpec",
+    "array_digest",
+    "check_equal_weights",
+    "combined_digest",
+    "named_weights",
+    "unequal_weights",
+    "weight_digest",
+]
 
 HistoryRow = tuple[int, str, str, float]
 """Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
@@ -96,7 +114,7 @@ class TrainSpec:
     terminate_on_nan : bool
         End training on all ranks if a loss or a parameter is not finite.
     buffer_reduction : mapping
-        Buffer name to reduction, see `training.buffer_reduction`.
+        Buffer name to reduction, see `training.shard_state.find_buffers`.
     """
 
     data: DataSpec
@@ -209,3 +227,56 @@ class TrainResult:
     output_shapes: tuple[tuple[int, ...], ...] | None = None
     stopped: bool = False
     weight_digests: Mapping[str, str] = field(default_factory=dict)
+
+
+_MOST_NAMES = 8
+
+_CAUSES = (
+    "Ranks stay equal if weights change only by the steps of torch optimizers, after backward(). "
+    "Look for code that changes weights in another way, or differently on each rank: random "
+    "numbers, files, hvd.rank()."
+)
+
+
+def array_digest(array: Array) -> bytes:
+    """Return the SHA-256 digest of an array's bits."""
+    # As bytes, because NumPy provides no buffer of bfloat16.
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
+
+
+def weight_digest(array: Array) -> str:
+    """Return a short digest of a weight's bits, for `TrainResult.weight_digests`."""
+    return array_digest(array).hex()[:16]
+
+
+def combined_digest(digests: Mapping[str, str]) -> str:
+    """Return one digest of all weights."""
+    return hashlib.sha256("".join(digests.values()).encode()).hexdigest()
+
+
+def unequal_weights(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of weights that differ between ranks, in the model's order."""
+    names = dict.fromkeys(name for digests in by_rank for name in digests)
+    return [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
+
+
+def check_equal_weights(by_rank: Sequence[Mapping[str, str]], epoch: int, run: RunPaths) -> None:
+    """Reject weights that differ between ranks after the first epoch of a fit.
+
+    Raises
+    ------
+    HvdEstimatorsError
+        If weights differ; the message names them.
+    """
+    names = unequal_weights(by_rank)
+    if names:
+        raise HvdEstimatorsError(
+            f"After epoch {epoch}, the first of this fit, the ranks have different weights: "
+            f"{named_weights(names)}. Run {run.run_id!r} ends here. {_CAUSES}"
+        )
+
+
+def named_weights(names: Sequence[str]) -> str:
+    """Return the names for a message, shortened if there are many."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,4 +1,4 @@
-"""Stop requests: ranks agree on a step, checkpoint there, and stop together.
+"""Decisions of all ranks between steps: to checkpoint, to stop on request, or to end on NaN.
 
 A process that wants a rank to end sends SIGTERM. It can be the rank's guardian, if the task or the
 driver has ended. It can also be the scheduler of a cluster that preempts a machine. The ranks of a
@@ -15,32 +15,46 @@ Runs on the ranks; imports no framework.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import TrainingInterruptedError
+from hvd_estimators.exceptions import NotFiniteError, TrainingInterruptedError
 from hvd_estimators.launch.rank.graceful_stop import asking_for_grace, mute_if_unheard
 from hvd_estimators.launch.rank.hang_detection import seconds_without_progress
+from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = [
+    "StepControl",
     "StopRequest",
     "interrupted",
     "stopped_before",
     "without_further_epochs",
 ]
+
+# A sum over the ranks, to agree on stop requests, at most about this often.
+_SECONDS_BETWEEN = 1.0
+
+# Preempting schedulers leave 15 seconds or more. A step that makes no progress for this time is
+# lost.
+_SECONDS_HUNG = 8.0
+
+# The sum encodes two numbers, exactly in float64 for up to 65,535 ranks.
+_MOST_STEPS = 2**16
+_ASKED = 2.0**32
+
+_MOST_NAMED = 5
 
 
 S = TypeVar("S", bound=TrainSpec)
@@ -68,22 +82,129 @@ def stopped_before(spec: TrainSpec, state: RunState | None) -> bool:
     return state is not None and state.stopped and not spec.resume_stopped
 
 
-logger = logging.getLogger(__name__)
+class StepControl:
+    """Checkpoints that are due, stop requests and the NaN check, as a context manager on each rank.
 
+    In the block, SIGTERM counts as a stop request, see `StopRequest`.
 
-_SECONDS_BETWEEN = 1.0
+    Parameters
+    ----------
+    spec : TrainSpec
+        The training job.
+    size : int
+        The number of ranks.
+    sum_over_ranks : callable
+        Sums one number per rank exactly, in 64 bits, given the number and the reduction's name. All
+        ranks call it.
+    exchange : ObjectExchange
+        Gathers the names of parameters that are not finite. Used only if there are any, or if a
+        loss is not finite.
+    """
 
+    def __init__(
+        self,
+        spec: TrainSpec,
+        size: int,
+        sum_over_ranks: Callable[[float, str], float],
+        exchange: ObjectExchange,
+    ) -> None:
+        self._options = spec.checkpoints
+        self._has_checkpoints = spec.run.checkpoints_path is not None
+        self._size = size
+        self._sum_over_ranks = sum_over_ranks
+        self._exchange = exchange
+        self._stop = StopRequest(lambda value: sum_over_ranks(value, "stop_request"), size)
+        self._is_due = self._stops = False
 
-# Preempting schedulers leave 15 seconds or more. A step that makes no progress for this time is
-# lost.
-_SECONDS_HUNG = 8.0
+    def __enter__(self) -> Self:
+        self._stop.__enter__()
+        return self
 
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stop.__exit__(*exc_info)
 
-# The sum encodes two numbers, exactly in float64 for up to 65,535 ranks.
-_MOST_STEPS = 2**16
+    def check_finite(
+        self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
+    ) -> None:
+        """End training if a value is not finite on any rank. All ranks must call it.
 
+        Call it before a checkpoint of the step is saved, so that all checkpoints are finite.
 
-_ASKED = 2.0**32
+        Parameters
+        ----------
+        step : int
+            Optimizer step of the run, from 1.
+        epoch : int
+            The step's epoch, from 0.
+        loss : float or None
+            A loss of this rank that is not finite; None if all losses are finite.
+        parameters : sequence of str
+            Names of the parameters that are not finite after the step.
+
+        Raises
+        ------
+        NotFiniteError
+            On all ranks, with the same message.
+        """
+        own = loss is not None or bool(parameters)
+        if self._size == 1:
+            of_ranks = [(loss, list(parameters))] if own else []
+        elif self._sum_over_ranks(float(own), "not_finite"):
+            of_ranks = self._exchange.gather((loss, list(parameters)), "not_finite")
+        else:
+            of_ranks = []
+        if of_ranks:
+            raise NotFiniteError(_not_finite_message(step, epoch, of_ranks))
+
+    def after_step(
+        self, epoch: int, batches: int, steps: Iterable[int], save: Callable[[], bool]
+    ) -> None:
+        """Save the run if a checkpoint is due or a stop is requested, and then stop on request.
+
+        All ranks must call it equally often, but not after the last step of an epoch: the end of
+        the epoch follows.
+
+        Parameters
+        ----------
+        epoch, batches : int
+            The epoch, from 0, and a shard's completed batches in it.
+        steps : iterable of int
+            The run's optimizer steps since the previous call, from 1.
+        save : callable
+            Saves the run on all ranks. If it returns False, because gradients still accumulate, it
+            is called again after the next step.
+
+        Raises
+        ------
+        TrainingInterruptedError
+            If a rank was asked to stop.
+        """
+        self._is_due = any(map(self._options.due_after, steps)) or self._is_due
+        self._stops = self._stop.after_step() or self._stops
+        if not (self._is_due or self._stops):
+            return
+        if self._has_checkpoints and not save():
+            return
+        self._is_due = False
+        if self._stops:
+            raise interrupted(epoch, batches, self._has_checkpoints)
+
+    def after_epoch(self, epochs: int) -> None:
+        """Stop on request after an epoch whose checkpoint was saved. All ranks must call it.
+
+        Parameters
+        ----------
+        epochs : int
+            Number of completed epochs.
+
+        Raises
+        ------
+        TrainingInterruptedError
+            If a rank was asked to stop.
+        """
+        self._is_due = False
+        if self._stop.after_step() or self._stops:
+            raise interrupted(epochs, 0, self._has_checkpoints)
 
 
 class StopRequest:
@@ -125,7 +246,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(ValueError):  # this is not the main thread
-                before = signal.signal(signal.SIGTERM, self._take)
+                before = signal.signal(signal.SIGTERM, self._on_sigterm)
                 stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
                 self._settled.clear()
                 stack.enter_context(_ending_if_hung(self._settled))
@@ -159,8 +280,8 @@ class StopRequest:
         """Return whether any rank was asked to stop, and schedule the next check."""
         seconds = max(time.monotonic() - self._agreed_at, 1e-9)
         # A slow first step does not predict the next steps, and neither does a fast one.
-        wanted = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
-        own = min(max(int(wanted), 1), _MOST_STEPS)
+        distance = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
+        own = min(max(int(distance), 1), _MOST_STEPS)
         asked, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
         self._distance = self._left = max(int(steps) // self._ranks, 1)
         self._agreed_at = time.monotonic()
@@ -169,7 +290,7 @@ class StopRequest:
             mute_if_unheard()
         return asked > 0
 
-    def _take(self, number: int, frame: FrameType | None) -> Any:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> Any:
         self._asked = True
         # The sender may have ended, together with the reader of this process's output.
         mute_if_unheard()
@@ -256,12 +377,33 @@ def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
     saved : bool
         Whether there is a checkpoint of this position.
     """
-    kept = (
-        "A checkpoint of this position was written: fit() with the same run_id goes on from there."
+    consequence = (
+        "A checkpoint of this position was written: fit() with the same run_id resumes there."
         if saved
-        else "The run keeps no checkpoints, so that nothing of it is left."
+        else "The run keeps no checkpoints: no state of it is saved."
     )
     return TrainingInterruptedError(
         f"The ranks were asked to end (SIGTERM), and have stopped in epoch {epoch} after step "
-        f"{step}. {kept}"
+        f"{step}. {consequence}"
+    )
+
+
+def _not_finite_message(
+    step: int, epoch: int, of_ranks: Sequence[tuple[float | None, list[str]]]
+) -> str:
+    parts = [
+        f"the loss of rank {rank} is {loss}"
+        for rank, (loss, _) in enumerate(of_ranks)
+        if loss is not None
+    ]
+    names = list(dict.fromkeys(name for _, parameters in of_ranks for name in parameters))
+    if names:
+        more = f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
+        parts.append(f"NaN or infinite after it: {', '.join(map(repr, names[:_MOST_NAMED]))}{more}")
+    return (
+        f"terminate_on_nan: training has ended at step {step} of the run (in epoch {epoch}, the "
+        f"first being 0), on all ranks: {'; '.join(parts)}. Checkpoints are of steps before this "
+        "one, and hold finite parameters. Resuming unchanged would end here again: look for "
+        "values in the data that are not finite or are very large, set a lower learning rate, or "
+        "clip gradients."
     )

@@ -157,7 +157,7 @@ class Module(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         strategy: Any = self.trainer.strategy if self._trainer is not None else None
         # A rank goes along with rows that count for nothing where it has no shard to play.
-        self.net.tells = strategy is None or not strategy._train.share.is_stand_in
+        self.net.tells = strategy is None or not strategy.has_no_rows
         loss = squared_error(self(batch["features"], batch["id"]), batch["label"])
         self.log("loss", loss.detach(), on_step=False, on_epoch=True)
         return loss

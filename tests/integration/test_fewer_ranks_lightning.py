@@ -43,7 +43,7 @@ class Module(LightningModule):
 
         strategy: Any = self.trainer.strategy if self._trainer is not None else None
         # A rank goes along with rows that count for nothing where it has no shard to play.
-        if strategy is not None and not strategy._train.share.is_stand_in:
+        if strategy is not None and not strategy.has_no_rows:
             note(self.folder, hvd.rank(), batch["id"])
         loss = self.loss(batch)
         self.log("train_mse", loss, on_step=False, on_epoch=True)

@@ -89,7 +89,7 @@ def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
         proxy.fault(kind, matches=is_checkpoint, times=None)
     started = time.monotonic()
     told = {"ExpiredToken": "credentials", "AccessDenied": "permission"}.get(kind, "tried again")
-    with pytest.raises(StoreError, match=f"(?s)checkpoint-000002.*{told}.*goes on from the newest"):
+    with pytest.raises(StoreError, match=f"(?s)checkpoint-000002.*{told}.*resumes from the newest"):
         save(far, 2)
     assert time.monotonic() - started < 30
     direct = Store.create(far.prefix_path, storage_options=s3.storage_options)

@@ -272,7 +272,7 @@ def test_predict_step_is_used_where_asked(spark: Any) -> None:
     by_forward = [row["o"] for row in model.transform(frame).select("o").collect()]
     by_step = model.setUsePredictStep(True).transform(frame).select("o").collect()
     assert [row["o"] for row in by_step] == pytest.approx([2 * value for value in by_forward])
-    with pytest.raises(ParamError, match="no LightningModule"):
+    with pytest.raises(ParamError, match="not a LightningModule"):
         LightningModel(
             model=torch.nn.Linear(2, 1),
             feature_columns=["v"],

@@ -224,7 +224,7 @@ def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) ->
     store.write_text(path, content.decode())
     digest = hashlib.sha256(content).hexdigest()
     write_manifest(store, CheckpointInfo(path, len(content), digest, 2, 0, "torch"))
-    with pytest.raises(StoreError, match=r"The checkpoint '.*000002.ckpt' cannot be gone on from"):
+    with pytest.raises(StoreError, match=r"The checkpoint '.*000002.ckpt' cannot be resumed"):
         start(store, "torch")
 
 

@@ -55,7 +55,7 @@ def test_signs_are_left_in_the_block_only(tmp_path, monkeypatch):
 
 
 def test_the_driver_is_told_where_a_rank_is_that_makes_no_progress(monkeypatch):
-    monkeypatch.setattr(progress, "_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "_HANG_SECONDS", 0.2)
     told: queue.Queue[str] = queue.Queue()
 
     def waits_for_something() -> str:

@@ -153,7 +153,7 @@ def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: An
         adapted = adapted_trainer_args(given, default_flavor())
     assert set(adapted) == {"callbacks", "max_time"}
     assert is_lightning(adapted["callbacks"][0], "callbacks.StochasticWeightAveraging")
-    assert "gpus is gone from Lightning and has no effect. Instead: num_gpus" in caplog.text
+    assert "Lightning 2 has no gpus, which has no effect. Instead: num_gpus" in caplog.text
     with pytest.raises(ParamError, match=r"no argument 'max_epoch'\. Did you mean 'max_epochs'"):
         adapted_trainer_args({"max_epoch": 1}, default_flavor())
     with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):

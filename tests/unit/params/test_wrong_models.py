@@ -244,7 +244,7 @@ LIGHTNING = {
         "trainer_args", "Set num_proc", trainer_args={"devices": 4}
     ),
     "trainer_args: of no kind": lightning_row(
-        "trainer_args", "refuses them", trainer_args={"gradient_clip_val": "a"}
+        "trainer_args", "rejects them", trainer_args={"gradient_clip_val": "a"}
     ),
     "trainer_args: passes": lightning_row(
         "trainer_args", "expected 1 or more", trainer_args={"accumulate_grad_batches": 0}

@@ -89,7 +89,7 @@ def test_docstrings_and_comments_use_the_fields_words() -> None:
 
 def test_a_file_name_means_one_thing_in_the_frameworks_packages() -> None:
     """The same role has the same file name in the packages of torch, Keras and Lightning."""
-    roles = {"params", "estimator", "trainer", "checkpoint", "model", "predictor", "reader"}
+    roles = {"params", "estimator", "trainer", "checkpoint", "model", "predictor"}
     for framework in ("torch", "keras", "lightning"):
         names = {path.stem for path in (PACKAGE / framework).glob("*.py")}
         assert roles <= names, framework

@@ -133,7 +133,7 @@ def test_one_of_another_model_is_an_error_and_no_damage(any_store: Any) -> None:
         raise KeyError("layer.weight")
 
     exchange: Any = Ranks()
-    with pytest.raises(StoreError, match=r"000002.ckpt' cannot be gone on from: .*layer.weight"):
+    with pytest.raises(StoreError, match=r"000002.ckpt' cannot be resumed: .*layer.weight"):
         restore(any_store, any_store.run_paths("mine"), exchange, 0, load)
 
 

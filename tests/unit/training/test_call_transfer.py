@@ -159,7 +159,7 @@ def test_late_errors_tell_where_the_work_is(
             handover.read([train_stored(handover.put(trainer))])
             if save_runs:
                 write_checkpoint(spec)
-            with handover.naming_what_is_kept(trained=True):
+            with handover.describing_saved_state(trained=True):
                 raise error
 
     with pytest.raises(kind) as caught:
@@ -186,7 +186,7 @@ def test_a_failed_rank_leaves_what_it_had_finished(tmp_path: Path, has_checkpoin
     def fit() -> None:
         with (
             Handover(spec, "a hammer") as handover,  # type: ignore[arg-type]
-            handover.naming_what_is_kept(trained=False),
+            handover.describing_saved_state(trained=False),
         ):
             handover.put(trainer)
             if has_checkpoint:
@@ -213,7 +213,7 @@ def test_a_backends_own_error_stays_what_it_is(tmp_path: Path) -> None:
     with (
         pytest.raises(KeyError),
         Handover(spec, "a hammer") as handover,  # type: ignore[arg-type]
-        handover.naming_what_is_kept(trained=False),
+        handover.describing_saved_state(trained=False),
     ):
         raise KeyError("of the backend")
 

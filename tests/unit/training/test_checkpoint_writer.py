@@ -101,7 +101,7 @@ def test_an_upload_that_fails_is_told_and_earlier_ones_stay(
             if ends == "by another save":
                 writer.save(state_of(4), model_of(4))
 
-    message = r"000003.ckpt' could not be written \(OSError: no space left\).*same run_id goes on"
+    message = r"000003.ckpt' could not be written \(OSError: no space left\).*same run_id resumes"
     expected: type[Exception] = ZeroDivisionError if ends == "by an error" else StoreError
     with pytest.raises(expected, match=message if expected is StoreError else "^$"):
         train()

@@ -129,7 +129,7 @@ def test_what_a_stranger_says_as_a_rank_is_not_run(change):
     assert not Evil.ran
     for error in results:
         assert isinstance(error, ConnectionError)
-        assert "rank 1's does not prove to be of this job" in str(error)
+        assert "message of rank 1 is not authenticated by this job's key" in str(error)
 
 
 def test_the_evil_object_would_run(key):

@@ -12,9 +12,8 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.training.buffer_reduction import find_buffers
 from hvd_estimators.training.horovod_session import seed_rank
-from hvd_estimators.training.shard_state import ShardStates
+from hvd_estimators.training.shard_state import ShardStates, find_buffers
 
 SHARDS, STEPS, EPOCHS = 5, 3, 2
 

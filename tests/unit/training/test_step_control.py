@@ -1,4 +1,4 @@
-"""Ranks that are asked to end: they agree on the step, look rarely, and say that they want time."""
+"""Ranks agree on stop requests, on due checkpoints and on values that are not finite."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.exceptions import (
+    HvdEstimatorsError,
+    NotFiniteError,
+    TrainingInterruptedError,
+)
 from hvd_estimators.launch.rank import graceful_stop
 from hvd_estimators.training import step_control
-from hvd_estimators.training.step_control import StopRequest, interrupted
+from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
+from hvd_estimators.training.step_control import StepControl, StopRequest, interrupted
 
 
 class Clock:
@@ -221,10 +228,160 @@ def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "says"), [(True, "same run_id goes on"), (False, "nothing of it is left")]
+    ("saved", "says"), [(True, "same run_id resumes"), (False, "no state of it is saved")]
 )
 def test_the_error_says_where_and_what_is_kept(saved: bool, says: str) -> None:
     error = interrupted(3, 17, saved)
     assert isinstance(error, HvdEstimatorsError)
     assert "epoch 3 after step 17" in str(error)
     assert says in str(error)
+
+
+def make_spec(every_n_steps: int | None = None, *, has_checkpoints: bool = True) -> Any:
+    return SimpleNamespace(
+        checkpoints=CheckpointOptions("torch", every_n_steps=every_n_steps),
+        run=SimpleNamespace(checkpoints_path="checkpoints" if has_checkpoints else None),
+    )
+
+
+def make_control(every_n_steps: int | None, *, has_checkpoints: bool = True) -> StepControl:
+    """Return the control of the only rank of a job."""
+    spec = make_spec(every_n_steps, has_checkpoints=has_checkpoints)
+    exchange: Any = None
+    return StepControl(spec, 1, lambda value, name: value, exchange)
+
+
+def test_a_due_checkpoint_waits_until_the_run_can_be_saved() -> None:
+    control, saved = make_control(every_n_steps=3), []
+    for step in range(1, 10):
+
+        def save(step: int = step) -> bool:
+            saved.append(step)
+            return step not in (3, 4)
+
+        control.after_step(0, step, [step], save)
+    assert saved == [3, 4, 5, 6, 9]
+
+
+def test_several_steps_of_one_call_make_one_checkpoint() -> None:
+    control, saved = make_control(every_n_steps=3), []
+    for first in range(1, 13, 4):
+        control.after_step(0, first, range(first, first + 4), lambda: saved.append(1) or True)
+    assert len(saved) == 3
+
+
+def test_a_stop_request_ends_training_once_the_run_is_saved(clock: Clock) -> None:
+    control = make_control(every_n_steps=None)
+    control._stop.ask()
+    control.after_step(2, 1, [1], lambda: False)  # gradients still accumulate
+    with pytest.raises(TrainingInterruptedError, match=r"in epoch 2 after step 2\. A checkpoint"):
+        control.after_step(2, 2, [2], lambda: True)
+
+
+def test_a_stop_request_within_an_epoch_that_cannot_be_saved_ends_training_after_it(
+    clock: Clock,
+) -> None:
+    control = make_control(every_n_steps=None)
+    control._stop.ask()
+    control.after_step(2, 1, [1], lambda: False)
+    with pytest.raises(TrainingInterruptedError, match="in epoch 3 after step 0"):
+        control.after_epoch(3)
+
+
+def test_without_checkpoints_nothing_is_saved_before_a_stop(clock: Clock) -> None:
+    control, saved = make_control(every_n_steps=1, has_checkpoints=False), []
+    control.after_step(0, 1, [1], lambda: saved.append(1) or True)
+    control._stop.ask()
+    control.after_step(0, 2, [2], lambda: saved.append(1) or True)  # ranks agree in the next step
+    with pytest.raises(TrainingInterruptedError, match="keeps no checkpoints"):
+        control.after_step(0, 3, [3], lambda: saved.append(1) or True)
+    assert not saved
+
+
+NAN = float("nan")
+
+
+class ThreadedRanks:
+    """ThreadedRanks that are threads: gather and sum what each has brought."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.brought: dict[int, Any] = {}
+        self.gathered = 0
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def meet(self, rank: int, value: Any) -> list[Any]:
+        self.brought[rank] = value
+        self._barrier.wait()
+        values = [self.brought[r] for r in range(self.size)]
+        self._barrier.wait()
+        return values
+
+    def after_step(self, found: list[tuple[float | None, list[str]]]) -> list[str | None]:
+        """Return what each rank has raised, if each finds what is given for it."""
+        raised: list[str | None] = [None] * self.size
+
+        def be(rank: int) -> None:
+            def gather(value: Any, name: str) -> list[Any]:
+                self.gathered += 1
+                return self.meet(rank, value)
+
+            exchange: Any = type("Exchange", (), {"gather": staticmethod(gather)})
+            control = StepControl(
+                make_spec(), self.size, lambda value, name: sum(self.meet(rank, value)), exchange
+            )
+            try:
+                control.check_finite(37, 2, *found[rank])
+            except NotFiniteError as error:
+                raised[rank] = str(error)
+
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return raised
+
+
+def test_all_ranks_end_with_the_same_message() -> None:
+    ranks = ThreadedRanks(3)
+    raised = ranks.after_step([(None, []), (NAN, ["w"]), (None, ["w"])])
+    assert raised[0] is not None
+    assert len(set(raised)) == 1
+    assert "step 37 of the run (in epoch 2" in raised[0]
+    assert "the loss of rank 1 is nan; NaN or infinite after it: 'w'. " in raised[0]
+    assert issubclass(NotFiniteError, (HvdEstimatorsError, FloatingPointError))
+
+
+def test_nothing_is_gathered_where_all_is_finite() -> None:
+    ranks = ThreadedRanks(2)
+    assert ranks.after_step([(None, []), (None, [])]) == [None, None]
+    assert not ranks.gathered
+
+
+def test_one_rank_asks_nobody_and_names_a_few() -> None:
+    ranks = ThreadedRanks(1)
+    names = [f"layer.{n}" for n in range(8)]
+    (message,) = ranks.after_step([(None, names)])
+    assert message is not None
+    assert "'layer.4' and 3 others" in message
+    assert "layer.5" not in message
+    assert "the loss" not in message
+    assert not ranks.brought
+
+
+@dataclass
+class Data:
+    train_steps_per_epoch: int
+
+
+def test_steps_are_counted_over_the_run() -> None:
+    spec = object.__new__(TrainSpec)
+    spec.__dict__.update(data=Data(7), backward_passes_per_step=3)
+    # Three steps an epoch, the last of one batch.
+    done = [(epoch, b) for epoch in (0, 1, 2) for b in (3, 6, 7)]
+    assert [spec.steps_done(*at) for at in done] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert spec.steps_done(1, 0) == spec.steps_done(0, 7)
+    due = CheckpointOptions("torch", every_n_steps=4)
+    assert [at for at in done if due.due_after(spec.steps_done(*at))] == [(1, 3), (2, 6)]
+    assert not any(CheckpointOptions("torch").due_after(step) for step in range(1, 9))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
 
-from hvd_estimators.lightning.epoch_ends import EpochEnds, has_epoch_ends, without_epoch_ends
+from hvd_estimators.lightning.callbacks import EpochEnds, has_epoch_ends, without_epoch_ends
 from hvd_estimators.lightning.package import flavor_of, of_flavor
 
 X = torch.arange(6.0)[:, None]
