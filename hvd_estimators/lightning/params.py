@@ -14,6 +14,7 @@ from hvd_estimators.lightning.package import Flavor, is_lightning, of_flavor, on
 from hvd_estimators.lightning.trainer_args import (
     adapted_trainer_args,
     as_list,
+    check_callbacks,
     check_module,
     check_objects,
     check_trainer_args,
@@ -124,11 +125,7 @@ class LightningParams(TorchEstimator):
             check_module(get("model"), flavor)
 
     def _check_callbacks(self) -> None:
-        for callback in self.getOrDefault("callbacks"):
-            if isinstance(callback, type) or not is_lightning(callback, "Callback"):
-                raise ParamError(
-                    f"callbacks: expected instances of Lightning's Callback, found {callback!r}."
-                )
+        check_callbacks("callbacks", self.getOrDefault("callbacks"))
 
     def _flavor(self) -> Flavor:
         """Return the Lightning package that the user's objects belong to."""

@@ -31,6 +31,7 @@ __all__ = [
     "TrainerObjects",
     "adapted_trainer_args",
     "as_list",
+    "check_callbacks",
     "check_module",
     "check_objects",
     "check_trainer_args",
@@ -257,12 +258,7 @@ def check_trainer_args(
         If it does not.
     """
     given = as_list(arguments.get("callbacks"))
-    for callback in given:
-        if isinstance(callback, type) or not is_lightning(callback, "Callback"):
-            raise ParamError(
-                "trainer_args: callbacks: expected instances of Lightning's Callback, found "
-                f"{callback!r}."
-            )
+    check_callbacks("trainer_args: callbacks", given)
     for name, kind in _KINDS.items():
         of_kind = [c for c in [*callbacks, *given] if is_lightning(c, kind)]
         if arguments.get(name) is False and of_kind:
@@ -309,6 +305,25 @@ def as_list(value: Any) -> list[Any]:
     return [value]
 
 
+def check_callbacks(name: str, callbacks: Sequence[Any]) -> None:
+    """Check that the values of a param are instances of Lightning's Callback.
+
+    Raises
+    ------
+    ParamError
+        If they are not.
+    """
+    for callback in callbacks:
+        if not _is_instance(callback, "Callback"):
+            raise ParamError(
+                f"{name}: expected instances of Lightning's Callback, found {callback!r}."
+            )
+
+
+def _is_instance(value: Any, path: str) -> bool:
+    return not isinstance(value, type) and is_lightning(value, path)
+
+
 def check_objects(loggers: Any, profiler: Any) -> None:
     """Check that loggers and profiler have the expected types.
 
@@ -318,12 +333,11 @@ def check_objects(loggers: Any, profiler: Any) -> None:
         If they do not.
     """
     for entry in as_list(loggers):
-        is_one = not isinstance(entry, type) and is_lightning(entry, "loggers.Logger")
-        if not (isinstance(entry, bool) or is_one):
+        if not (isinstance(entry, bool) or _is_instance(entry, "loggers.Logger")):
             raise ParamError(
                 f"logger: expected Lightning's loggers, or False for none, found {entry!r}."
             )
-    is_profiler = not isinstance(profiler, type) and is_lightning(profiler, "profilers.Profiler")
+    is_profiler = _is_instance(profiler, "profilers.Profiler")
     if not (profiler is None or isinstance(profiler, str) or is_profiler):
         raise ParamError(
             "profiler: expected a Profiler of Lightning's, or 'simple', 'advanced' or 'pytorch', "
