@@ -129,14 +129,14 @@ class ShardBuffers:
     ) -> list[Mapping[str, torch.Tensor]]:
         """Return differing buffers by shard, from the digests of all ranks. Called by all ranks."""
         shards = self._shards
-        found = of_shards(gathered, shards.num_shards)
+        digests = of_shards(gathered, shards.num_shards)
         needed = [
             name
-            for name, first in found[0].items()
-            if any(of_shard[name] != self._initial.get(name, first) for of_shard in found)
+            for name, first in digests[0].items()
+            if any(of_shard[name] != self._initial.get(name, first) for of_shard in digests)
         ]
         if not needed:
-            return [{} for _ in found]
+            return [{} for _ in digests]
         own = {
             shard: {name: buffers[name].cpu() for name in needed}
             for shard, buffers in self._own.items()
