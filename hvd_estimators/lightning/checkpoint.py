@@ -140,7 +140,7 @@ class RunCheckpoint(Callback):
         self._has_compared_ranks = False
         self._steps = 0
         self._trainable: Mapping[str, bool] = {}
-        self._non_persistent: Mapping[str, str] = {}
+        self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
         self._attributes: AttributeWatch | None = None
         self._gradients: Mapping[str, torch.Tensor] | None = None

@@ -141,8 +141,8 @@ class RunCheckpoints:
         assert self.state is not None
         sums = self.state.parts["measures"]
         states = self._metric_states or [[] for _ in sums]
-        found = [{"sums": a, "metrics": b} for a, b in zip(sums, states, strict=True)]
-        return found[self._rank :: self._size]
+        partial = [{"sums": a, "metrics": b} for a, b in zip(sums, states, strict=True)]
+        return partial[self._rank :: self._size]
 
     def save(
         self,

@@ -19,6 +19,7 @@ __all__ = [
     "PendingSum",
     "average_batch_norm",
     "batch_norm_statistics",
+    "bits_of",
     "broadcast_tensors",
     "check_same_weights",
     "choose_device",
@@ -28,7 +29,6 @@ __all__ = [
     "reduce_tensor",
     "sum_over_ranks",
     "sum_tensor",
-    "tensor_digest",
     "weight_digests",
 ]
 
@@ -258,7 +258,7 @@ class PendingSum:
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
     """Return a digest of each parameter by name; equal digests mean equal bits."""
-    return {name: tensor_digest(value) for name, value in module.named_parameters()}
+    return {name: weight_digest(bits_of(value)) for name, value in module.named_parameters()}
 
 
 def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
@@ -274,6 +274,7 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
         check_equal_weights(gathered, epoch, run)
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's bits."""
-    return weight_digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+def bits_of(tensor: torch.Tensor) -> Bytes:
+    """Return a tensor's bits, for a digest."""
+    bits: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return bits

@@ -78,8 +78,8 @@ class TorchEstimator(TorchParams):
                 return Trial(shapes or None)
         tensors = self._tensor_spec()
         tried = check_fit(get("model"), self._loss(), tensors, columns)
-        one = tensors.inputs(repeated(columns, 1))
-        one_row = takes_one_row(get("model"), lambda module: tensors.call(module, one))
+        inputs = tensors.inputs(repeated(columns, 1))
+        one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
         return Trial(tried or shapes or None, one_row)
 
     def _metric_names(self) -> list[str] | None:

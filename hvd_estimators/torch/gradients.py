@@ -182,9 +182,9 @@ class GradientAverager:
     def _planned(self, trained: Mapping[int, torch.nn.Parameter]) -> list[_Bucket]:
         # The module's order is the same on all ranks. Parameters outside the module come last.
         named = [(name, p) for name, p in self._named() if id(p) in trained]
-        known = {id(parameter) for _, parameter in named}
-        others = [parameter for key, parameter in trained.items() if key not in known]
-        named += [(f"parameter_{index}", p) for index, p in enumerate(others)]
+        in_module = {id(parameter) for _, parameter in named}
+        outside = [parameter for key, parameter in trained.items() if key not in in_module]
+        named += [(f"parameter_{index}", p) for index, p in enumerate(outside)]
         for _, parameter in named:
             if parameter not in self._gradient_hooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)

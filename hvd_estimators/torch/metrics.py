@@ -133,23 +133,23 @@ def restore_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> N
         `metric_states` results of those ranks.
     """
     for name, metric in named_metrics(module):
-        found = [part[name] for part in parts if name in part]
-        if not found:
+        captured = [part[name] for part in parts if name in part]
+        if not captured:
             continue
-        for state, value in found[0]["states"].items():
+        for state, value in captured[0]["states"].items():
             reduction = metric._reductions[state]
-            if len(found) == 1 or (reduction is None and not isinstance(value, list)):
+            if len(captured) == 1 or (reduction is None and not isinstance(value, list)):
                 # Without a reduction, the states of several ranks do not merge into an updatable
                 # state.
                 setattr(metric, state, _on(metric.device, value))
             elif isinstance(value, list):
-                values = [entry for part in found for entry in part["states"][state]]
+                values = [entry for part in captured for entry in part["states"][state]]
                 setattr(metric, state, _on(metric.device, values))
             else:
-                stacked = torch.stack([part["states"][state] for part in found])
+                stacked = torch.stack([part["states"][state] for part in captured])
                 setattr(metric, state, reduction(stacked).to(metric.device))
-        metric._update_count = sum(part["updates"] for part in found)
-        metric._computed = found[0]["computed"] if len(found) == 1 else None
+        metric._update_count = sum(part["updates"] for part in captured)
+        metric._computed = captured[0]["computed"] if len(captured) == 1 else None
 
 
 def _state(metric: Any) -> dict[str, Any]:
@@ -328,18 +328,18 @@ class Metrics:
         used = set(self._used_names)
         groups = []
         for group in self._groups:
-            found: dict[str, Any] = {}
+            named_values: dict[str, Any] = {}
             for name, member in group.items():
                 if name not in values:
                     continue
                 value = values[name]
                 if not isinstance(value, Mapping):
-                    found[name] = value
+                    named_values[name] = value
                     continue
                 for key, entry in value.items():
                     known = None if member.keys is None else member.keys.get(key)
-                    found[known or _unused(member.prefix + key, used)] = entry
-            groups.append(found)
+                    named_values[known or _unused(member.prefix + key, used)] = entry
+            groups.append(named_values)
         return groups
 
     def with_names_of_today(self, record: EpochMetrics) -> EpochMetrics:
@@ -412,12 +412,12 @@ class EpochMetricStates:
         """
         values: dict[str, Any] = {}
         for name, metric, _ in self._metrics.with_state():
-            found = [part[name] for part in parts if name in part]
-            if not found:
+            captured = [part[name] for part in parts if name in part]
+            if not captured:
                 values[name] = float("nan")
                 continue
             merged = _new(metric).to(self._device)
-            merge_metrics(merged, found)
+            merge_metrics(merged, captured)
             values[name] = _as_numbers(merged.compute())
         return values
 

@@ -347,11 +347,11 @@ class RankObjective:
         outputs, labels = self._tensors.align(raw, batch.labels)
         if not isinstance(returned, Mapping):
             # The user's function may have divided or scaled the returned loss already.
-            loss, counted = loss_fn.computed or _plain(returned, batch.rows)
+            loss, counted = loss_fn.computed or _row_mean(returned, batch.rows)
             return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
         loss, stated = as_stated(returned, "train_minibatch_fn")
         if stated is None:
-            loss, counted = _plain(returned["loss"], batch.rows)
+            loss, counted = _row_mean(returned["loss"], batch.rows)
             step_loss = loss * share.factor
             return Evaluation(loss.detach(), outputs, labels, batch.rows, counted, step_loss)
         part = LossPart("stated", loss, stated)
@@ -437,7 +437,7 @@ class StepLoss:
         if self._loss.has_one_denominator:
             counted = self._loss.counted(parts)
         else:
-            counted = _plain(mean, self._share.rows)[1]
+            counted = _row_mean(mean, self._share.rows)[1]
         self.computed = mean, counted
         if all(part.kind == "rows" for part in parts):
             self._note(None)
@@ -456,7 +456,7 @@ class StepLoss:
             with a denominator is reduced over the ranks, so all ranks must call equally often.
         """
         if denominator is None:
-            self.computed = _plain(loss, self._share.rows)
+            self.computed = _row_mean(loss, self._share.rows)
             self._note(None)
             scaled = loss * self._share.factor
         else:
@@ -503,7 +503,7 @@ class StepLoss:
             self._denominators.add(denominator, self._share.rows)
 
 
-def _plain(loss: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_mean(loss: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mean over rows, and its numerator and denominator."""
     return loss, _counted(LossPart("rows", loss.detach().reshape(()), rows))
 

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.torch.collectives import batch_norm_statistics, exchange, tensor_digest
+from hvd_estimators.torch.collectives import batch_norm_statistics, bits_of, exchange
 from hvd_estimators.training.shard_state import (
     HostStreams,
     ShardStates,
@@ -17,6 +17,7 @@ from hvd_estimators.training.shard_state import (
     find_buffers,
     of_shards,
 )
+from hvd_estimators.training.spec import array_digest
 
 __all__ = [
     "BufferReducer",
@@ -79,10 +80,10 @@ class BufferState:
                     buffer.copy_(state[name])
 
 
-def non_persistent_buffers(module: torch.nn.Module) -> dict[str, str]:
+def non_persistent_buffers(module: torch.nn.Module) -> dict[str, bytes]:
     """Return digests of the buffers that a module's ``state_dict()`` omits, by name."""
     saved = module.state_dict().keys()
-    return {n: tensor_digest(value) for n, value in module.named_buffers() if n not in saved}
+    return {n: _digest(value) for n, value in module.named_buffers() if n not in saved}
 
 
 class ShardBuffers:
@@ -108,7 +109,7 @@ class ShardBuffers:
         self,
         module: torch.nn.Module,
         shards: ShardStates,
-        initial: Mapping[str, str] | None = None,
+        initial: Mapping[str, bytes] | None = None,
     ) -> None:
         self._shards = shards
         self._initial = initial or {}
@@ -119,23 +120,23 @@ class ShardBuffers:
         )
         saved = module.state_dict().keys() | self._initial.keys()
         self.digests = {
-            shard: {name: tensor_digest(value) for name, value in buffers.items() if name in saved}
+            shard: {name: _digest(value) for name, value in buffers.items() if name in saved}
             for shard, buffers in self._own.items()
         }
 
     def unequal(
-        self, gathered: Sequence[Mapping[int, Mapping[str, str]]]
+        self, gathered: Sequence[Mapping[int, Mapping[str, bytes]]]
     ) -> list[Mapping[str, torch.Tensor]]:
         """Return differing buffers by shard, from the digests of all ranks. Called by all ranks."""
         shards = self._shards
-        found = of_shards(gathered, shards.num_shards)
+        digests = of_shards(gathered, shards.num_shards)
         needed = [
             name
-            for name, first in found[0].items()
-            if any(of_shard[name] != self._initial.get(name, first) for of_shard in found)
+            for name, first in digests[0].items()
+            if any(of_shard[name] != self._initial.get(name, first) for of_shard in digests)
         ]
         if not needed:
-            return [{} for _ in found]
+            return [{} for _ in digests]
         own = {
             shard: {name: buffers[name].cpu() for name in needed}
             for shard, buffers in self._own.items()
@@ -300,3 +301,7 @@ def _reduced_over_ranks(
         parts = flat.split([own[name].numel() for name in names])
         reduced.update((n, p.view_as(own[n])) for n, p in zip(names, parts, strict=True))
     return reduced
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return array_digest(bits_of(tensor))

@@ -109,11 +109,11 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
-        self.passes = spec.backward_passes_per_step * spec.data.passes_per_batch
+        self.num_micro_batches = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module = load_module(spec.module).to(self.device)
         # For a compiled module, the trained original with the names that the user knows.
-        self.plain = plain_module(self.module)
+        self.original_module = plain_module(self.module)
         self.optimizer = load_optimizer(spec.optimizer, self.module)
         # Loading moves the optimizer's state to the device of its parameters.
         load_optimizer_state(self.optimizer, self.optimizer.state_dict())
@@ -128,7 +128,7 @@ class _Trainer:
             spec=spec,
         )
         self.checkpoints = RunCheckpoints(
-            spec, self.rank, self.size, self.plain, self.optimizer, self.device
+            spec, self.rank, self.size, self.original_module, self.optimizer, self.device
         )
         self.checkpoints.add_stateful(
             {"callbacks": self.callbacks, "stateful": stateful, **self.objective.users_objects}
@@ -145,12 +145,12 @@ class _Trainer:
             self.output_shapes = self.restored.parts["output_shapes"]
         self.stopped = stopped_before(spec, self.restored)
         self.spec = spec = without_further_epochs(spec, self.restored)
-        broadcast_tensors(self.plain.state_dict())
+        broadcast_tensors(self.original_module.state_dict())
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
         self.denominators = StatedDenominators()
         self.averager = GradientAverager(
-            self.plain,
+            self.original_module,
             [self.optimizer],
             spec.gradient_compression,
             losses=self.objective.users_objects["loss"],
@@ -190,10 +190,10 @@ class _Trainer:
                 tensor_batches(data.train_chunks(), self.device),
                 data.global_train_sizes(),
                 self.size,
-                self.passes,
+                self.num_micro_batches,
                 sum_over_ranks,
             )
-            self._begin()
+            self._start_training()
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
@@ -210,10 +210,10 @@ class _Trainer:
             self._callbacks("on_train_end")
         state = None
         if self.rank == 0:
-            further = optimizer_content(self.optimizer, self.plain)
+            further = optimizer_content(self.optimizer, self.original_module)
             state = trained_file(self.module, lambda: load_module(spec.module, True), further)
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
-        digests = weight_digests(self.plain)
+        digests = weight_digests(self.original_module)
         return TrainResult(
             combined_digest(digests),
             state,
@@ -224,7 +224,7 @@ class _Trainer:
         )
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
-        train, done = self._begin_epoch(epoch)
+        train, done = self._start_epoch(epoch)
         self.progress.start_epoch(epoch, done)
         self.checkpoints.attributes.epoch_started()
         set_optimizer_mode(self.optimizer, training=True)
@@ -234,7 +234,7 @@ class _Trainer:
         set_optimizer_mode(self.optimizer, training=False)
         self.checkpoints.attributes.epoch_ended()
         if epoch == self.first_epoch:
-            check_same_weights(self.plain, epoch, self.spec.run)
+            check_same_weights(self.original_module, epoch, self.spec.run)
             if self.objective.has_own_step:
                 self._warn_of_unused_gradients()
         self.checkpoints.buffers.reduce()
@@ -246,7 +246,7 @@ class _Trainer:
         self.progress.end_epoch(shown_values(record))
         return record
 
-    def _begin(self) -> None:
+    def _start_training(self) -> None:
         """Notify callbacks that training begins, and restore the state of a resumed run."""
         self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
         state = self.restored
@@ -263,66 +263,66 @@ class _Trainer:
         state = self.restored
         return state is not None and state.rows > 0 and state.epoch == epoch < self.spec.epochs
 
-    def _begin_epoch(self, epoch: int) -> tuple[MetricSums, int]:
+    def _start_epoch(self, epoch: int) -> tuple[MetricSums, int]:
         """Return an epoch's metric sums so far, and the number of finished batches."""
         parts = 1 if self.objective.has_own_step else self.objective.loss_parts
-        measures = MetricSums(self.objective.metrics, parts)
+        metric_sums = MetricSums(self.objective.metrics, parts)
         if not self._is_within(epoch):
             self._seed_epoch(epoch)
             self._callbacks("on_epoch_begin", epoch=epoch)
-            return measures, 0
-        measures.restore(self.checkpoints.measured())
+            return metric_sums, 0
+        metric_sums.restore(self.checkpoints.measured())
         self.checkpoints.restore_streams()
         assert self.restored is not None
-        return measures, self.spec.data.batches_before(epoch, self.restored.rows)
+        return metric_sums, self.spec.data.batches_before(epoch, self.restored.rows)
 
     def _seed_epoch(self, epoch: int) -> None:
         seed = self.spec.data.random_seed
         self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
 
     def _train_epoch(
-        self, epoch: int, batches: WeightedBatches, measures: MetricSums, done: int
+        self, epoch: int, batches: WeightedBatches, metric_sums: MetricSums, done: int
     ) -> None:
         self.module.train()
         if not self.objective.has_own_step:
             # A parameter that was added to the optimizer since the last epoch may have a gradient.
             self.optimizer.zero_grad()
-        turns = self.spec.data.passes_per_batch
-        steps = self.spec.data.train_steps_per_epoch * turns
-        for first in range(done * turns, steps, self.passes):
-            window = batches.next_window(min(self.passes, steps - first))
+        batch_passes = self.spec.data.passes_per_batch
+        steps = self.spec.data.train_steps_per_epoch * batch_passes
+        for first in range(done * batch_passes, steps, self.num_micro_batches):
+            window = batches.next_window(min(self.num_micro_batches, steps - first))
             totals = self.objective.totals([columns for columns, _ in window])
-            losses, taken = [], self.averager.steps
+            losses, steps_before = [], self.averager.steps
             end = first + len(window)
             for index, (columns, factor) in enumerate(window, start=first):
-                self.shards.enter(index % turns)
+                self.shards.enter(index % batch_passes)
                 batch = self.given_objective.tensors.batch(columns, self.device)
-                share = StepShare(batch.rows, factor, self.size * self.passes, totals)
+                share = StepShare(batch.rows, factor, self.size * self.num_micro_batches, totals)
                 with self.averager.averaging(accumulate=index + 1 < end):
-                    losses.append(self._minibatch(batch, share, index, measures))
+                    losses.append(self._minibatch(batch, share, index, metric_sums))
             if totals is not None:
                 totals.value()  # needed if this rank had no rows
             self.shards.enter(0)
             is_last = end >= steps
             # The last batches may be too few for the user's function to step.
-            is_cut = len(window) < self.passes and self.averager.steps == taken
+            is_cut = len(window) < self.num_micro_batches and self.averager.steps == steps_before
             if not self.user_steps or (is_cut and self.averager.has_unused):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            if not (self.objective.has_own_step or taken):
+            if not (self.objective.has_own_step or steps_before):
                 self._warn_of_unused_gradients()
-            done = end // turns
+            done = end // batch_passes
             if self.progress.due:
-                self.progress.step(done, measures.means())
+                self.progress.step(done, metric_sums.means())
             step = self.spec.steps_done(epoch, done)
             if self.spec.terminate_on_nan:
-                self.control.check_finite(step, epoch, *not_finite(self.plain, losses))
+                self.control.check_finite(step, epoch, *not_finite(self.original_module, losses))
             if not is_last:
-                save = functools.partial(self._save_checkpoint, done, measures)
+                save = functools.partial(self._save_checkpoint, done, metric_sums)
                 self.control.after_step(epoch, done, [step], save)
 
     def _minibatch(
-        self, batch: Batch, share: StepShare, index: int, measures: MetricSums
+        self, batch: Batch, share: StepShare, index: int, metric_sums: MetricSums
     ) -> torch.Tensor | None:
         """Compute and backpropagate the loss of one batch, and return the loss.
 
@@ -338,7 +338,7 @@ class _Trainer:
                 self.optimizer,
                 batch,
                 share=share,
-                passes_per_step=self.passes,
+                passes_per_step=self.num_micro_batches,
                 index=index,
                 denominators=self.denominators,
             )
@@ -350,15 +350,15 @@ class _Trainer:
         if evaluation.step_loss is not None:
             self.denominators.add(evaluation.stated, batch.rows)
             loss = evaluation.step_loss
-            (loss if self.passes == 1 else loss / self.passes).backward()
-        measures.add(evaluation)
+            (loss if self.num_micro_batches == 1 else loss / self.num_micro_batches).backward()
+        metric_sums.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = [list(output.shape[1:]) for output in evaluation.outputs]
         return evaluation.loss.detach()
 
     def _validate(self, data: DataModule) -> MetricSums:
         self.module.eval()
-        measures = MetricSums(self.objective.metrics, self.objective.loss_parts)
+        metric_sums = MetricSums(self.objective.metrics, self.objective.loss_parts)
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         batches = tensor_batches(data.val_chunks(), self.device)
         with torch.no_grad(), contextlib.closing(batches):
@@ -366,16 +366,16 @@ class _Trainer:
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
-                measures.add(self.objective.evaluate(self.module, batch))
-        return measures
+                metric_sums.add(self.objective.evaluate(self.module, batch))
+        return metric_sums
 
-    def _save_checkpoint(self, batches: int = 0, measures: MetricSums | None = None) -> bool:
+    def _save_checkpoint(self, batches: int = 0, metric_sums: MetricSums | None = None) -> bool:
         """Save the run, and return whether it was saved. Called by all ranks."""
         return self.checkpoints.save(
             batches,
             tuple(self.history),
             self.output_shapes,
-            None if measures is None else measures.state(),
+            None if metric_sums is None else metric_sums.state(),
             self.averager.pending,
             self.averager.unused_gradients(),
             self.stopped,
