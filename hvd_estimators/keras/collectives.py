@@ -30,6 +30,7 @@ __all__ = [
     "StatisticsAverager",
     "broadcast_variables",
     "choose_devices",
+    "digest",
     "exchange",
     "gather_numbers",
     "limit_threads",
@@ -231,18 +232,18 @@ def _dense(gradient: Any, variable: Any) -> tf.Tensor | None:
 def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the positions of each bucket, last gradients first: they are computed first."""
     open_buckets: dict[tf.DType, list[int]] = {}
-    room: dict[tf.DType, int] = {}
+    capacity: dict[tf.DType, int] = {}
     for index in reversed(range(len(gradients))):
         gradient = gradients[index]
         if gradient is None:
             continue
         dtype = gradient.dtype
-        if dtype in open_buckets and room[dtype] <= 0:
+        if dtype in open_buckets and capacity[dtype] <= 0:
             yield open_buckets.pop(dtype)
         if dtype not in open_buckets:
-            open_buckets[dtype], room[dtype] = [], _BUCKET_BYTES
+            open_buckets[dtype], capacity[dtype] = [], _BUCKET_BYTES
         open_buckets[dtype].append(index)
-        room[dtype] -= gradient.shape.num_elements() * dtype.size
+        capacity[dtype] -= gradient.shape.num_elements() * dtype.size
     yield from open_buckets.values()
 
 
@@ -332,7 +333,7 @@ class StatisticsAverager:
             if keras.backend.is_float_dtype(variable.dtype) or variable.path in named
         ]
         self._reductions = [named.get(variable.path, "mean") for variable in self._variables]
-        self.digests = [_digest(variable) for variable in self._variables]
+        self.digests = [digest(variable.numpy()) for variable in self._variables]
         self.bases = {
             index: self._variables[index].numpy()
             for index, reduction in enumerate(self._reductions)
@@ -347,7 +348,7 @@ class StatisticsAverager:
 
         def look(_: int) -> None:
             for index, before in enumerate(self.digests):
-                changed[index] += float(_digest(self._variables[index]) != before)
+                changed[index] += float(digest(self._variables[index].numpy()) != before)
 
         shards.for_each(look)
         # A variable that changed on any rank is reduced on all ranks. Frozen layers do not change.
@@ -408,6 +409,7 @@ def _kind(dtype: str) -> str:
     return dtype if dtype in ("bool", "string") else "int"
 
 
-def _digest(variable: Any) -> bytes:
+def digest(value: Array) -> bytes:
+    """Return the SHA-256 digest of an array's bytes."""
     # As bytes, because NumPy provides no buffer of bfloat16.
-    return hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).digest()
+    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
