@@ -65,14 +65,15 @@ def DistributedOptimizer(
     import horovod.tensorflow as hvd
 
     if op not in (None, hvd.Average):
-        raise ParamError(f"op: expected Average, which is all that Keras 3 gets here, found {op}.")
+        raise ParamError(f"op: expected Average, the only operation for Keras 3, found {op}.")
     if process_set not in (None, hvd.global_process_set):
-        raise ParamError(f"process_set: expected that of all ranks, found {process_set}.")
+        raise ParamError(f"process_set: expected the global process set, found {process_set}.")
     if backward_passes_per_step > 1 and not average_aggregated_gradients:
         raise ParamError(
             "average_aggregated_gradients: expected True with backward_passes_per_step above 1. "
-            "The gradients of a step's calls are averaged here, not added up: set it, and multiply "
-            "the learning rate by backward_passes_per_step to take as large steps as before."
+            "This optimizer averages the gradients of a step's calls instead of adding them. Set "
+            "average_aggregated_gradients=True, and multiply the learning rate by "
+            "backward_passes_per_step for steps of the same size."
         )
     return _DistributedOptimizer(optimizer, compression, backward_passes_per_step)
 
@@ -81,7 +82,7 @@ def PartialDistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
     """Raise `LeftOutError`, because partial averaging is not supported."""
     raise LeftOutError(
         "hvd_estimators has no PartialDistributedOptimizer, and Horovod's averages nothing under "
-        "Keras 3. Use DistributedOptimizer, or a training loop of your own with hvd.allreduce."
+        "Keras 3. Use DistributedOptimizer, or your own training loop with hvd.allreduce."
     )
 
 

@@ -1,10 +1,11 @@
-"""Keras's backend and TensorFlow's devices, on both sides."""
+"""Questions about Keras and the parts of its models, on both sides."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +15,9 @@ from hvd_estimators.exceptions import DependencyError
 __all__ = [
     "all_layers",
     "has_own_compile",
+    "has_own_step",
     "inner_optimizers",
+    "is_keras",
     "kept_random_state",
     "model_optimizers",
     "require_tensorflow",
@@ -52,6 +55,16 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
 def has_own_compile(model: keras.Model) -> bool:
     """Return whether a model's class overrides ``compile``."""
     return type(model).compile is not keras.Model.compile
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Return whether a model has its own ``train_step``."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+def is_keras(entry: Any) -> bool:
+    """Return whether a class or function is one of Keras's own."""
+    return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
 
 
 def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:

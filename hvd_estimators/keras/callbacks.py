@@ -133,18 +133,18 @@ class LogCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the start of an epoch."""
         self._epoch = epoch
-        self._tell(f"epoch {epoch} begins")
+        self._report(f"epoch {epoch} begins")
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the logs of a batch if ``per_batch_log`` is set."""
         if self._per_batch_log:
-            self._tell(f"epoch {self._epoch}, batch {batch}: {_numbers(logs)}")
+            self._report(f"epoch {self._epoch}, batch {batch}: {_numbers(logs)}")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the logs of an epoch."""
-        self._tell(f"epoch {epoch} ends: {_numbers(logs)}")
+        self._report(f"epoch {epoch} ends: {_numbers(logs)}")
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         # Not hvd.rank(): Keras may run on torch, with another module of Horovod.
         if os.environ.get("HOROVOD_RANK", "0") == "0":
             log_to_driver(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
@@ -240,7 +240,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for metric in self.model.metrics:
             # A log entry that equals this mean on all ranks gets the merged mean instead.
             if isinstance(metric, keras.metrics.Mean):
-                self._means[prefix + metric.name] = _plain(metric.result())
+                self._means[prefix + metric.name] = _to_python(metric.result())
         variables = summed_variables(self.model)
         shares = [_share(variable) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
@@ -253,10 +253,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
             for metric, *of_ranks in zip(merged, *ranks, strict=True):
                 merge_states(metric, of_ranks)
         results = self.model.get_metrics_result()
-        return {name: _plain(value) for name, value in results.items()}
+        return {name: _to_python(value) for name, value in results.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     array = keras.ops.convert_to_numpy(value)
     # bfloat16 is not one of NumPy's own types.
     return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()
@@ -350,15 +350,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             names = [f"learning_rate_{number}" for number in range(len(rates))]
             logs.update(zip(names if len(rates) > 1 else ["learning_rate"], rates, strict=True))
         if self.verbose and self._has_changed and hvd.rank() == 0:
-            told = ", ".join(f"{rate:g}" for rate in rates)
-            print(f"\nEpoch {epoch + 1}: learning rate set to {told}.", flush=True)
+            text = ", ".join(f"{rate:g}" for rate in rates)
+            print(f"\nEpoch {epoch + 1}: learning rate set to {text}.", flush=True)
 
     def factor(self, epoch: float) -> float:
         """Return the factor for the initial rate."""
         return self.multiplier(epoch) if callable(self.multiplier) else self.multiplier
 
     def _rates(self) -> list[float]:
-        return [float(one.learning_rate) for one in inner_optimizers(self.model.optimizer)]
+        return [
+            float(optimizer.learning_rate) for optimizer in inner_optimizers(self.model.optimizer)
+        ]
 
     def _sets_rate(self, epoch: float) -> bool:
         return self.start_epoch <= epoch and (self.end_epoch is None or epoch < self.end_epoch)

@@ -10,10 +10,11 @@ Runs on the ranks.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,10 +23,9 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.best_model import BestModel
 from hvd_estimators.keras.collectives import exchange
-from hvd_estimators.keras.loop import RankCallbacks, StatisticsCallback
 from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
 from hvd_estimators.keras.model_file import load_weights, save_file, snapshot
-from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
@@ -54,7 +54,7 @@ class PartialEpoch:
         The restored model.
     state : RunState
         The restored state of the run.
-    turns : Turns
+    micro_batches : MicroBatches
         The rank's virtual shards and micro-batches.
     batches : int
         Batches of this rank that are done.
@@ -68,7 +68,7 @@ class PartialEpoch:
         self,
         model: keras.Model,
         state: RunState,
-        turns: Turns,
+        micro_batches: MicroBatches,
         batches: int,
         rank: int,
         size: int,
@@ -77,29 +77,37 @@ class PartialEpoch:
         self.batches = batches
         self._model = model
         self._state = state
-        self._turns = turns
+        self._micro_batches = micro_batches
         self._rank, self._size = rank, size
         self._restore_random = restore_random
         # Captured before callbacks change any of the variables.
-        self._variables = turns.variables.capture()
+        self._variables = micro_batches.variables.capture()
 
     def build(self, element: Any) -> None:
         """Create the variables of the metrics; ``element`` is the batches' ``element_spec``."""
         build_metrics(self._model, element, len(self._state.parts["partial"]["metrics"][0]))
 
-    def restore(self, callbacks: RankCallbacks) -> None:
-        """Restore the state of the partial epoch, after callbacks were notified of its start."""
+    def restore(self) -> tuple[list[bytes], Mapping[int, Any], bool]:
+        """Restore the variables, random streams and metrics, after the epoch has started.
+
+        Returns
+        -------
+        digests, bases
+            The statistics at the start of the epoch.
+        stop : bool
+            Whether a callback has requested a stop.
+        """
         partial, random = self._state.parts["partial"], self._state.random
 
         def restore_shard(shard: int) -> None:
             own = partial["variables"][shard]
             values = [own.get(index, value) for index, value in enumerate(self._variables)]
-            self._turns.variables.restore(values)
+            self._micro_batches.variables.restore(values)
             self._restore_random(random[shard])
 
-        self._turns.shards.for_each(restore_shard)
+        self._micro_batches.shards.for_each(restore_shard)
         _restore_metrics(self._model, partial["metrics"], self._rank, self._size)
-        callbacks.put_back(partial["digests"], partial.get("bases", {}), partial["stop"])
+        return partial["digests"], partial.get("bases", {}), partial["stop"]
 
     def skip(self, batches_per_call: int) -> None:
         """Make the model's training function skip the batches that are done.
@@ -170,9 +178,9 @@ def _restore_metrics(
         return
     if not own:
         return
-    places = {id(variable): place for place, variable in enumerate(variables)}
+    positions = {id(variable): position for position, variable in enumerate(variables)}
     for variable in summed_variables(model):
-        values = [state[places[id(variable)]] for state in own]
+        values = [state[positions[id(variable)]] for state in own]
         kind = getattr(variable, "aggregation", "sum")
         if len(values) == 1 and (kind != "mean" or size == len(of_ranks)):
             variable.assign(values[0])
@@ -184,41 +192,40 @@ def _restore_metrics(
         else:
             variable.assign(values[0])
     for metric in metrics_with_merge_state(model):
-        merge_states(metric, [[state[places[id(v)]] for v in metric.variables] for state in own])
+        merge_states(metric, [[state[positions[id(v)]] for v in metric.variables] for state in own])
 
 
-def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
+def unequal_variables(micro_batches: MicroBatches) -> list[dict[int, Array]]:
     """Return the layer variables that differ between shards, by position. Called by all ranks.
 
     Each shard updates these variables from its own rows until the end of an epoch.
     """
-    own = capture_by_shard(turns.shards, turns.variables.capture)
+    own = capture_by_shard(micro_batches.shards, micro_batches.variables.capture)
     digests = {shard: list(map(array_digest, values)) for shard, values in own.items()}
-    gathered = _of_shards(digests, turns, "checkpoint.digests")
+    gathered = _of_shards(digests, micro_batches, "checkpoint.digests")
     unequal = [
-        place for place, found in enumerate(zip(*gathered, strict=True)) if len({*found}) > 1
+        position
+        for position, of_shard in enumerate(zip(*gathered, strict=True))
+        if len({*of_shard}) > 1
     ]
     if not unequal:
         return [{} for _ in gathered]
     needed = {shard: {p: values[p] for p in unequal} for shard, values in own.items()}
-    return _of_shards(needed, turns, "checkpoint.variables")
+    return _of_shards(needed, micro_batches, "checkpoint.variables")
 
 
-def _of_shards(own: Mapping[int, Any], turns: Turns, name: str) -> list[Any]:
-    return list(of_shards(exchange.gather(own, name), turns.shards.num_shards))
+def _of_shards(own: Mapping[int, Any], micro_batches: MicroBatches, name: str) -> list[Any]:
+    return list(of_shards(exchange.gather(own, name), micro_batches.shards.num_shards))
 
 
 def restore_run(
-    spec: TrainSpec, model: keras.Model, rank: int, kept: BestModel | None
+    spec: TrainSpec, model: keras.Model, rank: int, best_model: BestModel | None
 ) -> RunState | None:
     """Load the run's newest checkpoint on all ranks; return None without a checkpoint."""
-
-    def load(file: IO[bytes]) -> None:
-        load_weights(model, file)
-
+    load = functools.partial(load_weights, model)
     state = restore(spec.store, spec.run, exchange, rank, load)
-    if state is not None and kept is not None:
-        kept.fetch()
+    if state is not None and best_model is not None:
+        best_model.fetch()
     return state
 
 
@@ -235,7 +242,7 @@ class RunSaver:
         This rank.
     checkpoints : CheckpointWriter
         Writes the checkpoints.
-    kept : BestModel or None
+    best_model : BestModel or None
         The model file of the user's checkpoint callback.
     logs : SyncedDirectory
         The run's log directory.
@@ -243,7 +250,7 @@ class RunSaver:
         States of the user's callbacks.
     streams : RandomStreams
         The rank's random streams.
-    turns : Turns
+    micro_batches : MicroBatches
         The rank's virtual shards and micro-batches.
     """
 
@@ -253,21 +260,21 @@ class RunSaver:
         model: keras.Model,
         rank: int,
         checkpoints: CheckpointWriter,
-        kept: BestModel | None,
+        best_model: BestModel | None,
         logs: SyncedDirectory,
         states: CallbackStates,
         streams: RandomStreams,
-        turns: Turns,
+        micro_batches: MicroBatches,
     ) -> None:
         self._spec = spec
         self._model = model
         self._rank = rank
         self._checkpoints = checkpoints
-        self._kept = kept
+        self._best_model = best_model
         self._logs = logs
         self._states = states
         self._streams = streams
-        self._turns = turns
+        self._micro_batches = micro_batches
 
     def save_epoch(self, history: Sequence[EpochMetrics], stopped: bool) -> None:
         """Save the run after the last epoch of its history."""
@@ -278,7 +285,8 @@ class RunSaver:
         self,
         history: Sequence[EpochMetrics],
         batches: int,
-        statistics: StatisticsCallback,
+        digests: list[bytes],
+        bases: Mapping[int, Any],
         stop: bool,
     ) -> None:
         """Save the run within an epoch.
@@ -289,14 +297,14 @@ class RunSaver:
             The previous epochs.
         batches : int
             Batches of a shard that are done.
-        statistics : StatisticsCallback
-            Holds the statistics at the start of the epoch.
+        digests, bases
+            The statistics at the start of the epoch; see `StatisticsAverager`.
         stop : bool
             Whether a callback of this rank has requested a stop.
         """
         partial = {
-            "digests": list(statistics.digests),
-            "bases": statistics.bases,
+            "digests": digests,
+            "bases": bases,
             "metrics": metric_states(self._model),
             "stop": stop,
         }
@@ -310,9 +318,9 @@ class RunSaver:
         stopped: bool = False,
     ) -> None:
         upload = None
-        if self._kept is not None:
+        if self._best_model is not None:
             self._checkpoints.finish()
-            upload = self._kept.upload()
+            upload = self._best_model.upload()
         if self._spec.run.checkpoints_path is None:
             return
         model = self._model
@@ -320,13 +328,13 @@ class RunSaver:
             self._spec,
             history,
             batches,
-            self._turns.shards,
+            self._micro_batches.shards,
             self._streams,
             exchange,
             (self._states.own(), partial),
             stopped=stopped,
         )
-        variables = None if partial is None else unequal_variables(self._turns)
+        variables = None if partial is None else unequal_variables(self._micro_batches)
         if self._rank != 0:
             return
         callbacks, partials = zip(*of_ranks, strict=True)

@@ -230,18 +230,18 @@ def _dense(gradient: Any, variable: Any) -> tf.Tensor | None:
 def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the positions of each bucket, last gradients first: they are computed first."""
     open_buckets: dict[tf.DType, list[int]] = {}
-    room: dict[tf.DType, int] = {}
+    capacity: dict[tf.DType, int] = {}
     for index in reversed(range(len(gradients))):
         gradient = gradients[index]
         if gradient is None:
             continue
         dtype = gradient.dtype
-        if dtype in open_buckets and room[dtype] <= 0:
+        if dtype in open_buckets and capacity[dtype] <= 0:
             yield open_buckets.pop(dtype)
         if dtype not in open_buckets:
-            open_buckets[dtype], room[dtype] = [], _BUCKET_BYTES
+            open_buckets[dtype], capacity[dtype] = [], _BUCKET_BYTES
         open_buckets[dtype].append(index)
-        room[dtype] -= gradient.shape.num_elements() * dtype.size
+        capacity[dtype] -= gradient.shape.num_elements() * dtype.size
     yield from open_buckets.values()
 
 

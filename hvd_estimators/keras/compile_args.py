@@ -16,39 +16,31 @@ from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
 
-__all__ = ["CompileSettings", "check_classes", "class_weights", "class_weights_of_tensor", "losses"]
+__all__ = ["CompileSettings", "check_classes", "class_weights", "losses"]
 
 
-def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
+def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     """Return the class weight of each row; 1 for classes without a weight.
 
     Parameters
     ----------
-    labels : ndarray
+    labels : tf.Tensor
         Class numbers, of shape ``(rows,)`` or ``(rows, 1)``, or one-hot rows.
     weights : mapping
         Class to weight.
     """
-    classes, known = _classes(labels), sorted(weights)
-    floatx = keras.config.floatx()
-    found = np.ones(len(labels), floatx)
-    for index in known:
-        found[classes == index] = weights[index]
-    return found
-
-
-def class_weights_of_tensor(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
-    """Compute `class_weights` in a traced function."""
+    _check_rank(labels)
     if labels.shape.rank > 1 and labels.shape[-1] > 1:
         classes = tf.argmax(labels, axis=-1)
     else:
-        given = tf.reshape(labels, (-1,))
-        classes = tf.cast(tf.round(given) if given.dtype.is_floating else given, tf.int64)
+        flat = tf.reshape(labels, (-1,))
+        classes = tf.cast(tf.round(flat) if flat.dtype.is_floating else flat, tf.int64)
     known = sorted(weights)
     numbers = tf.constant(known, tf.int64)
-    places = tf.minimum(tf.searchsorted(numbers, classes), len(known) - 1)
-    found = tf.gather(tf.constant([weights[k] for k in known], keras.config.floatx()), places)
-    return tf.where(tf.equal(tf.gather(numbers, places), classes), found, tf.ones_like(found))
+    indices = tf.minimum(tf.searchsorted(numbers, classes), len(known) - 1)
+    values = tf.gather(tf.constant([weights[n] for n in known], keras.config.floatx()), indices)
+    has_weight = tf.equal(tf.gather(numbers, indices), classes)
+    return tf.where(has_weight, values, tf.ones_like(values))
 
 
 def check_classes(name: str, labels: Array) -> None:
@@ -82,13 +74,6 @@ def _check_rank(labels: Any) -> None:
             "class_weight: expected class numbers or one-hot rows as labels, found rows of shape "
             f"{tuple(labels.shape[1:])}. Leave class_weight out, and weigh elements in the loss."
         )
-
-
-def _classes(labels: Array) -> Array:
-    _check_rank(labels)
-    if labels.ndim > 1 and labels.shape[-1] > 1:
-        return labels.argmax(axis=-1)
-    return np.round(labels.reshape(-1)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -193,9 +178,9 @@ class CompileSettings:
         for name, label, value in zip(outputs.names, outputs.labels, flat, strict=True):
             if label is None and value is not None:
                 raise ParamError(
-                    f"label_cols: the model is compiled with a loss for its output {name!r}, and "
-                    "there is no label column for it. Set label_cols to all outputs that have a "
-                    "loss, or compile the model without one for this output."
+                    f"label_cols: the model is compiled with a loss for its output {name!r}, which "
+                    "has no label column. Set label_cols to all outputs that have a loss, or "
+                    "compile the model without a loss for this output."
                 )
         return outputs.pack(flat)
 

@@ -28,7 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.keras.backend import all_layers, inner_optimizers
+from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras
 
 __all__ = [
     "UnequalCopyError",
@@ -37,7 +37,6 @@ __all__ = [
     "constructing",
     "data_attributes",
     "find_custom_objects",
-    "is_keras",
     "make_object",
     "missing_attributes",
     "set_attributes",
@@ -75,16 +74,6 @@ _STRUCTURE = (keras.Layer, keras.Variable, tf.Variable, keras.random.SeedGenerat
 _MADE_BY_BUILDING = ("lora_enabled",)
 
 
-# Functions that TensorFlow has compiled, and shapes that Keras records.
-_COMPILED = (
-    "train_function",
-    "test_function",
-    "predict_function",
-    "_eval_epoch_iterator",
-    "_build_shapes_dict",
-)
-
-
 # A class's own compile() stores these as attributes.
 _COMPILED_WITH = (
     keras.losses.Loss,
@@ -106,11 +95,6 @@ class UnequalCopyError(ValueError):
     """A copy differs from the original; the message names the difference."""
 
 
-def is_keras(entry: Any) -> bool:
-    """Return whether a class or function is one of Keras's own."""
-    return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
-
-
 def _is_configurable(entry: Any) -> bool:
     """Return whether an entry is a class that configs can name, such as a layer or loss."""
     return isinstance(entry, type) and all(
@@ -130,11 +114,11 @@ def complete_config(
     Exception
         If the config makes no object.
     """
-    held: dict[str, Any] = {}
-    with complete_configs(value, held):
+    extras: dict[str, Any] = {}
+    with complete_configs(value, extras):
         found = find_custom_objects([value], custom_objects)
         config = keras.saving.serialize_keras_object(value)["config"]
-    found.update(held)
+    found.update(extras)
     _check_attributes(value, make_object(type(value), config, found))
     return config, found
 
@@ -147,14 +131,14 @@ def make_object(cls: Any, config: Mapping[str, Any], custom_objects: Mapping[str
 
 
 @contextlib.contextmanager
-def complete_configs(value: Any, held: dict[str, Any]) -> Iterator[None]:
+def complete_configs(value: Any, extras: dict[str, Any]) -> Iterator[None]:
     """Make custom objects return complete configs from ``get_config()``.
 
     Parameters
     ----------
     value : keras.Model, keras.metrics.Metric or keras.optimizers.Optimizer
         The object, whose parts are included.
-    held : dict
+    extras : dict
         Receives the data attributes, the arguments that contain no Keras objects, and the objects
         that are pickled. The caller sends the dict alongside the config.
     """
@@ -166,15 +150,15 @@ def complete_configs(value: Any, held: dict[str, Any]) -> Iterator[None]:
                 extra: dict[str, Any] = {}
                 if _is_pickled(part):
                     changed.append(part)
-                    extra[_OBJECT] = _hold(part, held)
+                    extra[_OBJECT] = _add_extra(part, extras)
                     vars(part)["get_config"] = functools.partial(dict, extra)
                     continue
                 arguments = _arguments(part)
                 attributes = data_attributes(part) if isinstance(part, keras.Layer) else {}
                 if arguments is not None:
-                    extra[_ARGUMENTS] = _with_held(arguments, held)
+                    extra[_ARGUMENTS] = _with_extras(arguments, extras)
                 if attributes:
-                    extra[_ATTRIBUTES] = _hold(attributes, held)
+                    extra[_ATTRIBUTES] = _add_extra(attributes, extras)
                 builds = _builds_of_parts(part)
                 if any(builds):
                     extra[_BUILDS] = builds
@@ -300,7 +284,8 @@ def _base_names() -> frozenset[str]:
     plain = keras.Model()
     for model in (functional, plain):
         model.compile("sgd", "mse", metrics=["mae"])
-    names = {"history", *_COMPILED}
+    # Training and evaluation leave these.
+    names = {"history", "_eval_epoch_iterator", "_build_shapes_dict"}
     for entry in (functional, plain, keras.Sequential(), keras.Layer()):
         names.update(vars(entry))
     return frozenset(names)
@@ -389,9 +374,9 @@ def _config(part: Any, extra: dict[str, Any]) -> dict[str, Any]:
     return {**config, **extra}
 
 
-def _hold(value: Any, held: dict[str, Any]) -> str:
-    key = f"{_HELD}.{len(held)}"
-    held[key] = value
+def _add_extra(value: Any, extras: dict[str, Any]) -> str:
+    key = f"{_HELD}.{len(extras)}"
+    extras[key] = value
     return key
 
 
@@ -404,7 +389,7 @@ def constructing(custom_objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Parameters
     ----------
     custom_objects : mapping
-        Name to class or function, and the values that `complete_configs` held.
+        Name to class or function, and the values that `complete_configs` extras.
     """
     makers = {
         name: _Maker(entry, custom_objects) if _is_configurable(entry) else entry
@@ -548,14 +533,14 @@ def _automatic(part: Any) -> Mapping[str, Any]:
     return getattr(getattr(part, "_auto_config", None), "config", None) or {}
 
 
-def _with_held(arguments: Mapping[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+def _with_extras(arguments: Mapping[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
     """Replace arguments without Keras objects by references."""
     written = {}
     for name, value in arguments.items():
         if any(_is_made_of_config(entry) for entry in keras.tree.flatten(value)):
             written[name] = value
         else:
-            written[name] = {_HELD: _hold(value, held)}
+            written[name] = {_HELD: _add_extra(value, extras)}
     return written
 
 
@@ -598,7 +583,7 @@ def find_custom_objects(
     for value in values:
         found.update({name: registered[name] for name in _strings(value) if name in registered})
         for part in _parts_of_object(value):
-            candidates = [type(part), *_held(part)]
+            candidates = [type(part), *_attribute_classes(part)]
             for candidate in candidates:
                 if _is_custom(candidate):
                     found[candidate.__name__] = candidate
@@ -633,7 +618,7 @@ def _parts_of_object(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _held(part: Any) -> list[Any]:
+def _attribute_classes(part: Any) -> list[Any]:
     """Return a layer's attributes: functions, and the classes of initializers, regularizers etc."""
     return [
         entry if isinstance(entry, types.FunctionType) else type(entry)

@@ -108,9 +108,10 @@ class LossDenominators:
             self._after = []
         if is_training and self._passes > 1 and self._others and self._calls > 1:
             raise ParamError(
-                "loss: with several losses, of which one has a mask, ignored classes, a "
-                "denominator, or reduction='sum', a step must be one batch of each rank. Set "
-                "backward_passes_per_step=1, and go on with as many ranks as the run began with."
+                "loss: several losses need a step of one batch of each rank if one of them has a "
+                "mask, ignored classes, a denominator, or reduction='sum'. Set "
+                "backward_passes_per_step=1, and resume on the number of ranks that started the "
+                "run."
             )
 
     def _scaled(
@@ -153,8 +154,8 @@ class LossDenominators:
         if self._is_training and self._passes > 1:
             raise ParamError(
                 "loss: reduction='sum' needs a step of one batch of each rank. Set "
-                "backward_passes_per_step=1, and go on with as many ranks as the run began with; "
-                "or set reduction='sum_over_batch_size'."
+                "backward_passes_per_step=1, and resume on the number of ranks that started the "
+                "run; or set reduction='sum_over_batch_size'."
             )
         weights = self._reduced(tf.reshape(self._weight, (1,)))[0]
         return self._times(value, tf.math.divide_no_nan(weights, self._weight))

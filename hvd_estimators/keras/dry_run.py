@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
-from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.backend import all_layers, has_own_step
 from hvd_estimators.keras.inputs import (
     SHAPE_KINDS,
     called_with,
@@ -26,7 +26,7 @@ from hvd_estimators.keras.inputs import (
     kept_variables,
     other_structure,
 )
-from hvd_estimators.keras.losses import check_loss, has_any_loss, has_own_step
+from hvd_estimators.keras.losses import check_loss, has_any_loss
 from hvd_estimators.keras.metrics import are_built, build_metrics, check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.sync_batch_norm import synchronized_layers
@@ -268,9 +268,9 @@ class DryRun:
         is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
         if not is_known and other_structure(model, inputs, self._feature_cols) is not None:
             raise ParamError(
-                "model: there is no telling whether it takes a tuple or a dict of column name to "
-                "tensor, as it was not called yet and dry_run is False. Call it on a few rows, in "
-                "the form that it takes, before it is given, or leave dry_run on."
+                "model: only a call shows if it takes a tuple or a dict of column name to tensor, "
+                "and dry_run is False. Call the model on a few rows before fit(), or set "
+                "dry_run=True."
             )
 
     def run(self, columns: Columns) -> None:
@@ -354,8 +354,7 @@ class DryRun:
         try:
             with traceless():
                 self._compile(trial, None)
-                data = keras.tree.map_structure(tf.convert_to_tensor, self.tensors.arrays(columns))
-                trial.train_step(data)
+                trial.train_step(self.tensors.arrays(columns))
         except Exception as error:
             if leave_to_ranks(error, SHAPE_KINDS):
                 return
@@ -430,8 +429,8 @@ class DryRun:
         if not self._label_cols:
             check_loss(self.model, None, x, outputs, None, None)
             return
-        labels = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
-        weights = None if len(batch) == 2 else tf.convert_to_tensor(batch[2])
+        labels = batch[1]
+        weights = None if len(batch) == 2 else batch[2]
         try:
             is_tried = check_loss(self.model, self.outputs, x, outputs, labels, weights)
         except ShapeError:
@@ -466,15 +465,14 @@ class DryRun:
         if not self.model.built and not (parts and all(part.built for part in parts)):
             raise ParamError(
                 f"model: it is not built, and cannot be built on the driver ({reason}). Call it on "
-                "a few rows before it is given, where it can run, or define its build()."
+                "a few rows before fit(), or define its build()."
             )
         if self.output_shapes is not None:
             return
         if len(self._label_cols) > 1 and not has_own_step(self.model):
             raise ParamError(
-                "model: it does not tell its outputs, so that there is no telling which of them "
-                f"belongs to which label, and it cannot be called on the driver ({reason}). Set a "
-                "functional model."
+                "model: its outputs are needed to pair them with labels, and it cannot be called "
+                f"on the driver ({reason}). Set a functional model."
             )
         self._compile(self.model, None)
 

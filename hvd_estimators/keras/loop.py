@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_estimators.keras.checkpoint import PartialEpoch
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
-from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.training.progress import Progress
@@ -60,10 +61,10 @@ class NotFinite:
         """
         loss = logs.get("loss")
         value = None if loss is None or np.ndim(loss) else float(loss)
-        found = None if value is None or np.isfinite(value) else value
+        bad_loss = None if value is None or np.isfinite(value) else value
         if not self._variables or bool(self._are_finite()):
-            return found, []
-        return found, [v.path for v in self._variables if not bool(_is_finite(v))]
+            return bad_loss, []
+        return bad_loss, [v.path for v in self._variables if not bool(_is_finite(v))]
 
     def _all_finite(self) -> tf.Tensor:
         return tf.reduce_all(tf.stack(list(map(_is_finite, self._variables))))
@@ -100,11 +101,13 @@ class StepEnd:
         self._passes = spec.backward_passes_per_step
 
     @property
-    def looks(self) -> bool:
+    def checks_nan(self) -> bool:
         """True if each step's logs must be checked."""
         return self._spec.terminate_on_nan
 
-    def look(self, model: keras.Model, epoch: int, batches: int, logs: Mapping[str, Any]) -> None:
+    def check_nan(
+        self, model: keras.Model, epoch: int, batches: int, logs: Mapping[str, Any]
+    ) -> None:
         """End training on all ranks if a value was not finite in a step.
 
         Parameters
@@ -122,10 +125,10 @@ class StepEnd:
             return
         if self._not_finite is None:
             self._not_finite = NotFinite(model)
-        found = self._not_finite.after_step(logs)
-        self._control.check_finite(self._spec.steps_done(epoch, batches), epoch, *found)
+        loss_and_paths = self._not_finite.after_step(logs)
+        self._control.check_finite(self._spec.steps_done(epoch, batches), epoch, *loss_and_paths)
 
-    def finish(self, epoch: int, before: int, batches: int) -> None:
+    def end(self, epoch: int, before: int, batches: int) -> None:
         """Save the run if a checkpoint is due or a stop is requested, and then stop on request.
 
         Does nothing after an epoch's last step, because the end of the epoch follows.
@@ -215,7 +218,7 @@ class EpochEnd(keras.callbacks.Callback):
         """Restore the callbacks, which have just reset their states."""
         self._states.restore()
 
-    def put_back(self, stop: bool) -> None:
+    def resume_epoch(self, stop: bool) -> None:
         """Resume within an epoch that the callbacks have just started."""
         self._states.restore()
         self.stop = stop
@@ -240,8 +243,8 @@ class EpochEnd(keras.callbacks.Callback):
                     for name, value in scalars(measured).items()
                 },
             )
-        wanted = float(self.stop or self.model.stop_training)
-        (ranks,) = sum_arrays([np.array(wanted)], "stop")
+        stop = float(self.stop or self.model.stop_training)
+        (ranks,) = sum_arrays([np.array(stop)], "stop")
         self.model.stop_training = self.stopped = bool(ranks)
         self._save(epoch + 1)
         if not self.stopped:
@@ -315,7 +318,7 @@ class StatisticsCallback(keras.callbacks.Callback):
         """Summed variables at the start of the epoch; see `StatisticsAverager`."""
         return {} if self._averager is None else self._averager.bases
 
-    def put_back(self, digests: Sequence[bytes], bases: Mapping[int, Any]) -> None:
+    def resume_epoch(self, digests: Sequence[bytes], bases: Mapping[int, Any]) -> None:
         """Resume within an epoch that started with these statistics."""
         assert self._averager is not None
         self._averager.digests = list(digests)
@@ -380,13 +383,13 @@ class RankCallbacks(keras.callbacks.CallbackList):
         The model.
     epochs, steps : int
         Epochs of the run, and steps per epoch.
-    turns : Turns
+    micro_batches : MicroBatches
         Groups batches into steps.
     statistics : StatisticsCallback, optional
         The statistics callback among ``callbacks``.
     step_end : StepEnd, optional
         Called after each step, after all callbacks.
-    resumed : Resumed, optional
+    resumed : PartialEpoch, optional
         Resumes within the first epoch.
     """
 
@@ -397,19 +400,19 @@ class RankCallbacks(keras.callbacks.CallbackList):
         model: keras.Model,
         epochs: int,
         steps: int,
-        turns: Turns,
+        micro_batches: MicroBatches,
         statistics: StatisticsCallback | None = None,
         step_end: StepEnd | None = None,
-        resumed: Resumed | None = None,
+        resumed: PartialEpoch | None = None,
     ) -> None:
         super().__init__(
             [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
         )
         self._end = end
-        self._turns = turns
+        self._micro_batches = micro_batches
         self._statistics = statistics
         self._step_end = step_end
-        self._looks = step_end is not None and step_end.looks
+        self._checks_nan = step_end is not None and step_end.checks_nan
         self._resumed = resumed
         # Batches of the epoch that an earlier part of the run has trained on.
         self._skipped = 0
@@ -429,64 +432,47 @@ class RankCallbacks(keras.callbacks.CallbackList):
         self._skipped = 0
         if resumed is not None:
             self._skipped = resumed.batches
-            resumed.restore(self)
-        self._epoch, self._done = epoch, self._skipped // self._turns.passes
+            digests, bases, stop = resumed.restore()
+            if self._statistics is not None:
+                self._statistics.resume_epoch(digests, bases)
+            self._end.resume_epoch(stop)
+        self._epoch, self._done = epoch, self._skipped // self._micro_batches.passes
         # Checked in every epoch, because instances can get other methods at any time.
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
-
-    def put_back(self, digests: Sequence[bytes], bases: Mapping[int, Any], stop: bool) -> None:
-        """Resume within an epoch: restore the statistics and the states of callbacks."""
-        if self._statistics is not None:
-            self._statistics.put_back(digests, bases)
-        self._end.put_back(stop)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks if a step begins."""
         if batch < self._skipped:
             return
-        step = self._turns.begin(batch)
+        step = self._micro_batches.begin(batch)
         if step is not None:
             super().on_train_batch_begin(step, logs)
-            self._put_stop_off()
+            self._defer_stop()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks if a step ends and any callback uses this event."""
         if batch < self._skipped:
             return
-        step = self._turns.end(batch)
+        step = self._micro_batches.end(batch)
         if step is None:
             return
-        if self._turns.passes > 1 and (self._looks or self._batch_ends):
+        if self._micro_batches.passes > 1 and (self._checks_nan or self._batch_ends):
             # The logs from Keras may be those of an empty micro-batch.
             logs = self.model.get_metrics_result()
-        if self._looks and self._step_end is not None:
+        if self._checks_nan and self._step_end is not None:
             # Checked before the callbacks: one may raise its own error on one rank only.
-            self._step_end.look(self.model, self._epoch, step + 1, logs or {})
-        if self._batch_ends and self._turns.is_told(step):
+            self._step_end.check_nan(self.model, self._epoch, step + 1, logs or {})
+        if self._batch_ends and self._micro_batches.notifies_after(step):
             super().on_train_batch_end(step, logs)
-            self._put_stop_off()
+            self._defer_stop()
         if self._step_end is not None:
             before, self._done = self._done, step + 1
-            self._step_end.finish(self._epoch, before, step + 1)
+            self._step_end.end(self._epoch, before, step + 1)
 
-    def _put_stop_off(self) -> None:
+    def _defer_stop(self) -> None:
         if self.model.stop_training:
             self._end.stop = True
             self.model.stop_training = False
-
-
-class Resumed(Protocol):
-    """State for resuming within an epoch."""
-
-    @property
-    def batches(self) -> int:
-        """Number of this rank's batches that are done."""
-
-    def skip(self, batches_per_call: int) -> None:
-        """Make the training function skip the batches that are done."""
-
-    def restore(self, callbacks: RankCallbacks) -> None:
-        """Restore the state of the partial epoch, after the epoch has started."""
 
 
 def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:

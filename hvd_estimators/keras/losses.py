@@ -1,11 +1,4 @@
-"""Losses of a Keras model: checks, and denominators over the global batch.
-
-Runs on the driver.
-
-The ranks' gradients are averaged by weight, by default by rows. A loss that divides by another
-number is scaled, where it is computed, so that this average is the loss over the global batch:
-its numerator and its denominator are both sums over the ranks. Runs on the worker.
-"""
+"""Losses of a Keras model: checks on the driver, and the rules that depend on the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +10,7 @@ import numpy as np
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
-from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.backend import all_layers, has_own_step, is_keras
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
@@ -30,7 +23,6 @@ __all__ = [
     "find_metric",
     "has_any_loss",
     "has_loss",
-    "has_own_step",
     "losses_by_output",
     "may_add_loss",
     "pairs_labels",
@@ -63,15 +55,9 @@ def added_losses(model: keras.Model) -> list[Any]:
 def may_add_loss(model: keras.Model) -> bool:
     """Return whether a model may call `add_loss`, judging by its classes."""
     return any(
-        type(layer).__module__.partition(".")[0] != "keras"
-        or getattr(layer, "activity_regularizer", None) is not None
+        not is_keras(type(layer)) or getattr(layer, "activity_regularizer", None) is not None
         for layer in all_layers(model)
     )
-
-
-def has_own_step(model: keras.Model) -> bool:
-    """Return whether a model has its own ``train_step``."""
-    return type(model).train_step is not keras.Model.train_step
 
 
 def pairs_labels(model: keras.Model, compiled: Mapping[str, Any] | None = None) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import is_keras
 
 __all__ = [
     "are_built",
@@ -139,7 +140,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
 def _is_known(metric: Any) -> bool:
     """Return whether a metric defines how its state is reduced, or is one of Keras's."""
     return (
-        type(metric).__module__.partition(".")[0] == "keras"
+        is_keras(type(metric))
         or callable(_merge_state(metric))
         or any(variable.aggregation != "sum" for variable in metric.variables)
     )

@@ -26,8 +26,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import all_layers, inner_optimizers, model_optimizers
-from hvd_estimators.keras.custom_objects import constructing, is_keras
+from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras, model_optimizers
+from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.store.files import CHUNK_BYTES
 
 __all__ = [
@@ -318,7 +318,7 @@ def snapshot(model: keras.Model) -> ModelCopy | None:
     """
     for layer in all_layers(model):
         save_assets = getattr(layer, "save_assets", None)
-        if save_assets is not None and save_assets.__module__.partition(".")[0] != "keras":
+        if save_assets is not None and not is_keras(save_assets):
             return None
     try:
         return ModelCopy(model)

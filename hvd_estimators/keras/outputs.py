@@ -158,8 +158,8 @@ class Outputs:
             raise ShapeError(
                 f"label_cols: the model's outputs are named {_listed(self.names)}, and the label "
                 f"columns are {_listed(label_cols)}: by name and by position they pair in "
-                "different ways. Name the output layers after all of the label columns, or after "
-                "none of them."
+                "different ways. Name either all output layers after label columns, or no output "
+                "layer."
             )
         return paired(label_cols)
 

@@ -15,6 +15,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import causes
 from hvd_estimators.keras.backend import (
     has_own_compile,
+    has_own_step,
     kept_random_state,
     model_optimizers,
     require_tensorflow,
@@ -28,7 +29,6 @@ from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
     has_loss,
-    has_own_step,
     may_add_loss,
     weights_by_samples,
     without_reduction,
@@ -198,8 +198,8 @@ class KerasParams(HorovodEstimator):
         if given or (model.loss is not None and not has_own_step(model)):
             raise ParamError(
                 "label_cols: found [], and loss or metrics compare outputs to labels. Set "
-                "label_cols (an autoencoder's are its features), or leave them out and give the "
-                "model a train_step() or a compute_loss() of its own, or call add_loss() in it."
+                "label_cols (an autoencoder's are its features). Or remove loss and metrics, and "
+                "define train_step() or compute_loss() in the model, or call add_loss() in it."
             )
         if get("sample_weight_col"):
             raise ParamError(
@@ -220,8 +220,8 @@ class KerasParams(HorovodEstimator):
                     find(entry)
                 except (TypeError, ValueError) as error:
                     raise ParamError(
-                        f"{name}: Keras knows none by {entry!r}. Set the name of one of its own, "
-                        "an object or a function."
+                        f"{name}: Keras does not know {entry!r}. Set a name that Keras knows, an "
+                        "object or a function."
                     ) from error
 
     def _check_model(self) -> None:

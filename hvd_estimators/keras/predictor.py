@@ -20,12 +20,12 @@ from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load_model
 from hvd_estimators.keras.tensors import Field, alike
 
-__all__ = ["CPU", "KerasPredictor", "of_labels", "place", "reduce_precision"]
+__all__ = ["CPU", "KerasPredictor", "choose_device", "of_labels", "reduce_precision"]
 
 CPU = "/CPU:0"
 
 
-def place(resources: Resources) -> str:
+def choose_device(resources: Resources) -> str:
     """Configure TensorFlow's threads and GPUs, and return the device to predict on.
 
     Settings that TensorFlow cannot change after its initialization keep their values.
@@ -47,13 +47,13 @@ def place(resources: Resources) -> str:
         with contextlib.suppress(RuntimeError):
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(threads)
-    seen = tf.config.list_physical_devices("GPU") if resources.gpu is not None else []
-    gpu = resources.among(len(seen))
+    gpus = tf.config.list_physical_devices("GPU") if resources.gpu is not None else []
+    gpu = resources.among(len(gpus))
     with contextlib.suppress(RuntimeError):
         if gpu is None:
             tf.config.set_visible_devices([], "GPU")
-        for found in seen:
-            tf.config.experimental.set_memory_growth(found, True)
+        for device in gpus:
+            tf.config.experimental.set_memory_growth(device, True)
     return CPU if gpu is None else f"/GPU:{gpu}"
 
 
@@ -128,7 +128,7 @@ class KerasPredictor:
         precision: str = "float32",
         resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
-        self._device = place(resources)
+        self._device = choose_device(resources)
         self.overlaps = self._device != CPU
         keras.config.set_floatx(floatx)
         if isinstance(document, keras.Model):
@@ -158,14 +158,14 @@ class KerasPredictor:
         given: dict[str, Any] = columns
 
         def naming() -> Any:
-            return naming_inputs(lambda: described(given), self._wanted)
+            return naming_inputs(lambda: described(given), self._expected)
 
         with naming(), tf.device(self._device):
             fields = keras.tree.flatten(self._structure)
             values = [field.array(columns[field.column]) for field in fields]
             given = {f.column: value for f, value in zip(fields, values, strict=True)}
             x = alike(keras.tree.pack_sequence_as(self._structure, values))
-            outputs = self._begun(x)
+            outputs = self._start(x)
 
         def finish() -> list[Array]:
             found = outputs
@@ -177,14 +177,14 @@ class KerasPredictor:
 
         return finish
 
-    def _begun(self, x: Any) -> Any:
+    def _start(self, x: Any) -> Any:
         if not self.overlaps:
             return self._model.predict_on_batch(x)
         # Do the same without waiting for the GPU.
         self._model.make_predict_function()
         return self._model.predict_function([(x,)])
 
-    def _wanted(self) -> str:
+    def _expected(self) -> str:
         """Describe the inputs that the model declares."""
         known: list[Field] = [f for f in keras.tree.flatten(self._structure) if f.shape is not None]
         forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in known)

@@ -21,7 +21,7 @@ from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.model_file import WEIGHTS, read_rewritten
-from hvd_estimators.keras.predictor import KerasPredictor, place
+from hvd_estimators.keras.predictor import KerasPredictor, choose_device
 from hvd_estimators.keras.serialization import load_uncompiled
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.store.files import CHUNK_BYTES
@@ -68,9 +68,9 @@ def read_content(
             return model
         except (TypeError, ValueError) as error:
             raise StoreError(
-                f"Keras cannot make the model of the checkpoint ({error}). Give custom_objects "
-                "where it has classes or functions of your own; safe=False runs code that is in "
-                "the file, of Lambda layers for example, if you trust who wrote it."
+                f"Keras cannot create the model of the checkpoint ({error}). Set custom_objects if "
+                "the model has your own classes or functions. Set safe=False if the file contains "
+                "code, such as that of Lambda layers, and you trust its writer."
             ) from error
 
 
@@ -92,9 +92,9 @@ def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[
     get = saved.get
     columns = list(get("feature_columns") or [])
     floatx = get("_floatx") or "float32"
-    where = place(resources)
+    device = choose_device(resources)
     keras.config.set_floatx(floatx)
-    with tf.device(where):
+    with tf.device(device):
         model, compiled = load_uncompiled(saved.read("model"))
     by_name = get("_input_pairing") == "name"
     structure = input_structure(model, columns, get("_input_keys"), by_name)

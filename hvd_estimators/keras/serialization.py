@@ -105,8 +105,7 @@ def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | N
 
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
     """Serialize a model without its compile arguments."""
-    saved = _saved(model, custom_objects)
-    return dump((saved.files, saved.custom_objects, saved.compiled, saved.traits), custom_objects)
+    return dump(_saved(model, custom_objects), custom_objects)
 
 
 def model_payload(
@@ -196,8 +195,8 @@ class ModelPayload:
         head: tuple[Any, ...]
         large = _large_copy(model, custom_objects)
         if large is None:
-            saved = _saved(model, custom_objects)
-            content, head = saved.files, (saved.custom_objects, saved.traits)
+            content, objects, _, metadata = _saved(model, custom_objects)
+            head = (objects, metadata)
         else:
             content, head = raw_values(large[1]), (large[0],)
         compiled, state = _compiled_with(model), None
@@ -219,8 +218,8 @@ def _load_parts(content: Any, rest: bytes, state: Any) -> keras.Model:
     if isinstance(head[0], LargeModel):
         model = head[0].fill(content)
     else:
-        custom_objects, traits = head
-        model = _load_model(content, custom_objects, None, traits)
+        custom_objects, metadata = head
+        model = _load_model(content, custom_objects, None, metadata)
     if compiled is not None:
         compiled["optimizer"] = replace(compiled["optimizer"], state=state)
     _compile(model, compiled)
@@ -238,14 +237,14 @@ def _large_copy(
         return None
     # The collector does not know the size of earlier copies.
     gc.collect()
-    view, held = uncompiled(model), dict[str, Any]()
+    view, extras = uncompiled(model), dict[str, Any]()
     # The new model draws random numbers.
     with kept_random_state():
         try:
-            with complete_configs(view, held):
+            with complete_configs(view, extras):
                 objects = find_custom_objects([view], custom_objects)
                 config = json.dumps(keras.saving.serialize_keras_object(view))
-            objects.update(held)
+            objects.update(extras)
             head = LargeModel(config.encode(), objects, ModelMetadata.of(model))
             # The copy gets its own objects.
             own_objects: LargeModel = load(dump(head, custom_objects))
@@ -257,6 +256,9 @@ def _large_copy(
     for ours, theirs in pairs:
         theirs.assign(ours.value)
     return replace(head, metadata=metadata, values=value_locations(copy)), copy
+
+
+_Saved = tuple[dict[str, Array], dict[str, Any], dict[str, Any] | None, ModelMetadata]
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -279,11 +281,11 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_model(self, model: keras.Model) -> Any:
-        saved = _saved(model, self._custom_objects)
+        files, objects, _, metadata = _saved(model, self._custom_objects)
         compiled = _compiled_with(model)
         if compiled is not None:
             compiled["optimizer"] = OptimizerPayload.of(model.optimizer, self._custom_objects)
-        return _load_model, (saved.files, saved.custom_objects, compiled, saved.traits)
+        return _load_model, (files, objects, compiled, metadata)
 
 
 def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
@@ -296,30 +298,14 @@ def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
     return compiled
 
 
-@dataclass
-class _Saved:
-    """A model in Keras's files, with the properties that these files lack.
-
-    Attributes
-    ----------
-    files : dict
-        See `hvd_estimators.keras.model_file.read_files`.
-    custom_objects : dict
-        Name to class, function or constructor argument.
-    traits : ModelMetadata
-        Properties that the config does not restore.
-    compiled : dict or None
-        Arguments of Keras's ``compile`` if the model's class overrides ``compile``.
-    """
-
-    files: dict[str, Array]
-    custom_objects: dict[str, Any]
-    traits: ModelMetadata
-    compiled: dict[str, Any] | None
-
-
 def _saved(model: keras.Model, custom_objects: Mapping[str, Any] | None) -> _Saved:
     """Save a model to Keras's files, and check that a copy from these files equals it.
+
+    Returns
+    -------
+    tuple
+        The arguments of `_load_model`. The compile arguments are None, unless the model's class
+        overrides ``compile``.
 
     Raises
     ------
@@ -328,7 +314,7 @@ def _saved(model: keras.Model, custom_objects: Mapping[str, Any] | None) -> _Sav
     """
     saved, copy = _saved_and_loaded(model, custom_objects)
     del copy
-    _collect(saved.files)
+    _collect(saved[0])
     return saved
 
 
@@ -336,30 +322,30 @@ def _saved_and_loaded(
     model: keras.Model, custom_objects: Mapping[str, Any] | None
 ) -> tuple[_Saved, keras.Model]:
     """Return the result of `_saved`, and the copy of the model."""
-    held: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
     # The optimizer is serialized separately, and its state is twice as large as the weights.
     view = uncompiled(model)
     # Loading draws random numbers.
     with kept_random_state(), tempfile.TemporaryDirectory() as directory:
-        with complete_configs(view, held):
+        with complete_configs(view, extras):
             found = find_custom_objects([view], custom_objects)
             save_folder(view, directory)
         files = _undated(read_files(directory))
         _collect(files)
-        found.update(held)
-        traits, compiled = ModelMetadata.of(model), None
+        found.update(extras)
+        metadata, compiled = ModelMetadata.of(model), None
         if has_own_compile(model):
             compiled = _compiled_with(model)
             if compiled is not None:
                 optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
                 compiled["optimizer"] = optimizer
         # The copy gets its own objects.
-        document = dump((found, compiled, traits), custom_objects)
+        document = dump((found, compiled, metadata), custom_objects)
         objects, arguments, given = load(document)
         copy = _load_folder(directory, objects, given)
-        traits = traits.completed(model, copy)
+        metadata = metadata.completed(model, copy)
         _compile(copy, arguments)
-    return _Saved(files, found, traits, compiled), copy
+    return (files, found, compiled, metadata), copy
 
 
 def _undated(files: dict[str, Array]) -> dict[str, Array]:
@@ -379,12 +365,12 @@ def _collect(files: Mapping[str, Array]) -> None:
 
 
 def _load_folder(
-    directory: str, custom_objects: Mapping[str, Any], traits: ModelMetadata | None
+    directory: str, custom_objects: Mapping[str, Any], metadata: ModelMetadata | None
 ) -> keras.Model:
-    with traits.policy() if traits is not None else contextlib.nullcontext():
+    with metadata.policy() if metadata is not None else contextlib.nullcontext():
         model = load_folder(directory, custom_objects)
-    if traits is not None:
-        traits.apply(model)
+    if metadata is not None:
+        metadata.apply(model)
     return model
 
 
@@ -392,7 +378,7 @@ def _load_model(
     document: Any,
     custom_objects: Mapping[str, Any] | None = None,
     compiled: Mapping[str, Any] | None = None,
-    traits: ModelMetadata | None = None,
+    metadata: ModelMetadata | None = None,
 ) -> keras.Model:
     """Create a model from files, which are freed one by one, or from its pickled attributes."""
     if custom_objects is None:
@@ -400,7 +386,7 @@ def _load_model(
         return as_it_was
     with tempfile.TemporaryDirectory() as directory:
         write_files(document, directory)
-        model = _load_folder(directory, custom_objects, traits)
+        model = _load_folder(directory, custom_objects, metadata)
     _compile(model, compiled)
     return model
 
@@ -440,10 +426,10 @@ class _Uncompiled(Unpickler):
         document: Any,
         custom_objects: Mapping[str, Any] | None = None,
         compiled: Mapping[str, Any] | None = None,
-        traits: ModelMetadata | None = None,
+        metadata: ModelMetadata | None = None,
     ) -> keras.Model:
         self.compiled = compiled
-        return _load_model(document, custom_objects, None, traits)
+        return _load_model(document, custom_objects, None, metadata)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 from hvd_estimators.training.shard_state import HostStreams, ShardStates
 
-__all__ = ["RandomStreams", "Turns", "VariableState", "seed_states", "split_seed_states"]
+__all__ = ["MicroBatches", "RandomStreams", "VariableState", "seed_states", "split_seed_states"]
 
 
 class RandomStreams(HostStreams):
@@ -150,7 +150,7 @@ class VariableState:
             variable.assign(value)
 
 
-class Turns:
+class MicroBatches:
     """Assign the micro-batches of a rank to steps and virtual shards.
 
     Parameters
@@ -216,6 +216,6 @@ class Turns:
         self.shards.enter(0)
         return step
 
-    def is_told(self, step: int) -> bool:
+    def notifies_after(self, step: int) -> bool:
         """Return whether callbacks are notified at the end of a step."""
         return not (step + 1) % self._steps_per_call

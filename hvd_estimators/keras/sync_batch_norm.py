@@ -62,7 +62,10 @@ class SynchronizedMoments:
                 return alone(inputs, mask)
             # A layer that is called several times in a step synchronizes each time.
             call = self._calls[number] = self._calls.get(number, -1) + 1
-            return self._moments(inputs, mask, layer._reduction_axes, f"moments.{number}.{call}")
+            axes = [
+                axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank
+            ]
+            return self._moments(inputs, mask, axes, f"moments.{number}.{call}")
 
         return moments
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array, Columns
-from hvd_estimators.keras.compile_args import class_weights, class_weights_of_tensor
+from hvd_estimators.keras.compile_args import class_weights
 
 __all__ = ["ZEROS", "Field", "TensorSpec", "alike"]
 
@@ -69,13 +69,10 @@ class Field:
         return self.array(np.full(shape, "", object) if self.dtype == "string" else np.zeros(shape))
 
     def _form(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
+        own = (shape or (1,)) if self.shape is None else self.shape
         if dtype.kind in "OSU":
-            return (shape or (1,)) if self.shape is None else self.shape, "string"
-        is_float = dtype.kind in "fb"
-        return (
-            (shape or (1,)) if self.shape is None else self.shape,
-            self.dtype or (keras.config.floatx() if is_float else dtype.name),
-        )
+            return own, "string"
+        return own, self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
 
 
 ZEROS = Field("")
@@ -107,23 +104,8 @@ class TensorSpec:
         return replace(self, class_weight=None)
 
     def arrays(self, columns: Columns) -> Any:
-        """Return inputs, labels and weights of some rows; only the inputs without labels."""
-        x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs))
-        if self.labels == ():
-            return _alone(x)
-        rows = len(next(iter(columns.values())))
-        zeros = np.zeros((rows, 1), keras.config.floatx())
-        y = keras.tree.map_structure(
-            lambda f: zeros if f == ZEROS else f.array(columns[f.column]), self.labels
-        )
-        weight = None
-        if self.sample_weight_col is not None:
-            weight = columns[self.sample_weight_col].astype(keras.config.floatx())
-        if self.class_weight:
-            (field,) = self.label_fields()
-            by_class = class_weights(field.array(columns[field.column]), self.class_weight)
-            weight = by_class if weight is None else weight * by_class
-        return (x, y) if weight is None else (x, y, weight)
+        """Return the `tensors` of some rows that are given as arrays."""
+        return self.tensors({name: tf.convert_to_tensor(a) for name, a in columns.items()})
 
     def tensors(self, columns: dict[str, tf.Tensor]) -> Any:
         """Return inputs, labels and weights of a batch; only the inputs without labels.
@@ -145,9 +127,9 @@ class TensorSpec:
         if self.sample_weight_col is not None:
             weight = tf.cast(columns[self.sample_weight_col], keras.config.floatx())
         if self.class_weight:
-            (found,) = self.label_fields()
-            labels = found.tensor(columns[found.column])
-            by_class = class_weights_of_tensor(labels, self.class_weight)
+            (label_field,) = self.label_fields()
+            labels = label_field.tensor(columns[label_field.column])
+            by_class = class_weights(labels, self.class_weight)
             weight = by_class if weight is None else weight * by_class
         return (x, y) if weight is None else (x, y, weight)
 

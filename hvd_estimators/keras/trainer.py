@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
+from hvd_estimators.keras.backend import has_own_step, model_optimizers, require_tensorflow
 from hvd_estimators.keras.best_model import BestModel
 from hvd_estimators.keras.callbacks import (
     LearningRateWarmupCallback,
@@ -42,10 +42,9 @@ from hvd_estimators.keras.loop import (
     StepEnd,
     StreamsCallback,
 )
-from hvd_estimators.keras.losses import has_own_step
 from hvd_estimators.keras.model_file import save_file
 from hvd_estimators.keras.serialization import ModelPayload
-from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.keras.user_callbacks import CallbackStates, ScalarState, for_rank, writes_files
@@ -121,15 +120,15 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         self.model = spec.model.load()
-        self.kept: BestModel | None = None
+        self.best_model: BestModel | None = None
         logs = spec.run.logs_path if self.rank == 0 else None
         self.logs = SyncedDirectory(spec.store, logs)
         if spec.checkpoint_callback is not None and self.rank == 0:
-            self.kept = BestModel(
+            self.best_model = BestModel(
                 spec.checkpoint_callback, directory, spec.run.checkpoints_path, spec.store
             )
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
-        self.restored = restore_run(spec, self.model, self.rank, self.kept)
+        self.restored = restore_run(spec, self.model, self.rank, self.best_model)
         self.spec = spec = without_further_epochs(spec, self.restored)
         optimizers = model_optimizers(self.model)
         broadcast_variables(
@@ -243,9 +242,19 @@ class _Trainer:
             model.steps_per_execution = 1
         rows = 0 if self.restored is None else self.restored.rows
         streams = RandomStreams(model, spec.data.random_seed, self.rank, done, rows)
-        turns = Turns(model, spec.data.num_shards, self.rank, self.size, streams, steps_per_call)
+        micro_batches = MicroBatches(
+            model, spec.data.num_shards, self.rank, self.size, streams, steps_per_call
+        )
         self.saver = RunSaver(
-            spec, model, self.rank, self.checkpoints, self.kept, self.logs, states, streams, turns
+            spec,
+            model,
+            self.rank,
+            self.checkpoints,
+            self.best_model,
+            self.logs,
+            states,
+            streams,
+            micro_batches,
         )
         model.test_step = reading_first(model.test_step)
         train, has_validation = datasets.train(), spec.data.val_plan is not None
@@ -255,16 +264,18 @@ class _Trainer:
             resumed = PartialEpoch(
                 model,
                 self.restored,
-                turns,
+                micro_batches,
                 self.batches * passes,
                 self.rank,
                 self.size,
                 streams.restore,
             )
             resumed.build(train.element_spec)
-        statistics = self.statistics = StatisticsCallback(turns.shards, spec.buffer_reduction)
+        statistics = self.statistics = StatisticsCallback(
+            micro_batches.shards, spec.buffer_reduction
+        )
         chosen: list[Any] = [
-            StreamsCallback(streams, turns.shards),
+            StreamsCallback(streams, micro_batches.shards),
             statistics,
             MetricAverageCallback(),
         ]
@@ -273,7 +284,7 @@ class _Trainer:
                 callback.ranks = spec.data.num_shards
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.rank == 0:
-            chosen += [spec.checkpoint_callback] if self.kept is not None else []
+            chosen += [spec.checkpoint_callback] if self.best_model is not None else []
             chosen += [ProgressReports(progress, self.batches)] if spec.verbose else []
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
@@ -292,7 +303,7 @@ class _Trainer:
                     model,
                     spec.epochs,
                     steps,
-                    turns,
+                    micro_batches,
                     statistics,
                     step_end,
                     resumed,
@@ -307,7 +318,8 @@ class _Trainer:
 
     def _save_within(self, batches: int) -> None:
         """Save the run within an epoch, after the given number of batches. Called by all ranks."""
-        self.saver.save_within(self.end.history, batches, self.statistics, self.end.stop)
+        digests, bases = self.statistics.digests, self.statistics.bases
+        self.saver.save_within(self.end.history, batches, digests, bases, self.end.stop)
 
     def _weight_batches(self) -> None:
         """Set the batch's weight in averagers and losses from within each step."""
@@ -351,9 +363,9 @@ class _Trainer:
         if self.rank != 0:
             return None
         state = LocalFile()
-        kept = self.kept.path() if self.kept is not None else None
-        if kept is not None:
-            shutil.move(kept, state.path)
+        path = self.best_model.path() if self.best_model is not None else None
+        if path is not None:
+            shutil.move(path, state.path)
         else:
             save_file(self.model, state.path)
         return state

@@ -40,7 +40,8 @@ _OWN_BYTES = 2**16
 """Larger values of a callback (such as best weights) are assumed to be equal on all ranks."""
 
 
-_NOT_STATE: tuple[str, ...] = ("_model", "params")
+_SET_BY_KERAS = tuple(vars(keras.callbacks.Callback()))
+"""Attributes of every callback, such as the model."""
 
 
 _OF_FILES = ("append_header",)
@@ -74,9 +75,9 @@ def for_rank(
             if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
                 callback.log_dir = logs_path
             if isinstance(callback, keras.callbacks.CSVLogger):
-                callback.filename = _kept(callback.filename, logs_path)
+                callback.filename = _below_logs(callback.filename, logs_path)
             if isinstance(callback, keras.callbacks.ModelCheckpoint):
-                callback.filepath = _kept(callback.filepath, logs_path)
+                callback.filepath = _below_logs(callback.filepath, logs_path)
         chosen.append(callback)
     return chosen
 
@@ -86,13 +87,13 @@ def writes_files(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, _WRITING)
 
 
-def _kept(path: str, logs_path: str | None) -> str:
+def _below_logs(path: str, logs_path: str | None) -> str:
     """Move a relative path below the run's logs; leave absolute paths and URLs unchanged."""
     if logs_path is None or os.path.isabs(path) or "://" in path:
         return path
-    kept = os.path.join(logs_path, path)
-    os.makedirs(os.path.dirname(kept), exist_ok=True)
-    return kept
+    path = os.path.join(logs_path, path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return path
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
@@ -115,9 +116,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ParamError(
-                "callbacks: BackupAndRestore would restore one rank and not the others. Leave it "
-                "out: the store keeps a checkpoint of every epoch, and a fit with the same run_id "
-                "goes on from there."
+                "callbacks: BackupAndRestore would restore one rank only. Remove it: the store "
+                "has a checkpoint of every epoch, and a fit with the same run_id resumes from it."
             )
 
 
@@ -263,7 +263,7 @@ def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
 
     Functions of Keras that compare values are stored by name.
     """
-    left_out = _NOT_STATE
+    left_out = _SET_BY_KERAS
     if isinstance(callback, keras.callbacks.CSVLogger):
         left_out = (*left_out, *_OF_FILES)
     attributes = {name: v for name, v in vars(callback).items() if name not in left_out}

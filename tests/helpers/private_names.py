@@ -116,8 +116,8 @@ TABLE = (
     ),
     Private(
         "keras.layers.BatchNormalization",
-        "_moments _reduction_axes",
-        "They give statistics over all ranks (synchronized=True).",
+        "_moments",
+        "It gives statistics over all ranks (synchronized=True).",
     ),
     Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(

@@ -331,7 +331,7 @@ def test_keras_optimizers_average_over_ranks_or_are_refused(compat: None, tmp_pa
     refused = [
         ({"op": hvd.Sum}, "op: expected Average"),
         ({"backward_passes_per_step": 2}, "average_aggregated_gradients: expected True"),
-        ({"process_set": hvd.ProcessSet([0])}, "process_set: expected that of all ranks"),
+        ({"process_set": hvd.ProcessSet([0])}, "process_set: expected the global process set"),
     ]
     for arguments, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ from hvd_estimators.exceptions import GpuError, PredictionError, ShapeError
 from hvd_estimators.inference.batch import Resources
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.keras import predictor as predictor_module
-from hvd_estimators.keras.predictor import place, reduce_precision
+from hvd_estimators.keras.predictor import choose_device, reduce_precision
 
 ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 
@@ -165,14 +165,14 @@ def test_tensorflow_predicts_on_the_tasks_gpu_or_cores(
 ) -> None:
     config = Config(gpus)
     monkeypatch.setattr(predictor_module, "tf", SimpleNamespace(config=config))
-    assert place(resources) == device
+    assert choose_device(resources) == device
     assert config.told == told
     # Later tasks of the worker, when nothing can be told any more.
     config.begun = True
-    assert place(resources) == device
+    assert choose_device(resources) == device
 
 
 def test_a_gpu_that_tensorflow_does_not_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor_module, "tf", SimpleNamespace(config=Config(1)))
     with pytest.raises(GpuError, match=r"GPU 1 to this task.* sees 1"):
-        place(Resources(gpu=1))
+        choose_device(Resources(gpu=1))

@@ -17,7 +17,7 @@ from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.loop import ProgressReports, RankCallbacks
 from hvd_estimators.keras.metrics import are_built
 from hvd_estimators.keras.serialization import dump, load
-from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import (
     callback_state,
     check_callbacks,
@@ -40,8 +40,8 @@ class End(keras.callbacks.Callback):
     stop = False
 
 
-def turns(model: Any, num_shards: int, steps_per_call: int = 1) -> Turns:
-    return Turns(model, num_shards, 0, 1, RandomStreams(model, 9, 0), steps_per_call)
+def micro_batches(model: Any, num_shards: int, steps_per_call: int = 1) -> MicroBatches:
+    return MicroBatches(model, num_shards, 0, 1, RandomStreams(model, 9, 0), steps_per_call)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
@@ -55,7 +55,7 @@ def test_where_a_rank_plays_several_shards_callbacks_see_steps(steps_per_call: i
     model.layers[0].set_weights([np.ones((1, 1))])
     # Rows are their own labels twice over: the (absolute) error of a row is its value.
     rows = np.array([1.0, 2.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0])[:, None]
-    callbacks = RankCallbacks([given], End(), model, 1, 4, turns(model, 2, steps_per_call))
+    callbacks = RankCallbacks([given], End(), model, 1, 4, micro_batches(model, 2, steps_per_call))
     model.fit(rows, 2 * rows, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
     means = [3 / 2, 6 / 4, 7 / 6, 9 / 8]
     if steps_per_call == 1:
@@ -90,7 +90,7 @@ def test_functions_of_an_instance_are_called_as_those_of_a_class_are() -> None:
         called.clear()
         model = linear(keras.optimizers.SGD(0.0))
         model.layers[0].set_weights([np.ones((1, 1))])
-        callbacks = RankCallbacks([callback], End(), model, 1, 2, turns(model, 1))
+        callbacks = RankCallbacks([callback], End(), model, 1, 2, micro_batches(model, 1))
         model.fit(ROWS, ROWS, batch_size=4, verbose=0, callbacks=callbacks)
         assert called == expected
 
