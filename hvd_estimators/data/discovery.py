@@ -188,11 +188,11 @@ def _check(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> No
 
 def _check_type(footer: FileFooter, spec: ColumnSpec, first: FileFooter) -> None:
     """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
-    found = column_spec(
+    own = column_spec(
         spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
     )
-    if (found.dtype, len(found.shape)) != (spec.dtype, len(spec.shape)) or any(
-        a != b and -1 not in (a, b) for a, b in zip(found.shape, spec.shape, strict=True)
+    if (own.dtype, len(own.shape)) != (spec.dtype, len(spec.shape)) or any(
+        a != b and -1 not in (a, b) for a, b in zip(own.shape, spec.shape, strict=True)
     ):
         raise ColumnError(
             f"Column {spec.name!r} has type {footer.type(spec.name)} in {footer.file!r}, but type "
