@@ -29,6 +29,7 @@ from hvd_estimators.exceptions import DataError
 __all__ = [
     "Array",
     "Columns",
+    "first_row_shape",
     "num_rows",
     "rows_of",
     "table_to_columns",
@@ -136,6 +137,27 @@ def to_array(column: pa.Array, name: str, shape: Sequence[int] | None = None) ->
     size = _common_size(np.diff(offsets), name, column.type, None if shape is None else shape[0])
     array = to_array(elements, name, None if shape is None else shape[1:])
     return array.reshape(len(column), size, *array.shape[1:])
+
+
+def first_row_shape(table: pa.Table, spec: ColumnSpec) -> tuple[int, ...]:
+    """Return the shape of a column's first row, whose lists are taken to have one length.
+
+    Raises
+    ------
+    DataError
+        If the row contains a null or an empty list.
+    """
+    shape: list[int] = []
+    values = _one_chunk(table.slice(0, 1), spec.name)
+    for _ in spec.shape:
+        _, values = _elements(values.slice(0, 1), spec.name)
+        if not len(values):
+            raise DataError(
+                f"Column {spec.name!r} holds empty lists; expected lists of one length. Pad them, "
+                "or drop these rows."
+            )
+        shape.append(len(values))
+    return tuple(shape)
 
 
 def _elements(column: pa.Array, name: str) -> tuple[Array, pa.Array]:

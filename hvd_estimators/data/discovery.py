@@ -11,15 +11,13 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.arrays import Columns, table_to_columns
+from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_columns
 from hvd_estimators.data.footers import FileFooter, read_footers, read_tail, unreadable
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
 from hvd_estimators.data.types import (
     check_partition,
     column_spec,
-    is_bytes,
-    is_level,
     partition_spec,
     text_options,
 )
@@ -117,7 +115,7 @@ def complete_shapes(
         return tuple(specs)
     row = _head(store, split, unknown, 1)
     return tuple(
-        replace(spec, shape=_shape(spec, row.column(spec.name)[0])) if spec in unknown else spec
+        replace(spec, shape=first_row_shape(row, spec)) if spec in unknown else spec
         for spec in specs
     )
 
@@ -188,11 +186,11 @@ def _check(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> No
 
 def _check_type(footer: FileFooter, spec: ColumnSpec, first: FileFooter) -> None:
     """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
-    found = column_spec(
+    own = column_spec(
         spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
     )
-    if (found.dtype, len(found.shape)) != (spec.dtype, len(spec.shape)) or any(
-        a != b and -1 not in (a, b) for a, b in zip(found.shape, spec.shape, strict=True)
+    if (own.dtype, len(own.shape)) != (spec.dtype, len(spec.shape)) or any(
+        a != b and -1 not in (a, b) for a, b in zip(own.shape, spec.shape, strict=True)
     ):
         raise ColumnError(
             f"Column {spec.name!r} has type {footer.type(spec.name)} in {footer.file!r}, but type "
@@ -237,24 +235,3 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
             return pa.Table.from_batches([next(batches)])
     except (OSError, pa.ArrowException) as error:
         raise unreadable(first.file, error) from error
-
-
-def _shape(spec: ColumnSpec, value: pa.Scalar) -> tuple[int, ...]:
-    """Return the list lengths of a row's value, one per nesting level."""
-    shape: list[int] = []
-    for _ in spec.shape:
-        if isinstance(value, pa.DictionaryScalar):
-            value = value.value
-        if not value.is_valid:
-            raise DataError(f"Column {spec.name!r} holds nulls; fill or drop them before training.")
-        inner = value.as_py() if is_bytes(value.type) else value.values
-        if not len(inner):
-            raise DataError(
-                f"Column {spec.name!r} holds empty lists; expected lists of one length. Pad them, "
-                "or drop these rows."
-            )
-        shape.append(len(inner))
-        value = inner[0]
-        while isinstance(value, pa.StructScalar) and value.is_valid and is_level(value.type):
-            value = value[0]
-    return tuple(shape)

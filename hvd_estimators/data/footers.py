@@ -1,4 +1,4 @@
-"""Data files of a dataset and their Parquet footers, each read once per process.
+"""Data files of a dataset and their Parquet footers, which a `FooterCache` reads once.
 
 PyArrow's dataset discovery is not suitable. It treats ``_day=3`` as a hidden folder, although Spark
 writes partitions with such names. It also guesses partition types (32-bit integers, or text for
@@ -28,11 +28,9 @@ from hvd_estimators.store.base import Store
 
 __all__ = [
     "TAIL_BYTES",
-    "DataFile",
     "FileFooter",
     "FooterCache",
     "Range",
-    "data_files",
     "leaf_positions",
     "read_footers",
     "read_tail",
@@ -40,24 +38,10 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """A file of a dataset.
-
-    Attributes
-    ----------
-    path : str
-        Full path in the store.
-    partitions : dict of str to str
-        Partition values in the path, relative to the dataset's path.
-    """
-
-    path: str
-    partitions: dict[str, str]
-
-
-def data_files(store: Store, path: str) -> list[DataFile]:
+def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
     """Return the data files under a path, or the file itself, sorted by name.
+
+    Each file's full path maps to the partition values in its path, relative to the dataset's path.
 
     Files and folders whose names begin with ``_`` or ``.`` and ``.crc`` files are ignored.
 
@@ -70,9 +54,7 @@ def data_files(store: Store, path: str) -> list[DataFile]:
     root = store.get_full_path(path)
     below = {file: file.removeprefix(root).strip("/") for file in store.find(root)}
     _reject_tables(store, root, list(below.values()))
-    files = [
-        DataFile(file, partition_values(inner)) for file, inner in below.items() if _is_data(inner)
-    ]
+    files = {file: partition_values(inner) for file, inner in below.items() if _is_data(inner)}
     if files:
         return files
     if below or store.exists(root):
@@ -86,9 +68,9 @@ def data_files(store: Store, path: str) -> list[DataFile]:
 def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
     """Reject table formats, whose folders also contain files that the table has removed."""
     for name in below:
-        found = _table_format(name.split("/"))
-        if found is not None:
-            kind, depth = found
+        table_format = _table_format(name.split("/"))
+        if table_format is not None:
+            kind, depth = table_format
             raise _belongs_to_table(kind, "/".join([root, *name.split("/")[:depth]]), root)
     for parent in _possible_tables(root, is_file="" in below):
         for mark in ("_delta_log", ".hoodie", _ICEBERG):
@@ -97,9 +79,9 @@ def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
             with contextlib.suppress(OSError):
                 names = store.names(f"{parent}/{mark}")
             for name in names:
-                found = _table_format([mark, name])
-                if found is not None:
-                    raise _belongs_to_table(found[0], parent, root)
+                table_format = _table_format([mark, name])
+                if table_format is not None:
+                    raise _belongs_to_table(table_format[0], parent, root)
 
 
 def _possible_tables(root: str, is_file: bool) -> list[str]:
@@ -155,23 +137,23 @@ _THREADS = 16
 
 
 def read_footers(store: Store, path: str) -> list[FileFooter]:
-    """Read the footers of all files under a path, as listed by `data_files`.
+    """Read the footers of all files under a path, as listed by `_data_files`.
 
     Raises
     ------
     StoreError
         If there are no Parquet files, or if a file is not Parquet.
     """
-    files = data_files(store, path)
+    files = _data_files(store, path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda file: _read(store, file), files))
+        return list(pool.map(functools.partial(_read, store), files, files.values()))
 
 
-def _read(store: Store, file: DataFile) -> FileFooter:
+def _read(store: Store, file: str, partitions: Mapping[str, str]) -> FileFooter:
     try:
-        return FileFooter.of(file.path, read_tail(store, file.path), file.partitions)
+        return FileFooter.of(file, read_tail(store, file), partitions)
     except (OSError, pa.ArrowException) as error:
-        raise unreadable(file.path, error) from error
+        raise unreadable(file, error) from error
 
 
 def unreadable(file: str, error: Exception) -> StoreError:

@@ -140,13 +140,13 @@ class FetchedFile(io.RawIOBase):
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Fetch a byte range."""
-        (found,) = self._store.read_ranges(self._path, [(start, stop)])
-        if len(found) != stop - start:
+        (data,) = self._store.read_ranges(self._path, [(start, stop)])
+        if len(data) != stop - start:
             raise StoreError(
                 f"{self._path!r} has no {stop - start} bytes at {start}: it was changed after "
                 "training had begun. Train again, and leave the files as they are."
             )
-        return found
+        return data
 
     def read_buffer(self, size: int) -> memoryview | bytes:
         """Return the next bytes without a copy; PyArrow expects this method name."""
@@ -237,8 +237,8 @@ WHOLE_BYTES = 64 * 2**20
 Spark's default row groups, 128 MiB before compression, are mostly smaller.
 """
 
-OPEN_BYTES = WHOLE_BYTES
-"""Maximum fetched bytes of all row groups that are interleaved."""
+OPEN_BYTES = 2 * WHOLE_BYTES
+"""Maximum fetched bytes of all interleaved row groups; the default size of the shuffle buffer."""
 
 AHEAD_BYTES = WHOLE_BYTES
 """Maximum bytes that are prefetched."""

@@ -224,9 +224,9 @@ def _remedy(leaf: pa.DataType, data_type: pa.DataType) -> str:
     if pa.types.is_temporal(leaf):
         return "store a number instead, such as the seconds since a moment, or the day of the year"
     if pa.types.is_struct(leaf):
-        return "store the fields that are needed as columns of their own"
+        return "store the needed fields as separate columns"
     if pa.types.is_map(leaf):
-        return "store the values that are needed as columns of their own"
+        return "store the needed values as separate columns"
     if isinstance(leaf, pa.BaseExtensionType):
         return f"store it as the type that it is made of, {leaf.storage_type}"
     return "store it as one of these"

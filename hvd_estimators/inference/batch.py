@@ -26,7 +26,6 @@ __all__ = [
     "Predictor",
     "Resources",
     "check_outputs",
-    "has_nulls",
     "is_scalar",
     "known_sizes",
     "one_ahead",
@@ -310,16 +309,12 @@ def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> It
         yield waiting.popleft()()
 
 
-def has_nulls(name: str) -> DataError:
-    """Return the error for a column that holds nulls."""
-    return DataError(
-        f"Column {name!r} holds nulls; fill or drop them before transform(), or set handleInvalid: "
-        "with 'keep' such rows get null predictions, with 'skip' they are left out."
-    )
-
-
 def to_arrays(
-    inference: BatchPredictor, columns: Sequence[pa.Array], is_row: Array | None = None
+    names: Sequence[str],
+    columns: Sequence[pa.Array | Array],
+    *,
+    keeps_nulls: bool = False,
+    is_row: Array | None = None,
 ) -> tuple[dict[str, Array], Array | None]:
     """Return the columns of a batch as arrays, and a mask of the rows in these arrays.
 
@@ -327,10 +322,12 @@ def to_arrays(
 
     Parameters
     ----------
-    inference : BatchPredictor
-        Names the columns; its ``keeps_nulls`` leaves rows with nulls out of the arrays.
-    columns : sequence of pa.Array
-        The columns.
+    names : sequence of str
+        The columns' names.
+    columns : sequence of pa.Array or array
+        The columns; arrays hold no nulls.
+    keeps_nulls : bool
+        Leave rows with nulls out of the arrays.
     is_row : array, optional
         Mask that is false for empty rows.
 
@@ -340,20 +337,24 @@ def to_arrays(
         If there are nulls without ``keeps_nulls``, or if lists differ in length.
     """
     masks = [] if is_row is None else [is_row]
-    for name, column in zip(inference.columns, columns, strict=True):
-        valid = valid_rows(column)
-        if valid is None:
+    for name, column in zip(names, columns, strict=True):
+        mask = valid_rows(column) if isinstance(column, pa.Array) else None
+        if mask is None:
             continue
-        if not inference.keeps_nulls and not (valid if is_row is None else valid | ~is_row).all():
-            raise has_nulls(name)
-        masks.append(valid)
+        if not keeps_nulls and not (mask if is_row is None else mask | ~is_row).all():
+            raise DataError(
+                f"Column {name!r} holds nulls; fill or drop them before transform(), or set "
+                "handleInvalid: with 'keep' such rows get null predictions, with 'skip' they are "
+                "left out."
+            )
+        masks.append(mask)
     valid = np.logical_and.reduce(masks) if masks else None
-    if valid is None or valid.all():
+    if valid is not None and valid.all():
         valid = None
-    else:
-        columns = [rows_of(column, valid) for column in columns]
-    arrays = {
-        name: to_array(column, name)
-        for name, column in zip(inference.columns, columns, strict=True)
-    }
+    arrays = {}
+    for name, column in zip(names, columns, strict=True):
+        if not isinstance(column, pa.Array):
+            arrays[name] = column if valid is None else column[valid]
+        else:
+            arrays[name] = to_array(column if valid is None else rows_of(column, valid), name)
     return arrays, valid

@@ -163,8 +163,8 @@ class Hashed:
     @classmethod
     def of(cls, document: bytes | LocalFile) -> Hashed:
         """Return bytes, or a file, with their digests."""
-        found = digests_of(document, PART_BYTES)
-        return cls(document, found.size, found.parts)
+        digests = digests_of(document, PART_BYTES)
+        return cls(document, digests.size, digests.parts)
 
     @property
     def digest(self) -> str:
@@ -179,14 +179,14 @@ class Hashed:
         PredictionError
             If the file is written only now, and the model has changed since it was hashed.
         """
-        found = part_of(self.document, index * PART_BYTES, PART_BYTES)
+        data = part_of(self.document, index * PART_BYTES, PART_BYTES)
         is_new = isinstance(self.document, LazyFile)
-        if is_new and hashlib.sha256(found).hexdigest() != self.digests[index]:
+        if is_new and hashlib.sha256(data).hexdigest() != self.digests[index]:
             raise PredictionError(
                 "The model changed while it was sent to the executors. Call transform() again when "
                 "nothing trains it."
             )
-        return found
+        return data
 
 
 class SharedBytes:
@@ -260,9 +260,9 @@ class _Registry:
         """Return the variable for a digest; read and broadcast the bytes if none exists yet."""
         key = (str(context.applicationId), digest)
         with self._lock:
-            found = self._sent.get(key)
-            if found is not None:
-                return found
+            sent = self._sent.get(key)
+            if sent is not None:
+                return sent
             self.sweep(context)
             document = read()
             broadcast = context.broadcast(document)

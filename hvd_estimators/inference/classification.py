@@ -38,18 +38,18 @@ class ClassScores:
     ----------
     kind : str
         Kind of the output, see ``outputs_are``.
-    wanted : tuple of str
+    requested : tuple of str
         Requested columns: some of ``prediction``, ``probability`` and ``raw``.
     """
 
     kind: str
-    wanted: tuple[str, ...]
+    requested: tuple[str, ...]
 
     def fields(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the columns' names and the shapes of their rows, given the output's shape."""
         # If a size is known only from a batch, only the number of dimensions counts.
         classes = max(int(np.prod([size or 1 for size in shape])), 2)
-        return {name: () if name == "prediction" else (classes,) for name in self.wanted}
+        return {name: () if name == "prediction" else (classes,) for name in self.requested}
 
     def __call__(self, output: Array) -> Mapping[str, Array]:
         """Return the columns for some rows.
@@ -69,7 +69,7 @@ class ClassScores:
             return {"prediction": scores[:, 0]}
         raw = _of_two_classes(scores[:, 0], self.kind) if scores.shape[1] == 1 else scores
         made = {"raw": raw, "prediction": _highest(raw)}
-        if "probability" in self.wanted or self.kind != "logits":
+        if "probability" in self.requested or self.kind != "logits":
             made["probability"] = self._probabilities(scores, raw)
         return made
 
@@ -124,19 +124,20 @@ def check_classes(get: Get, outputs: int) -> None:
     ParamError
         If the params contradict each other, or if the model does not have exactly one output.
     """
-    wanted, kind = class_columns(get), get("outputs_are")
-    if not wanted:
+    requested, kind = class_columns(get), get("outputs_are")
+    if not requested:
         return
     if outputs != 1:
         raise ParamError(
-            f"{_named(wanted)}: expected a model with one output, found {outputs}. Leave them out."
+            f"{_named(requested)}: expected a model with one output, found {outputs}. Leave them "
+            "out."
         )
-    if kind is None and "probability" in wanted:
-        raise _kind_is_missing(wanted)
-    if kind == "values" and set(wanted) != {"prediction"}:
+    if kind is None and "probability" in requested:
+        raise _kind_is_missing(requested)
+    if kind == "values" and set(requested) != {"prediction"}:
         raise ParamError(
-            f"{_named(wanted)}: outputs_are='values' are no scores of classes, which are for "
-            "predictionCol alone. Set 'logits', 'probabilities' or 'log_probabilities'."
+            f"{_named(requested)}: outputs_are='values' are not class scores; only "
+            "predictionCol accepts them. Set 'logits', 'probabilities' or 'log_probabilities'."
         )
 
 
@@ -148,33 +149,33 @@ def class_scores(get: Get, shapes: Sequence[tuple[int | None, ...]]) -> ClassSco
     ParamError
         If the columns cannot be computed from outputs of these shapes.
     """
-    wanted, kind = class_columns(get), get("outputs_are")
-    if not wanted:
+    requested, kind = class_columns(get), get("outputs_are")
+    if not requested:
         return None
     check_classes(get, len(shapes))
     shape = tuple(shapes[0])
     single = shape in ((), (1,))
     if len(shape) > 1:
         raise ParamError(
-            f"{_named(wanted)}: expected a model that gives a number or a vector per row, found "
+            f"{_named(requested)}: expected a model that gives a number or a vector per row, found "
             f"shape {shape}. Leave the columns out."
         )
     if kind is None and single:
-        raise _kind_is_missing(wanted)
+        raise _kind_is_missing(requested)
     if kind == "values" and not single:
         raise ParamError(
-            f"{_named(wanted)}: outputs_are='values' takes a model that gives a number per row, "
+            f"{_named(requested)}: outputs_are='values' takes a model that gives a number per row, "
             f"found shape {shape}. Set 'logits', 'probabilities' or 'log_probabilities'."
         )
-    return ClassScores(kind or "logits", tuple(wanted))
+    return ClassScores(kind or "logits", tuple(requested))
 
 
-def _named(wanted: Mapping[str, str]) -> str:
-    return ", ".join(_PARAMS[content] for content in wanted)
+def _named(requested: Mapping[str, str]) -> str:
+    return ", ".join(_PARAMS[content] for content in requested)
 
 
-def _kind_is_missing(wanted: Mapping[str, str]) -> ParamError:
+def _kind_is_missing(requested: Mapping[str, str]) -> ParamError:
     return ParamError(
-        f"{_named(wanted)}: outputs_are is not set. Set outputs_are to what the "
+        f"{_named(requested)}: outputs_are is not set. Set outputs_are to what the "
         "model gives: 'logits', 'probabilities' or 'log_probabilities' of classes, or 'values'."
     )

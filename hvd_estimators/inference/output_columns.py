@@ -126,8 +126,8 @@ class OutputType:
             If predictions cannot have the type.
         """
         leaf, depth = ddl.strip(), 0
-        while found := _ARRAY.fullmatch(leaf):
-            leaf, depth = found[1].strip(), depth + 1
+        while match := _ARRAY.fullmatch(leaf):
+            leaf, depth = match[1].strip(), depth + 1
         if leaf.lower() in _NAMES:
             return cls(_NAMES[leaf.lower()], depth)
         digits = _DECIMAL.fullmatch(leaf)
@@ -136,7 +136,7 @@ class OutputType:
             if 0 < precision <= _MOST_DIGITS and scale <= precision:
                 return cls("decimal", depth, precision, scale)
         raise ParamError(
-            f"output_types: {ddl!r} is no type of Spark's that predictions can have. Set a type "
+            f"output_types: {ddl!r} is not a Spark type that predictions can have. Set a type "
             "such as 'double', 'int', 'decimal(10,2)', 'boolean', 'string' or 'array<float>', and "
             "cast the column to any other type after transform()."
         )
@@ -197,10 +197,10 @@ class OutputType:
             return values.astype(self.dtype, copy=False)
         column = without_decimals(self.elements(values.reshape(-1), name))
         # A copy, because Arrow's memory is read-only.
-        found = np.array(column.to_numpy(zero_copy_only=False))
+        array = np.array(column.to_numpy(zero_copy_only=False))
         if column.null_count:
-            found = np.array([np.nan if value is None else value for value in found], np.float64)
-        return found.reshape(values.shape)
+            array = np.array([np.nan if value is None else value for value in array], np.float64)
+        return array.reshape(values.shape)
 
     def _decimal(self, value: float, name: str) -> decimal.Decimal | None:
         if math.isnan(value):
@@ -256,8 +256,8 @@ def output_types(
             f"output_types: expected {len(names)} types, one for each of {', '.join(names)}, found "
             f"{len(ddls)}: {list(ddls)}. Set None for an output that keeps its type."
         )
-    found = [None if ddl is None else OutputType.parse(ddl) for ddl in ddls]
-    for kind, name, shape in zip(found, names, shapes, strict=True):
+    types = [None if ddl is None else OutputType.parse(ddl) for ddl in ddls]
+    for kind, name, shape in zip(types, names, shapes, strict=True):
         depth = 0 if is_scalar(shape) else len(shape)
         if kind is not None and kind.depth != depth:
             wanted = OutputType(kind.element, depth, kind.precision, kind.scale)
@@ -266,7 +266,7 @@ def output_types(
                 f"output_types: a row of {name!r} is {what}; expected a type like '{wanted}', "
                 f"found '{kind}'. Set '{wanted}', or convert the column after transform()."
             )
-    return found
+    return types
 
 
 def to_column(

@@ -74,14 +74,14 @@ def checked_name(session: SparkSession, name: Any) -> str:
 def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
     """Return Spark's type of an output column; doubles, or arrays of them, if no type is set."""
     kind = kind or OutputType(depth=0 if is_scalar(shape) else len(shape))
-    found: T.DataType
+    data_type: T.DataType
     if kind.element == "decimal":
-        found = T.DecimalType(kind.precision, kind.scale)
+        data_type = T.DecimalType(kind.precision, kind.scale)
     else:
-        found = _TYPES[kind.element]()
+        data_type = _TYPES[kind.element]()
     for _ in range(kind.depth):
-        found = T.ArrayType(found)
-    return found
+        data_type = T.ArrayType(data_type)
+    return data_type
 
 
 def sql_arguments(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array, to_array, valid_rows
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
@@ -25,8 +25,8 @@ from hvd_estimators.inference.batch import (
     BatchPredictor,
     Predictor,
     Resources,
-    has_nulls,
     is_scalar,
+    to_arrays,
 )
 from hvd_estimators.inference.classification import class_columns, class_scores
 from hvd_estimators.inference.errors import naming_transformation
@@ -61,19 +61,16 @@ class InputTable:
         Number of rows without nulls.
     valid : array or None
         Mask of the given rows that are in ``columns``; None for all rows.
-    null_column : str or None
-        A column with a null, if there is one.
-    give : callable
+    to_result : callable
         Converts a table, or a dict of arrays, to the form that the user gets.
     as_arrow : bool
-        Whether ``give`` takes a table.
+        Whether ``to_result`` takes a table.
     """
 
     columns: dict[str, Array]
     count: int
     valid: Array | None
-    null_column: str | None
-    give: Callable[[Any, Array | None], Any]
+    to_result: Callable[[Any, Array | None], Any]
     as_arrow: bool
 
     @property
@@ -91,17 +88,15 @@ class InputTable:
         keeps : bool
             Whether rows with nulls get null predictions; otherwise they are left out.
         """
-        valid = self.valid if keeps else None
-        left = None if keeps else self.valid
+        valid, selected = (self.valid, None) if keeps else (None, self.valid)
         if not self.as_arrow:
-            return self.give(
-                {n: _as_array(n, *column, valid) for n, column in predicted.items()}, left
-            )
+            arrays = {n: _as_array(n, *column, valid) for n, column in predicted.items()}
+            return self.to_result(arrays, selected)
         columns = {
             name: to_column(array, shape, valid, kind, name)
             for name, (array, shape, kind) in predicted.items()
         }
-        return self.give(pa.table(columns), left)
+        return self.to_result(pa.table(columns), selected)
 
 
 def read_table(
@@ -110,6 +105,8 @@ def read_table(
     others: Sequence[str],
     text: Collection[str] | None,
     dimensions: Mapping[str, int] | None = None,
+    *,
+    keeps_nulls: bool = True,
 ) -> InputTable:
     """Return rows as arrays.
 
@@ -125,6 +122,8 @@ def read_table(
         Columns that may be text; None for all columns.
     dimensions : mapping of str to int, optional
         Column to the number of dimensions of a row, if known.
+    keeps_nulls : bool
+        Whether rows may hold nulls.
 
     Raises
     ------
@@ -133,31 +132,25 @@ def read_table(
     ParamError
         If the numbers of arrays and features differ.
     DataError
-        If columns, or the arrays of a column, differ in length.
+        If columns, or the arrays of a column, differ in length. Also for nulls without
+        ``keeps_nulls``.
     """
-    found, give, as_arrow = _columns(given, features, dimensions or {})
-    missing = [name for name in features if name not in found]
+    table, to_result, as_arrow = _columns(given, features, dimensions or {})
+    missing = [name for name in features if name not in table]
     if missing:
         raise ColumnError(
             f"There is no column {', '.join(map(repr, missing))}; the model takes "
-            f"{', '.join(features)}, and there are {', '.join(map(str, found)) or 'none'}."
+            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
         )
-    names = [*features, *(name for name in others if name in found)]
-    columns = {name: _column(found[name], name) for name in names}
+    names = [*features, *(name for name in others if name in table)]
+    columns = {name: _column(table[name], name) for name in names}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"Columns differ in length: {lengths}.")
-    valid, null_column = _valid(columns)
-    arrays = {}
-    for name, column in columns.items():
-        if valid is not None:
-            column = (
-                column.filter(pa.array(valid)) if isinstance(column, pa.Array) else column[valid]
-            )
-        array = to_array(column, name) if isinstance(column, pa.Array) else column
+    arrays, valid = to_arrays(names, list(columns.values()), keeps_nulls=keeps_nulls)
+    for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)
-        arrays[name] = array
-    return InputTable(arrays, len(next(iter(arrays.values()))), valid, null_column, give, as_arrow)
+    return InputTable(arrays, len(arrays[names[0]]), valid, to_result, as_arrow)
 
 
 def _columns(
@@ -165,23 +158,23 @@ def _columns(
 ) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         names = given.schema.names
-        return {n: given.column(names.index(n)) for n in names}, lambda made, left: made, True
+        return {n: given.column(names.index(n)) for n in names}, lambda made, selected: made, True
     pandas = sys.modules.get("pandas")
     if pandas is not None and isinstance(given, pandas.DataFrame):
 
-        def give(made: pa.Table, left: Array | None) -> Any:
-            index = given.index if left is None else given.index[left]
+        def to_frame(made: pa.Table, selected: Array | None) -> Any:
+            index = given.index if selected is None else given.index[selected]
             columns = {name: made.column(name).to_pandas() for name in made.column_names}
             return pandas.DataFrame(columns).set_axis(index, axis=0)
 
-        return {str(name): given[name] for name in given.columns}, give, True
-    records, give_records = _records(given, features, dimensions)
+        return {str(name): given[name] for name in given.columns}, to_frame, True
+    records, to_records = _records(given, features, dimensions)
     if records is not None:
-        return _columns_of(records, features), give_records, False
+        return _columns_of(records, features), to_records, False
     if isinstance(given, Mapping):
-        return given, lambda made, left: made, False
+        return given, lambda made, selected: made, False
     arrays = _in_order(given, features)
-    return dict(zip(features, arrays, strict=True)), lambda made, left: made, False
+    return dict(zip(features, arrays, strict=True)), lambda made, selected: made, False
 
 
 def _records(
@@ -196,7 +189,7 @@ def _records(
     record = _as_record(given)
     if record is None or not _is_one_row(record, features, dimensions):
         return None, _one_by_one
-    return [record], lambda made, left: next(iter(_one_by_one(made, left)), None)
+    return [record], lambda made, selected: next(iter(_one_by_one(made, selected)), None)
 
 
 def _as_record(row: Any) -> Mapping[str, Any] | None:
@@ -204,17 +197,13 @@ def _as_record(row: Any) -> Mapping[str, Any] | None:
     if isinstance(row, Mapping):
         return row
     if isinstance(row, tuple) and hasattr(row, "asDict"):
-        found: Mapping[str, Any] = row.asDict()
-        return found
+        record: Mapping[str, Any] = row.asDict()
+        return record
     pandas = sys.modules.get("pandas")
     if pandas is not None and isinstance(row, pandas.Series) and row.index.is_unique:
-        names = list(row.index)
-        return dict(zip(names, row, strict=True)) if _are_names(names) else None
+        record = dict(zip(row.index, row, strict=True))
+        return record if record and all(isinstance(name, str) for name in record) else None
     return None
-
-
-def _are_names(names: Sequence[Any]) -> bool:
-    return bool(names) and all(isinstance(name, str) for name in names)
 
 
 def _is_one_row(
@@ -230,10 +219,10 @@ def _is_one_row(
         if isinstance(value, (pa.Array, pa.ChunkedArray)):
             return False
         try:
-            found = np.ndim(value)
+            ndim = np.ndim(value)
         except ValueError:  # lists of several lengths
             return False
-        if found == 0 or found == dimensions.get(name):
+        if ndim == 0 or ndim == dimensions.get(name):
             return True
     return False
 
@@ -249,19 +238,15 @@ def _columns_of(
                     f"{', '.join(features)}, and there are {', '.join(map(str, record)) or 'none'}."
                 )
     names = dict.fromkeys(name for record in records for name in record)
-    columns: dict[str, list[Any]] = {
-        name: [record.get(name) for record in records] for name in names
-    }
-    return {
-        name: [
-            np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
-            for value in column
-        ]
-        for name, column in columns.items()
-    }
+    return {name: [_dense(record.get(name)) for record in records] for name in names}
 
 
-def _one_by_one(made: Mapping[str, Array], left: Array | None) -> list[dict[str, Any]]:
+def _dense(value: Any) -> Any:
+    """Convert a Spark vector to an array, and return other values unchanged."""
+    return np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
+
+
+def _one_by_one(made: Mapping[str, Array], selected: Array | None) -> list[dict[str, Any]]:
     """Return the predictions of each row as a dict."""
     return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
 
@@ -312,11 +297,12 @@ def _column(values: Any, name: str) -> Array | pa.Array:
             )
         if array.dtype.kind in "biufmMcV":
             return array
-        if array.dtype.kind in "US":
-            array = array.astype(object)
-        values = array
+        # Arrow accepts only arrays of one dimension, and does not know Spark's vectors.
+        objects = array.astype(object)
+        is_text = any(isinstance(value, (str, bytes)) for value in objects)
+        values = [_for_arrow(value, is_text) for value in objects]
     try:
-        column = pa.array(_listed(values))
+        column = pa.array(values)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ColumnError(
             f"Column {name!r} holds values of which the model can take none ({error})."
@@ -324,24 +310,9 @@ def _column(values: Any, name: str) -> Array | pa.Array:
     return _decoded(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)
 
 
-def _decoded(column: pa.Array) -> pa.Array:
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-
-
-def _listed(values: Any) -> Any:
-    """Convert objects to types that Arrow accepts; missing values become None.
-
-    Arrow accepts only arrays of one dimension, and does not know Spark's vectors.
-    """
-    if not isinstance(getattr(values, "dtype", None), np.dtype):
-        return values
-    is_text = any(isinstance(value, (str, bytes)) for value in values)
-    return [_object(value, is_text) for value in values]
-
-
-def _object(value: Any, is_text: bool) -> Any:
-    if hasattr(value, "toArray"):
-        return np.asarray(value.toArray(), np.float32)
+def _for_arrow(value: Any, is_text: bool) -> Any:
+    """Convert an object to a type that Arrow accepts; missing values become None."""
+    value = _dense(value)
     if isinstance(value, np.ndarray) and value.ndim > 1:
         return value.tolist()
     # Pandas marks missing text with NaN; elsewhere NaN is a number.
@@ -349,19 +320,8 @@ def _object(value: Any, is_text: bool) -> Any:
     return None if is_missing else value
 
 
-def _valid(columns: Mapping[str, Array | pa.Array]) -> tuple[Array | None, str | None]:
-    """Return a mask of the rows without nulls, and the name of a column with nulls.
-
-    Both are None if there are no nulls.
-    """
-    valid: Array | None = None
-    null_column = None
-    for name, column in columns.items():
-        found = valid_rows(column) if isinstance(column, pa.Array) else None
-        if found is not None:
-            null_column = null_column or name
-            valid = found if valid is None else valid & found
-    return valid, null_column
+def _decoded(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _check_type(array: Array, name: str, is_text: bool) -> None:
@@ -447,10 +407,13 @@ class SavedPredictor:
         self._predictor = predictor
         self._batch_rows = batch_size or get("inference_batch_size")
         self._on_nulls = get("handleInvalid") or "keep"
-        self._inference = self._made_inference(tuple(text))
-        self._takes_text = self._inference.transformation is not None
-        self._text = frozenset(text)
+        transformation = None
+        if get("apply_transformation"):
+            transformation = make_transformation(get, self.feature_columns, tuple(text))
         known = get("_metadata") or {}
+        self._inference = BatchPredictor.of(self.feature_columns, transformation, known)
+        # A transformation may take text in all columns.
+        self._text = frozenset(text) if transformation is None else None
         self._dimensions = {n: len(e["shape"]) for n, e in known.items() if "shape" in e}
         self._shapes = output_shapes
         self._is_ready = False
@@ -521,11 +484,10 @@ class SavedPredictor:
                 rows,
                 self.feature_columns,
                 inference.columns[len(self.feature_columns) :],
-                None if self._takes_text else self._text,
+                self._text,
                 self._dimensions,
+                keeps_nulls=self._on_nulls != "error",
             )
-        if given.null_column is not None and self._on_nulls == "error":
-            raise has_nulls(given.null_column)
         try:
             if self._is_ready:
                 return self._predict(given)
@@ -544,7 +506,9 @@ class SavedPredictor:
     def _predict(self, given: InputTable) -> Any:
         inference = replace(self._inference, columns=tuple(given.columns))
         if given.count and self._shapes is None:
-            self._shapes = self._found_shapes(inference, given)
+            # Two rows, because a model may drop the dimension of rows if it gets a single row.
+            first = {name: array[:2] for name, array in given.columns.items()}
+            self._shapes = [out.shape[1:] for out in inference.predict(self._predictor, first)]
         shapes = self._shapes if self._shapes is not None else [()] * self._num_outputs
         if len(shapes) != self._num_outputs:
             raise ParamError(
@@ -569,18 +533,6 @@ class SavedPredictor:
             keeps=self._on_nulls == "keep",
         )
 
-    def _found_shapes(self, inference: BatchPredictor, given: InputTable) -> list[tuple[int, ...]]:
-        # Two rows, because a model may drop the dimension of rows if it gets a single row.
-        first = {name: array[:2] for name, array in given.columns.items()}
-        return [output.shape[1:] for output in inference.predict(self._predictor, first)]
-
-    def _made_inference(self, text: tuple[str, ...]) -> BatchPredictor:
-        features = self.feature_columns
-        transformation = None
-        if self._get("apply_transformation"):
-            transformation = make_transformation(self._get, features, text)
-        return BatchPredictor.of(features, transformation, self._get("_metadata") or {})
-
 
 def _default_rows(given: InputTable) -> int:
     row_bytes = sum(array.nbytes for array in given.columns.values()) // max(given.count, 1)
@@ -599,10 +551,10 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
         is_count = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if value is not None and not (is_count and value > 0):
             raise ParamError(f"{name}: expected a whole number, 1 or more, found {value!r}.")
-    found = _DEVICE.fullmatch(device) if isinstance(device, str) else None
-    if found is None:
+    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    if match is None:
         raise ParamError(f"device: expected 'cpu', 'cuda' or 'cuda:<number>', found {device!r}.")
-    gpu = None if found[0].lower() == "cpu" else int(found[1] or 0)
+    gpu = None if match[0].lower() == "cpu" else int(match[1] or 0)
     return Resources(num_threads, gpu, device)
 
 

@@ -182,7 +182,9 @@ def make_udf(
             if sql_text is not None:
                 columns = sql_arguments(columns, inference.columns, sql_text)
             is_row = np.asarray(columns.pop(), bool) if has_empty_rows else None
-            arrays, valid = to_arrays(inference, columns, is_row)
+            arrays, valid = to_arrays(
+                inference.columns, columns, keeps_nulls=inference.keeps_nulls, is_row=is_row
+            )
             finish_batch = inference.begin(predictor, arrays)
 
             def finish() -> Any:

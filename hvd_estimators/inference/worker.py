@@ -89,9 +89,9 @@ def cached_predictor(
         Resources of the task. Different resources need a different predictor.
     """
     forget_archives()
-    found = _predictors.get((key, resources))
-    if found is not None:
-        return found
+    predictor = _predictors.get((key, resources))
+    if predictor is not None:
+        return predictor
     gc.unfreeze()
     _predictors.clear()
     with received(model) as document, naming_missing_modules():

@@ -192,9 +192,9 @@ class Rows:
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
             records = _records(block)
             if len(group) == 1:
-                found = columns[group[0]]
+                array = columns[group[0]]
                 records[positions] = (
-                    found if records is block else _records(np.ascontiguousarray(found))
+                    array if records is block else _records(np.ascontiguousarray(array))
                 )
                 continue
             tile = memory.empty((min(_tile_rows(block), len(positions)), len(group)), block.dtype)

@@ -246,23 +246,23 @@ def mixed(
     if open_groups == 1 or len(ranges) == 1:
         return one_per_group(ranges[i] for i in rng.permutation(len(ranges)))
     count = -(-len(ranges) // open_groups)
-    bundles: list[list[RowRange]] = [[] for _ in range(count)]
+    groups: list[list[RowRange]] = [[] for _ in range(count)]
     for first in range(0, len(ranges), count):
         neighbours = ranges[first : first + count]
         for number, row_range in zip(rng.permutation(count), neighbours, strict=False):
-            bundles[number].append(row_range)
+            groups[number].append(row_range)
     share = buffer_bytes // _ROUNDS // min(open_groups, len(ranges))
     most = min(max(share, _LEAST_SLICE), PART_BYTES)
     result = []
-    for bundle in bundles:
-        rounds = -(-max(row_range.rows for row_range in bundle) * max(row_bytes, 1) // most)
-        order = (bundle[i] for i in rng.permutation(len(bundle)))
-        result.append(tuple(RangeRead(r, -(-r.rows // rounds), len(bundle)) for r in order))
+    for group in groups:
+        rounds = -(-max(row_range.rows for row_range in group) * max(row_bytes, 1) // most)
+        order = (group[i] for i in rng.permutation(len(group)))
+        result.append(tuple(RangeRead(r, -(-r.rows // rounds), len(group)) for r in order))
     return result
 
 
 def interleave(
-    bundles: Iterator[InterleaveGroup],
+    groups: Iterator[InterleaveGroup],
     read: Callable[[RangeRead], _Stream[T]],
     threads: int,
 ) -> Generator[T, None, None]:
@@ -270,7 +270,7 @@ def interleave(
 
     Parameters
     ----------
-    bundles : iterator of InterleaveGroup
+    groups : iterator of InterleaveGroup
         The groups; may be infinite. Consumed lazily.
     read : callable
         Reads a range. Yields its tables, each with a flag for the last table of a slice.
@@ -279,42 +279,42 @@ def interleave(
         calling thread reads on demand.
     """
     if not threads:
-        for bundle in bundles:
-            with contextlib.closing(_Interleaver(bundle, read)) as ring:
-                yield from ring.parts()
+        for group in groups:
+            with contextlib.closing(_Interleaver(group, read)) as interleaver:
+                yield from interleaver.parts()
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hvd_estimators reader")
-    rings: deque[_Interleaver[T]] = deque()
+    interleavers: deque[_Interleaver[T]] = deque()
     try:
         while True:
-            waiting = sum(len(ring.ahead) for ring in rings)
-            for ring in rings:
-                waiting += ring.read_ahead(pool, threads + 1 - waiting)
+            waiting = sum(len(interleaver.ahead) for interleaver in interleavers)
+            for interleaver in interleavers:
+                waiting += interleaver.read_ahead(pool, threads + 1 - waiting)
             while waiting <= threads:
-                following = list(itertools.islice(bundles, 1))
+                following = list(itertools.islice(groups, 1))
                 if not following:
                     break
-                rings.append(_Interleaver(following[0], read))
-                waiting += rings[-1].read_ahead(pool, threads + 1 - waiting)
-            if not rings:
+                interleavers.append(_Interleaver(following[0], read))
+                waiting += interleavers[-1].read_ahead(pool, threads + 1 - waiting)
+            if not interleavers:
                 return
-            if not rings[0].ahead:
-                rings.popleft()
+            if not interleavers[0].ahead:
+                interleavers.popleft()
                 continue
-            part = rings[0].take(pool)
+            part = interleavers[0].take(pool)
             if part is not None:
                 yield part
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        for ring in rings:
-            ring.close()
+        for interleaver in interleavers:
+            interleaver.close()
 
 
 class _Interleaver(Generic[T]):
     """The ranges of a group while they are read."""
 
-    def __init__(self, bundle: InterleaveGroup, read: Callable[[RangeRead], _Stream[T]]) -> None:
-        self._waiting = deque(read(slices) for slices in bundle)
+    def __init__(self, group: InterleaveGroup, read: Callable[[RangeRead], _Stream[T]]) -> None:
+        self._waiting = deque(read(slices) for slices in group)
         self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
 
     def read_ahead(self, pool: ThreadPoolExecutor, most: int) -> int:
@@ -328,10 +328,10 @@ class _Interleaver(Generic[T]):
     def take(self, pool: ThreadPoolExecutor) -> T | None:
         """Return the next table, or None if its range has ended."""
         stream, future = self.ahead.popleft()
-        found = future.result()
-        if found is None:
+        result = future.result()
+        if result is None:
             return None
-        part, ends_slice = found
+        part, ends_slice = result
         if ends_slice:
             self._waiting.append(stream)
         else:

@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import Popen
@@ -32,31 +31,33 @@ from hvd_estimators.exceptions import ReaderError
 from hvd_estimators.loading.interleave import InterleaveGroup, interleave, range_tables
 from hvd_estimators.loading.readers import PlannedDataModule
 
-__all__ = ["Failure", "PetastormDataModule", "make_pool"]
+__all__ = ["PetastormDataModule"]
 
 with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 deprecates.
     warnings.simplefilter("ignore", FutureWarning)
+    from petastorm.arrow_reader_worker import ArrowReaderWorker
+    from petastorm.cache import NullCache
+    from petastorm.fs_utils import FilesystemResolver
+    from petastorm.local_disk_cache import LocalDiskCache
+    from petastorm.reader import Reader
     from petastorm.reader_impl.arrow_table_serializer import ArrowTableSerializer
     from petastorm.workers_pool import EmptyResultError
     from petastorm.workers_pool.process_pool import ProcessPool
     from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
+    from petastorm.workers_pool.ventilator import Ventilator
 
 
-_LAST_WORDS_MS = 1000
+_FINAL_MESSAGES_MS = 1000
 """Maximum wait for messages of a dead worker, in milliseconds."""
 
 
-_LOOK_SECONDS = 1.0
+_LIVENESS_SECONDS = 1.0
 """Interval of liveness checks while workers send results."""
 
 
 _RETRY_SECONDS = 0.05
 """Delay before work is offered again if all workers are busy."""
-
-
-_IDLE_SECONDS = 0.001
-"""Sleep interval of the caller while it waits for the next range."""
 
 
 _START_SECONDS = 300
@@ -67,17 +68,8 @@ _FAILURE = b"hvd_estimators failure:"
 """Prefix of a serialized failure; an Arrow table cannot begin with it."""
 
 
-def make_pool(pool_type: str, workers: int) -> Any:
-    """Return a worker pool of threads, of processes, or of only the caller ("dummy")."""
-    if pool_type == "thread":
-        return SleepingThreadPool(workers, results_queue_size=1)  # at least five per worker
-    if pool_type == "process":
-        return WatchedProcessPool(workers, _Serializer())
-    return CallerPool()
-
-
 @dataclass(frozen=True)
-class Failure:
+class _Failure:
     """A worker's exception, sent in place of a table."""
 
     error: BaseException
@@ -103,7 +95,7 @@ class _Serializer(ArrowTableSerializer):
     """Serializer for tables, as Arrow streams, and for failures with their tracebacks."""
 
     def serialize(self, rows: Any) -> Any:
-        if not isinstance(rows, Failure):
+        if not isinstance(rows, _Failure):
             return super().serialize(rows)
         error = rows.as_error()
         text = "".join(traceback.format_exception(error))
@@ -125,42 +117,7 @@ class _Serializer(ArrowTableSerializer):
         if not isinstance(error, BaseException):
             error = ReaderError(f"A worker process of the reader failed: {last}")
         error.__cause__ = _WorkerTraceback(text)
-        return Failure(error)
-
-
-class CallerPool:
-    """Pool that reads in the calling thread; Petastorm's blocks after the last range."""
-
-    workers_count = 1
-
-    def __init__(self) -> None:
-        self._items: deque[dict[str, Any]] = deque()
-        self._tables: deque[Any] = deque()
-
-    def start(self, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
-        self._reader = worker_class(0, self._tables.append, worker_args)
-        self._source = ventilator
-        ventilator.start()
-
-    def ventilate(self, **item: Any) -> None:
-        self._items.append(item)
-
-    def get_results(self) -> Any:
-        while not self._tables:
-            if self._items:
-                self._reader.process(**self._items.popleft())
-                self._source.processed_item()
-            elif self._source.completed():
-                raise EmptyResultError
-            else:
-                time.sleep(_IDLE_SECONDS)
-        return self._tables.popleft()
-
-    def stop(self) -> None:
-        self._source.stop()
-
-    def join(self) -> None:
-        pass
+        return _Failure(error)
 
 
 class SleepingThreadPool(ThreadPool):
@@ -215,7 +172,7 @@ class WatchedProcessPool(ProcessPool):
         deadline = time.monotonic() + _START_SECONDS
         try:
             for _ in self._workers:
-                while not poller.poll(_LOOK_SECONDS * 1000):
+                while not poller.poll(_LIVENESS_SECONDS * 1000):
                     if time.monotonic() > deadline:
                         raise ReaderError(
                             f"reader_pool_type: expected {len(self._workers)} worker processes to "
@@ -255,13 +212,13 @@ class _WatchfulPoller:
     def __init__(self, poller: Any, processes: Sequence[Popen[bytes]]) -> None:
         self._poller = poller
         self._processes = processes
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def poll(self, timeout: float) -> Any:
         ready = self._poller.poll(timeout)
-        if ready and time.monotonic() < self._next_look:
+        if ready and time.monotonic() < self._next_check:
             return ready
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_check = time.monotonic() + _LIVENESS_SECONDS
         # Workers run until they receive a stop request, and polling ends before that.
         dead = [process for process in self._processes if process.poll() is not None]
         if not dead:
@@ -270,7 +227,7 @@ class _WatchfulPoller:
         # arrives, because the other workers become idle: they receive no new work while a range is
         # missing.
         killed = any(process.returncode < 0 for process in dead)
-        ready = [] if killed else ready or self._poller.poll(_LAST_WORDS_MS)
+        ready = [] if killed else ready or self._poller.poll(_FINAL_MESSAGES_MS)
         if ready:
             return ready
         ended = ", ".join(f"{process.pid} ({_end(process.returncode)})" for process in dead)
@@ -288,19 +245,6 @@ def _end(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-
-
-with warnings.catch_warnings():
-    # Petastorm 0.13 imports names that PyArrow 14 deprecates.
-    warnings.simplefilter("ignore", FutureWarning)
-    from petastorm.arrow_reader_worker import ArrowReaderWorker
-    from petastorm.cache import NullCache
-    from petastorm.fs_utils import FilesystemResolver
-    from petastorm.local_disk_cache import LocalDiskCache
-    from petastorm.reader import Reader
-    from petastorm.workers_pool import EmptyResultError
-    from petastorm.workers_pool.thread_pool import WorkerTerminationRequested
-    from petastorm.workers_pool.ventilator import Ventilator
 
 
 _FILE, _PART, _NEXT = (b"hvd_estimators.%s" % name for name in (b"file", b"part", b"next"))
@@ -337,11 +281,11 @@ class PetastormDataModule(PlannedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._cached_parts: LocalDiskCache | None = None
+        self._cached_tables: LocalDiskCache | None = None
         if cache_type == "local-disk":
             folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
             # Tables have various sizes, so there is no row size for checking the limit.
-            self._cached_parts = LocalDiskCache(folder, cache_size_limit, 0)
+            self._cached_tables = LocalDiskCache(folder, cache_size_limit, 0)
 
     def __exit__(
         self,
@@ -351,24 +295,34 @@ class PetastormDataModule(PlannedDataModule):
     ) -> None:
         """Stop all readers and delete the cache."""
         super().__exit__(exc_type, exc, traceback)
-        if self._cached_parts is not None:
-            self._cached_parts.cleanup()
+        if self._cached_tables is not None:
+            self._cached_tables.cleanup()
 
     def read(
         self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
-        """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`."""
+        """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`.
+
+        With ``reader_pool_type="dummy"``, the calling thread reads, without Petastorm's reader.
+        """
         first = next(passes)
         if not first:
             return
-        # Interleaved row groups are read by one worker, which has its own threads.
-        together = any(len(bundle) > 1 for bundle in first)
-        work: Iterator[Sequence[InterleaveGroup]] = _chain(first, passes)
-        if not together:
-            work = ((bundle,) for bundles in work for bundle in bundles)
-        threads = workers if together and self.reader_pool_type != "dummy" else 0
+        passes = itertools.chain([first], passes)
         with RangeFiles(self.store, self.columns, self.footers) as files:
-            reader = self._open_reader(self._items(work, files, threads), workers, together)
+            if self.reader_pool_type == "dummy":
+                reads = _RangeReader(files, self._cached_tables or NullCache()).read
+                groups = (group for of_pass in passes for group in of_pass)
+                with contextlib.closing(interleave(groups, reads, 0)) as tables:
+                    for table, file in tables:
+                        yield table_to_columns(table, self.columns, file)
+                return
+            # Interleaved row groups are read by one worker, which has its own threads.
+            interleaved = any(len(group) > 1 for group in first)
+            if not interleaved:
+                passes = ((group,) for of_pass in passes for group in of_pass)
+            items = self._items(passes, files, workers if interleaved else 0)
+            reader = self._open_reader(items, workers, interleaved)
             try:
                 for table in _in_sequence(reader, reader.ventilator.make_room):
                     file = table.schema.metadata[_FILE].decode()
@@ -382,10 +336,10 @@ class PetastormDataModule(PlannedDataModule):
     ) -> Iterator[dict[str, Any]]:
         """Yield the work items for the workers. Petastorm consumes them some items ahead."""
         # A worker with threads reads ahead by itself, and cached rows need not be fetched.
-        announced = self.reader_pool_type == "thread" and not threads and not self._cached_parts
+        announced = self.reader_pool_type == "thread" and not threads and not self._cached_tables
         shared = _pickled(files) if self.reader_pool_type == "process" else files
-        for sequence, bundles in enumerate(work):
-            ranges = [slices for bundle in bundles for slices in bundle]
+        for sequence, groups in enumerate(work):
+            ranges = [slices for group in groups for slices in group]
             if announced:
                 for slices in ranges:
                     files.announce(slices)
@@ -394,7 +348,7 @@ class PetastormDataModule(PlannedDataModule):
                 # Worker processes are short-lived. This process reads each footer once and sends
                 # it.
                 "tails": files.tails(ranges) if self.reader_pool_type == "process" else {},
-                "bundles": bundles,
+                "groups": groups,
                 "threads": threads,
                 "sequence": sequence,
             }
@@ -415,18 +369,13 @@ class PetastormDataModule(PlannedDataModule):
                 items=items,
                 one_at_a_time=one_at_a_time,
                 schema_fields=None,
-                reader_pool=make_pool(self.reader_pool_type, workers),
+                reader_pool=WatchedProcessPool(workers, _Serializer())
+                if self.reader_pool_type == "process"
+                else SleepingThreadPool(workers, results_queue_size=1),  # at least five per worker
                 worker_class=_RangeWorker,
                 is_batched_reader=True,
-                cache=self._cached_parts,
+                cache=self._cached_tables,
             )
-
-
-def _chain(
-    first: Sequence[InterleaveGroup], rest: Iterator[Sequence[InterleaveGroup]]
-) -> Iterator[Sequence[InterleaveGroup]]:
-    yield first
-    yield from rest
 
 
 def _in_sequence(
@@ -562,56 +511,22 @@ class _RangeVentilator(Ventilator):
             self._ventilate_fn(**item)
 
 
-class _RangeWorker(ArrowReaderWorker):
-    """Worker that reads row ranges as Arrow tables."""
+class _RangeReader:
+    """Read the tables of row ranges from files, or from a cache.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._files: RangeFiles | None = None
+    Parameters
+    ----------
+    files : RangeFiles
+        Opens the files.
+    cache : petastorm.cache.CacheBase
+        Holds tables of earlier passes.
+    """
 
-    @staticmethod
-    def new_results_queue_reader() -> _TableQueueReader:
-        return _TableQueueReader()
+    def __init__(self, files: RangeFiles, cache: Any) -> None:
+        self.files = files
+        self._cache = cache
 
-    def process(self, **item: Any) -> None:
-        try:
-            self._process(**item)
-        except WorkerTerminationRequested:
-            raise
-        except BaseException as error:
-            # Petastorm loses the traceback and treats `queue.Empty` as missing work. It also waits
-            # forever for a thread that raises anything but an `Exception`.
-            self.publish_func(Failure(error))
-
-    def _process(
-        self,
-        files: RangeFiles | bytes,
-        tails: Mapping[str, bytes],
-        bundles: Sequence[InterleaveGroup],
-        threads: int,
-        sequence: int,
-    ) -> None:
-        if self._files is None:
-            self._files = pickle.loads(files) if isinstance(files, bytes) else files
-        self._files.footers.add(tails)
-        upcoming = iter(bundles)
-        if threads and isinstance(self._local_cache, NullCache):
-            upcoming = self._files.ahead(upcoming)
-        tables = interleave(upcoming, self._read, threads)
-        with contextlib.closing(tables):
-            table, path = next(tables)
-            for part, following in enumerate(itertools.chain(tables, [None])):
-                after = (sequence + 1, 0) if following is None else (sequence, part + 1)
-                metadata = {
-                    _FILE: path,
-                    _PART: f"{sequence} {part}",
-                    _NEXT: f"{after[0]} {after[1]}",
-                }
-                self.publish_func(table.replace_schema_metadata(metadata))
-                if following is not None:
-                    table, path = following
-
-    def _read(self, slices: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+    def read(self, slices: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
         """Yield each table of a range with the file's path, and whether it ends a slice."""
         row_range = slices.row_range
         tables = self._read_tables(slices)
@@ -629,7 +544,7 @@ class _RangeWorker(ArrowReaderWorker):
                     return
                 where = (row_range.file, row_range.row_group, row_range.start, slices.rows, part)
                 fill = functools.partial(read_up_to, part)
-                table, ends_slice, is_last = self._local_cache.get(" ".join(map(str, where)), fill)
+                table, ends_slice, is_last = self._cache.get(" ".join(map(str, where)), fill)
                 yield (table, row_range.file), ends_slice
 
     def _read_tables(self, slices: RangeRead) -> Generator[tuple[pa.Table, bool, bool], None, None]:
@@ -637,14 +552,64 @@ class _RangeWorker(ArrowReaderWorker):
 
         The file is opened with the first table.
         """
-        assert self._files is not None
-        with self._files.open(slices) as file:
-            tables = range_tables(file, slices, self._files.specs)
+        with self.files.open(slices) as file:
+            tables = range_tables(file, slices, self.files.specs)
             table, ends_slice = next(tables)
             for following in tables:
                 yield table, ends_slice, False
                 table, ends_slice = following
             yield table, ends_slice, True
+
+
+class _RangeWorker(ArrowReaderWorker):
+    """Worker that reads row ranges as Arrow tables."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reader: _RangeReader | None = None
+
+    @staticmethod
+    def new_results_queue_reader() -> _TableQueueReader:
+        return _TableQueueReader()
+
+    def process(self, **item: Any) -> None:
+        try:
+            self._process(**item)
+        except WorkerTerminationRequested:
+            raise
+        except BaseException as error:
+            # Petastorm loses the traceback and treats `queue.Empty` as missing work. It also waits
+            # forever for a thread that raises anything but an `Exception`.
+            self.publish_func(_Failure(error))
+
+    def _process(
+        self,
+        files: RangeFiles | bytes,
+        tails: Mapping[str, bytes],
+        groups: Sequence[InterleaveGroup],
+        threads: int,
+        sequence: int,
+    ) -> None:
+        if self._reader is None:
+            files = pickle.loads(files) if isinstance(files, bytes) else files
+            self._reader = _RangeReader(files, self._local_cache)
+        self._reader.files.footers.add(tails)
+        upcoming = iter(groups)
+        if threads and isinstance(self._local_cache, NullCache):
+            upcoming = self._reader.files.ahead(upcoming)
+        tables = interleave(upcoming, self._reader.read, threads)
+        with contextlib.closing(tables):
+            table, path = next(tables)
+            for part, following in enumerate(itertools.chain(tables, [None])):
+                after = (sequence + 1, 0) if following is None else (sequence, part + 1)
+                metadata = {
+                    _FILE: path,
+                    _PART: f"{sequence} {part}",
+                    _NEXT: f"{after[0]} {after[1]}",
+                }
+                self.publish_func(table.replace_schema_metadata(metadata))
+                if following is not None:
+                    table, path = following
 
 
 class _TableQueueReader:
@@ -654,9 +619,9 @@ class _TableQueueReader:
 
     def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> pa.Table:
         try:
-            found = workers_pool.get_results()
+            result = workers_pool.get_results()
         except EmptyResultError:
             raise StopIteration from None
-        if isinstance(found, Failure):
-            raise found.as_error()
-        return found
+        if isinstance(result, _Failure):
+            raise result.as_error()
+        return result

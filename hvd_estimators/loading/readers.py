@@ -353,11 +353,9 @@ class PlannedDataModule(ChunkedDataModule):
 
     def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files once and shuffle all rows in each pass."""
-        bundles = one_per_group(self.train_plan.shards[self.cur_shard])
+        groups = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
-        with contextlib.closing(
-            self.read(iter([bundles]), self.train_reader_worker_count)
-        ) as parts:
+        with contextlib.closing(self.read(iter([groups]), self.train_reader_worker_count)) as parts:
             rows = read_into_memory(parts, total, self.memory)
         rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
         if self.transformation is None:
@@ -430,8 +428,8 @@ class PlannedDataModule(ChunkedDataModule):
         self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
         """Return the ranges in stored order; read each range once."""
-        for bundles in passes:
-            ranges = [slices.row_range for bundle in bundles for slices in bundle]
+        for groups in passes:
+            ranges = [slices.row_range for group in groups for slices in group]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
             with contextlib.closing(self.read(iter([one_per_group(missing)]), workers)) as parts:
                 for row_range in ranges:
@@ -496,12 +494,12 @@ class ArrowDataModule(PlannedDataModule):
                 for table, ends_slice in range_tables(file, slices, self.columns):
                     yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
 
-        bundles = (bundle for bundles in passes for bundle in bundles)
+        groups = (group for of_pass in passes for group in of_pass)
         with RangeFiles(self.store, self.columns, self.footers) as files:
             if self.reader_pool_type == "dummy":
-                yield from interleave(bundles, read, 0)
+                yield from interleave(groups, read, 0)
             else:
-                yield from interleave(files.ahead(bundles), read, workers)
+                yield from interleave(files.ahead(groups), read, workers)
 
 
 class CheckedDataModule(ChunkedDataModule):
@@ -556,8 +554,9 @@ class CheckedDataModule(ChunkedDataModule):
         epoch, of_epoch = divmod(self._skip_steps + delivered, self._steps)
         raise DataError(
             f"Rank {self._rank}, epoch {epoch} (the first is 0): {self._name}.train_data() ended "
-            f"after {of_epoch} of {self._steps} batches ({delivered} in all). Let it go on without "
-            "end, pass after pass, or set train_steps_per_epoch to the batches that every rank has."
+            f"after {of_epoch} of {self._steps} batches ({delivered} in all). Let it yield batches "
+            "without end, pass after pass, or set train_steps_per_epoch to the batches that every "
+            "rank has."
         )
 
     def val_chunks(self) -> Iterator[Chunk]:

@@ -288,8 +288,8 @@ def check_shards(
     """
     if num_ranks > num_shards:
         raise ParamError(
-            f"num_proc: the run {run_id!r} began with {num_shards} ranks, which share out each "
-            f"global batch, and cannot go on with more, found {num_ranks}. Set num_proc to "
+            f"num_proc: the run {run_id!r} began with {num_shards} ranks, which share each "
+            f"global batch, and cannot resume with more, found {num_ranks}. Set num_proc to "
             f"{num_shards} or less, or another run_id."
         )
     if num_ranks < num_shards and not reads_several(data_module):

@@ -101,8 +101,8 @@ class Transformation:
             for name, array in columns.items()
         }
         if self.batch_function is not None:
-            found = _checked(self.batch_function(columns), "transformation_batch_fn")
-            arrays = {name: np.asarray(column) for name, column in found.items()}
+            returned = _checked(self.batch_function(columns), "transformation_batch_fn")
+            arrays = {name: np.asarray(column) for name, column in returned.items()}
             for name, array in arrays.items():
                 if array.ndim == 0 or len(array) != rows:
                     raise DataError(
@@ -239,8 +239,8 @@ def make_transformation(
     if by_row is None and by_batch is None:
         if edited or removed:
             raise ParamError(
-                "transformation_edit_fields and transformation_removed_fields tell of a "
-                "transformation, and there is none. Set transformation_fn."
+                "transformation_edit_fields and transformation_removed_fields describe "
+                "a transformation, and none is set. Set transformation_fn."
             )
         return None
     return Transformation(by_row, by_batch, edited, removed, tuple(needed), text=tuple(text))

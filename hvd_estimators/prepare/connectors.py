@@ -122,18 +122,18 @@ def _knows(jvm: Any, scheme: str, configuration: Any) -> bool:
 
 def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
     causes: list[str] = []
-    found = error.java_exception
-    while found is not None and len(causes) < 5:
-        causes.append(str(found.toString()).split("\n")[0][:500])
-        found = found.getCause()
-    told = redacted("; caused by ".join(dict.fromkeys(causes)), store.secrets)
+    cause = error.java_exception
+    while cause is not None and len(causes) < 5:
+        causes.append(str(cause.toString()).split("\n")[0][:500])
+        cause = cause.getCause()
+    message = redacted("; caused by ".join(dict.fromkeys(causes)), store.secrets)
     connector = CONNECTORS.get(scheme_of(url))
-    if any(name in told for name in ("NoClassDefFound", "ClassNotFound", "NoSuchMethodError")):
+    if any(name in message for name in ("NoClassDefFound", "ClassNotFound", "NoSuchMethodError")):
         version = str(jvm.org.apache.hadoop.util.VersionInfo.getVersion())
         remedy = connector.remedy(version) if connector else "Add the packages that it lacks."
         return DependencyError(
             f"store: Spark cannot write to {url!r}, since a package of its connector is missing "
-            f"({told}). {remedy}"
+            f"({message}). {remedy}"
         )
     remedy = connector.settings if connector else "Set what Spark's connector needs for it."
-    return StoreError(f"store: Spark cannot write to {url!r} ({told}). {remedy}")
+    return StoreError(f"store: Spark cannot write to {url!r} ({message}). {remedy}")

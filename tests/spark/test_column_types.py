@@ -232,5 +232,5 @@ def test_whole_numbers_and_decimals_are_made_up_by_no_cast(spark: Any, ansi: str
         model.setOutputTypes([5])
     with pytest.raises(ParamError, match="output_types: expected 1 types, one for each of y__out"):
         model.setOutputTypes(["int", "int"]).transform(arrays)
-    with pytest.raises(ParamError, match="output_types: 'number' is no type of Spark's"):
+    with pytest.raises(ParamError, match="output_types: 'number' is not a Spark type"):
         model.setOutputTypes(["number"]).transform(arrays)

@@ -260,9 +260,9 @@ def test_bytes_of_unequal_lengths_are_ragged(folder):
         ([datetime.datetime(2024, 1, 1)], "timestamp.*store a number"),
         (pa.array([1], pa.duration("us")), "duration.*store a number"),
         ([datetime.time(1)], "time64.*store a number"),
-        ([{"a": 1}], "struct<a: int64>.*columns of their own"),
-        ([[{"a": 1}]], "list<.*columns of their own"),
-        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "map<.*columns of their own"),
+        ([{"a": 1}], "struct<a: int64>.*separate columns"),
+        ([[{"a": 1}]], "list<.*separate columns"),
+        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "map<.*separate columns"),
     ],
 )
 def test_other_types_are_refused_with_the_type_and_a_remedy(folder, values, words):

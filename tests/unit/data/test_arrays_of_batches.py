@@ -10,7 +10,7 @@ import pytest
 
 from hvd_estimators.data.arrays import rows_of, to_array, valid_rows
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.inference.batch import BatchPredictor, to_arrays
+from hvd_estimators.inference.batch import to_arrays
 
 pytestmark = pytest.mark.versions
 
@@ -169,7 +169,7 @@ def test_lists_between_empty_rows_are_not_copied() -> None:
 
 
 def arrays(column: pa.Array, **options: Any) -> tuple[Any, Any]:
-    found, valid = to_arrays(BatchPredictor(("x",), ("x",), **options), [column])
+    found, valid = to_arrays(["x"], [column], **options)
     return found["x"], valid
 
 

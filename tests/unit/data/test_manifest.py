@@ -63,3 +63,16 @@ def test_a_split_adds_up_its_rows_and_a_column_is_found_by_name():
     assert manifest.column("words") is COLUMNS[2]
     with pytest.raises(KeyError, match="absent"):
         manifest.column("absent")
+
+
+@pytest.mark.parametrize(
+    ("spec", "row_bytes"),
+    [
+        (ColumnSpec("x", "scalar", "bool"), 1),
+        (ColumnSpec("x", "vector", "float32", (64,)), 256),
+        (ColumnSpec("x", "array", "int64", (2, 3)), 48),
+        (ColumnSpec("x", "text", "object"), 8),
+    ],
+)
+def test_a_row_takes_its_elements_bytes(spec, row_bytes):
+    assert spec.row_bytes == row_bytes

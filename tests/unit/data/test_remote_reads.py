@@ -23,6 +23,7 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading.interleave import range_tables
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
+from hvd_estimators.store import Store
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -306,3 +307,22 @@ def test_what_a_model_is_tried_on_is_some_pages(counted, manifest):
     store, requests = counted
     assert first_rows(store, manifest, 2)["twice"].tolist() == [0, 2]
     assert all(size <= 2**16 for _, _, size in requests.take())
+
+
+def test_the_footer_of_a_local_file_is_read_once(tmp_path, monkeypatch):
+    write(tmp_path / "data" / "a.parquet")
+    store = Store.create(str(tmp_path))
+    manifest = read_manifest(store, str(tmp_path / "data"), None, ["id"])
+    paths = []
+
+    def read_and_note(store, path):
+        paths.append(path)
+        return read_tail(store, path)
+
+    monkeypatch.setattr(footers, "read_tail", read_and_note)
+    with RangeFiles(store, manifest.columns) as files:
+        for part in plan_shards(manifest.train.row_groups, 1).shards[0]:
+            with files.open(RangeRead(part)) as file:
+                tables = [t for t, _ in range_tables(file, RangeRead(part), manifest.columns)]
+            assert pa.concat_tables(tables).num_rows == ROWS
+    assert len(paths) == 1

@@ -87,7 +87,7 @@ def test_a_row_of_nan_has_no_class() -> None:
             [(3,)],
             r"takes a model that gives a number per row",
         ),
-        ({"probabilityCol": "p", "outputs_are": "values"}, [()], r"no scores of classes"),
+        ({"probabilityCol": "p", "outputs_are": "values"}, [()], r"not class scores"),
     ],
 )
 def test_what_cannot_be_made_is_refused(params: Any, shapes: Any, message: str) -> None:

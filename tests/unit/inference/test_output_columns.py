@@ -50,7 +50,7 @@ def test_types_are_read_as_spark_writes_them(ddl: str, expected: OutputType, sho
     ["number", "array<>", "array<map<int,int>>", "timestamp", "decimal(39,1)", "decimal(3,4)", ""],
 )
 def test_other_types_are_rejected(ddl: str) -> None:
-    with pytest.raises(ParamError, match=r"output_types: .* is no type of Spark's that"):
+    with pytest.raises(ParamError, match=r"output_types: .* is not a Spark type that"):
         OutputType.parse(ddl)
 
 

@@ -69,7 +69,9 @@ def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any)
     frame = {"a": column, "b": np.array([NAN, 0, 2])}
     found = read_table(frame, ["a", "b"], [], ())
 
-    assert (found.count, found.null_column) == (2, "a")
+    assert found.count == 2
+    with pytest.raises(DataError, match="'a' holds nulls"):
+        read_table(frame, ["a", "b"], [], (), keeps_nulls=False)
     assert found.columns["a"].tolist() == [1, 3]
     np.testing.assert_array_equal(found.columns["b"], [NAN, 2])
     predicted = {"p": (np.array([[NAN], [7.0]]), (1,), DOUBLE), "v": (np.eye(2), (2,), FLOATS)}
@@ -153,7 +155,9 @@ def test_single_rows_are_taken_and_answered_as_such(single: bool) -> None:
         found = read_table(rows, ["a", "b"], [], ())
         assert found.columns["a"].tolist() == [5, 6][: found.count]
         np.testing.assert_array_equal(found.columns["b"], B[1:][: found.count])
-        answer = found.give({name: column[: found.count] for name, column in made.items()}, None)
+        answer = found.to_result(
+            {name: column[: found.count] for name, column in made.items()}, None
+        )
         answers = [answer] if single else answer
         assert [list(row) for row in answers] == [["p", "q"]] * found.count
         assert [row["p"] for row in answers] == [1, 2][: found.count]
@@ -181,7 +185,8 @@ def test_nulls_and_what_is_missing_in_single_rows() -> None:
     assert found.columns["b"].tolist() == ["x", "z"]
     assert found.valid is not None
     assert found.valid.tolist() == [True, False, True]
-    assert found.null_column == "a"
+    with pytest.raises(DataError, match="'a' holds nulls"):
+        read_table(rows, ["a", "b"], [], ["b"], keeps_nulls=False)
     with pytest.raises(ColumnError, match="no 'b' in row 1; the model takes a, b, and there are a"):
         read_table([{"a": 1.0, "b": 2.0}, {"a": 1.0}], ["a", "b"], [], ())
 
@@ -221,7 +226,9 @@ def test_arrow_columns_of_any_layout_are_taken(form: str) -> None:
     if form == "dictionary":
         column = pa.DictionaryArray.from_arrays(pa.array([1, 0, 2, 1]), pa.array([5.0, 6.0, None]))
         found = read_table({"a": column}, ["a"], [], ())
-        assert (found.null_column, found.columns["a"].tolist()) == ("a", [6.0, 5.0, 6.0])
+        assert found.valid is not None
+        assert found.valid.tolist() == [True, True, False, True]
+        assert found.columns["a"].tolist() == [6.0, 5.0, 6.0]
         return
     if form == "list view":
         if not hasattr(pa, "ListViewArray"):
