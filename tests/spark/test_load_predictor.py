@@ -270,7 +270,7 @@ def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> Non
         (
             '{"class": "mine.Model"}',
             ParamError,
-            r"holds a mine\.Model\. .* Load their models with Spark",
+            r"holds a mine\.Model\. .* Load their models with",
         ),
         ('{"class": "hvd_estimators.keras.model.KerasModel"}', ParamError, r"Call .*\.keras\.load"),
         ("no JSON", StoreError, "is not a saved model"),
