@@ -226,5 +226,5 @@ def _remedy(saved: Saved, path: str) -> str:
         return f"Set the path of one of its stages, which are in {path.rstrip('/')}/stages."
     return (
         "load_predictor() reads KerasModel, LightningModel and TorchModel. It does not run the "
-        "methods of subclasses: load their models with Spark."
+        "methods of subclasses. Load their models with Spark."
     )

@@ -306,7 +306,7 @@ class Heartbeat:
             daemon=True,
         ).start()
 
-    def stop(self, *, delete: bool = True, seconds: float = -1) -> None:
+    def stop(self, *, delete: bool = True) -> None:
         """Stop renewing and delete the file, unless another process owns it by now.
 
         The call waits for a heartbeat that is being written, so that no write follows.
@@ -315,23 +315,24 @@ class Heartbeat:
         ----------
         delete : bool
             Whether to delete the file. If False, the caller must delete it.
-        seconds : float
-            Maximum wait, after which the file is not deleted. Default: no limit.
         """
         if os.getpid() != self._record.owner.pid:
             return
         self.stop_soon()
-        if self._lock.acquire(timeout=seconds):
-            try:
-                if delete:
-                    self._delete()
-            finally:
-                self._lock.release()
+        with self._lock:  # unlike acquire and release, safe when interrupted
+            if delete:
+                self._delete()
 
     def stop_soon(self) -> None:
         """Stop renewing without waiting. A heartbeat may still be in progress."""
         self._ending.set()
         _alive.discard(self)
+
+    def stop_at_exit(self) -> None:
+        """Stop and delete the file, but wait for at most ten seconds."""
+        self.stop_soon()
+        if os.getpid() == self._record.owner.pid and self._lock.acquire(timeout=_EXIT_SECONDS):
+            self._delete()
 
     def beat(self) -> None:
         """Rewrite the file, unless another process owns it by now; see `lost`."""
@@ -395,7 +396,7 @@ def _beat_on(beating: weakref.ref[Heartbeat], ending: threading.Event) -> None:
 def _stop_all() -> None:
     for heartbeat in list(_alive):
         with contextlib.suppress(Exception):
-            heartbeat.stop(seconds=_EXIT_SECONDS)
+            heartbeat.stop_at_exit()
 
 
 at_exit(_stop_all)

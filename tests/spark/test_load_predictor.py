@@ -267,7 +267,11 @@ def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> Non
         load_predictor(str(stage))
     (metadata,) = (stage / "metadata").glob("part-*")
     for text, error, told in (
-        ('{"class": "mine.Model"}', ParamError, r"holds a mine\.Model\. .* Load that with Spark"),
+        (
+            '{"class": "mine.Model"}',
+            ParamError,
+            r"holds a mine\.Model\. .* Load their models with",
+        ),
         ('{"class": "hvd_estimators.keras.model.KerasModel"}', ParamError, r"Call .*\.keras\.load"),
         ("no JSON", StoreError, "is not a saved model"),
     ):
