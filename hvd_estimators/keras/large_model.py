@@ -126,8 +126,8 @@ class LargeModel:
             content = np.asarray(np.memmap(os.fspath(source), np.uint8, mode="c"))
         content = content[_aligned(start) :]
         model = self.make()
-        for variable, place in zip(model.variables, self.values, strict=True):
-            value = place.of(content[place.offset : place.offset + place.num_bytes])
+        for variable, location in zip(model.variables, self.values, strict=True):
+            value = location.of(content[location.offset : location.offset + location.num_bytes])
             is_aliased = mapped and not isinstance(source, bytes) and _can_alias(value)
             variable.assign(_alias(value) if is_aliased else value)
         return model
@@ -136,8 +136,8 @@ class LargeModel:
         """Return the model with `raw_values`, which are freed one by one; not compiled."""
         model = self.make()
         raw.reverse()
-        for variable, place in zip(model.variables, self.values, strict=True):
-            variable.assign(place.of(raw.pop()))
+        for variable, location in zip(model.variables, self.values, strict=True):
+            variable.assign(location.of(raw.pop()))
         return model
 
 
@@ -160,12 +160,12 @@ def raw_values(model: keras.Model) -> list[Array]:
 
 def value_locations(model: keras.Model) -> tuple[_Value, ...]:
     """Return the locations of a model's values in a file from `write_file`."""
-    places, offset = [], 0
+    locations, offset = [], 0
     for variable in model.variables:
-        place = _Value(offset, tuple(variable.shape), tf.as_dtype(variable.dtype).name)
-        places.append(place)
-        offset = _aligned(offset + place.num_bytes)
-    return tuple(places)
+        location = _Value(offset, tuple(variable.shape), tf.as_dtype(variable.dtype).name)
+        locations.append(location)
+        offset = _aligned(offset + location.num_bytes)
+    return tuple(locations)
 
 
 def write_file(head: bytes, model: keras.Model) -> LocalFile:
@@ -188,7 +188,7 @@ def read_head(source: bytes | os.PathLike[str]) -> tuple[Any, int]:
 
 def size_of(model: keras.Model) -> int:
     """Return the size of a model's variables in bytes."""
-    return sum(place.num_bytes for place in value_locations(model))
+    return sum(location.num_bytes for location in value_locations(model))
 
 
 @contextlib.contextmanager

@@ -85,8 +85,7 @@ class Outputs:
             If labels and outputs cannot be paired, or the model lacks a selected output.
         """
         flat = keras.tree.flatten(outputs)
-        places = iter(range(len(flat)))
-        structure = keras.tree.pack_sequence_as(outputs, list(places))
+        structure = keras.tree.pack_sequence_as(outputs, list(range(len(flat))))
         layers: tuple[str | None, ...] = (None,) * len(flat)
         if symbolic(model, "output") is not None:
             layers = tuple(getattr(model, "output_names", layers))
@@ -98,18 +97,18 @@ class Outputs:
         return found._with_labels(list(label_cols), has_keys=keys is not None)
 
     def _with_selection(self, label_cols: list[str], selection: Sequence[int | str]) -> Outputs:
-        selected = tuple(map(self._place, selection))
+        selected = tuple(map(self._position, selection))
         if label_cols and len(selected) != len(label_cols):
             raise ShapeError(
                 f"outputs: expected one per label, {len(label_cols)}, found {len(selected)}: "
                 f"{_listed(selection)}. Set outputs in the order of label_cols."
             )
         labels: list[str | None] = [None] * len(self.labels)
-        for label, place in zip(label_cols, selected, strict=False):
-            labels[place] = label
+        for label, position in zip(label_cols, selected, strict=False):
+            labels[position] = label
         return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
 
-    def _place(self, given: int | str) -> int:
+    def _position(self, given: int | str) -> int:
         """Return the flat position of an output, given its position or name."""
         if isinstance(given, int) and given < len(self.names):
             return given
@@ -124,17 +123,17 @@ class Outputs:
 
     def _with_labels(self, label_cols: list[str], has_keys: bool) -> Outputs:
         def paired(labels: Sequence[str | None]) -> Outputs:
-            places = tuple(labels.index(label) for label in label_cols)
-            selected = places or self.selected
+            positions = tuple(labels.index(label) for label in label_cols)
+            selected = positions or self.selected
             return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
 
         count = len(self.names)
         if count == len(label_cols) == 1:
             return paired(label_cols)
-        wanted = set(label_cols)
+        label_names = set(label_cols)
         for names in (self.names, self.layers):
-            if wanted <= set(names):
-                return paired([name if name in wanted else None for name in names])
+            if label_names <= set(names):
+                return paired([name if name in label_names else None for name in names])
         if has_keys or _holds_dict(self.structure):
             raise ShapeError(
                 f"label_cols: the model returns a dict of outputs {_listed(self.names)}, and the "
@@ -152,7 +151,7 @@ class Outputs:
         displaced = [
             label
             for label, name in zip(label_cols, self.names, strict=True)
-            if label != name and (label in self.names or name in wanted)
+            if label != name and (label in self.names or name in label_names)
         ]
         if displaced:
             raise ShapeError(
@@ -174,11 +173,11 @@ class Outputs:
 
     def pack(self, values: Sequence[Any]) -> Any:
         """Return values, one per output in flat order, in the structure of the outputs."""
-        return keras.tree.map_structure(lambda place: values[place], self.structure)
+        return keras.tree.map_structure(lambda position: values[position], self.structure)
 
     def select(self, flat: Sequence[Any]) -> list[Any]:
         """Return the values of the selected outputs from the values of all outputs."""
-        return [flat[place] for place in self.selected]
+        return [flat[position] for position in self.selected]
 
 
 def per_output(
@@ -216,7 +215,7 @@ def per_output(
     values = [missing] * len(outputs.labels)
     if isinstance(given, Mapping):
         for key, value in given.items():
-            values[_place(param, key, outputs)] = value
+            values[_position(param, key, outputs)] = value
     elif isinstance(given, (list, tuple)) and not list_is_value:
         if len(given) != len(label_cols):
             raise ParamError(
@@ -230,7 +229,7 @@ def per_output(
     return outputs.pack(values)
 
 
-def _place(param: str, key: Any, outputs: Outputs) -> int:
+def _position(param: str, key: Any, outputs: Outputs) -> int:
     for names in (outputs.labels, outputs.names, outputs.layers):
         if key is not None and key in names:
             return names.index(key)
