@@ -260,11 +260,11 @@ def output_types(
     for kind, name, shape in zip(types, names, shapes, strict=True):
         depth = 0 if is_scalar(shape) else len(shape)
         if kind is not None and kind.depth != depth:
-            wanted = OutputType(kind.element, depth, kind.precision, kind.scale)
+            expected = OutputType(kind.element, depth, kind.precision, kind.scale)
             what = f"an array of shape {tuple(shape)}" if depth else "one number"
             raise ParamError(
-                f"output_types: a row of {name!r} is {what}; expected a type like '{wanted}', "
-                f"found '{kind}'. Set '{wanted}', or convert the column after transform()."
+                f"output_types: a row of {name!r} is {what}; expected a type like '{expected}', "
+                f"found '{kind}'. Set '{expected}', or convert the column after transform()."
             )
     return types
 

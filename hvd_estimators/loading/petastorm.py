@@ -387,15 +387,15 @@ def _in_sequence(
     wait here for a slow or dead worker.
     """
     early: dict[tuple[int, int], pa.Table] = {}
-    wanted = (0, 0)
+    position = (0, 0)
     for table in tables:
         early[_numbers(table, _PART)] = table
-        while (table := early.pop(wanted, None)) is not None:
+        while (table := early.pop(position, None)) is not None:
             following = _numbers(table, _NEXT)
-            if following[0] > wanted[0]:
+            if following[0] > position[0]:
                 make_room()
             yield table
-            wanted = following
+            position = following
 
 
 def _pickled(files: RangeFiles) -> bytes:

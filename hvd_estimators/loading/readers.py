@@ -331,9 +331,11 @@ class PlannedDataModule(ChunkedDataModule):
     def _train_chunks(self) -> Generator[Chunk, None, None]:
         sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
         first_pass, skip = divmod(self.skip_train_steps, len(sizes))
-        held = self.shuffle and self.inmemory_cache_all
+        in_memory = self.shuffle and self.inmemory_cache_all
         with contextlib.closing(
-            self._held_chunks(sizes, first_pass) if held else self._read_chunks(sizes, first_pass)
+            self._chunks_in_memory(sizes, first_pass)
+            if in_memory
+            else self._read_chunks(sizes, first_pass)
         ) as chunks:
             for chunk in chunks:
                 skipped = min(skip, len(chunk.sizes))
@@ -351,7 +353,7 @@ class PlannedDataModule(ChunkedDataModule):
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
-    def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
+    def _chunks_in_memory(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files once and shuffle all rows in each pass."""
         groups = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
@@ -565,11 +567,11 @@ class CheckedDataModule(ChunkedDataModule):
         for chunk in self.module.val_chunks():
             delivered += len(chunk.sizes)
             yield chunk
-        wanted = max(self._val_batches, int(self._has_val_rows))
-        if delivered < wanted:
+        expected = max(self._val_batches, int(self._has_val_rows))
+        if delivered < expected:
             raise DataError(
                 f"Rank {self._rank}: {self._name}.val_data() ended after {delivered} batches; "
-                f"expected {wanted} at least"
+                f"expected {expected} at least"
                 f"{', as in the passes before' if self._val_batches else ''}. Return a new "
                 "iterator over the validation rows each time."
             )

@@ -103,8 +103,10 @@ def stream_batches(
                 yield Chunk(stream.take(sum(chunk)), chunk)
         else:
             if buffer is None:
-                held = stream.rows_in(buffer_bytes or SHUFFLE_BUFFER_BYTES, most=stream.total)
-                buffer = _Buffer(stream, min(max(held, *map(sum, chunks)), stream.total))
+                buffer_rows = stream.rows_in(
+                    buffer_bytes or SHUFFLE_BUFFER_BYTES, most=stream.total
+                )
+                buffer = _Buffer(stream, min(max(buffer_rows, *map(sum, chunks)), stream.total))
             yield from _shuffled_pass(buffer, chunks, rng, is_last)
     stream.end()
 
@@ -270,46 +272,46 @@ class _Buffer:
         """Fill the buffer with the first rows of a pass, if necessary, and return their slots."""
         if not self._filled:
             self.refill(np.arange(self.size))
-        places = np.concatenate(self._filled)
+        slots = np.concatenate(self._filled)
         self._filled = []
-        return places
+        return slots
 
-    def take(self, places: Array) -> Rows:
+    def take(self, slots: Array) -> Rows:
         """Return a copy of the rows in some slots."""
-        return self._rows.take(places, self._stream.memory)
+        return self._rows.take(slots, self._stream.memory)
 
-    def put(self, places: Array) -> None:
+    def put(self, slots: Array) -> None:
         """Read the next rows of the pass into some slots."""
-        self._stream.copy_to(self._rows, places)
+        self._stream.copy_to(self._rows, slots)
 
-    def refill(self, places: Array) -> None:
+    def refill(self, slots: Array) -> None:
         """Read the first rows of the next pass into some slots."""
-        if len(places):
-            self._filled.append(np.sort(places))
+        if len(slots):
+            self._filled.append(np.sort(slots))
             self.put(self._filled[-1])
 
 
 def _shuffled_pass(
     buffer: _Buffer, chunks: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
 ) -> Iterator[Chunk]:
-    places = buffer.fill()
+    slots = buffer.fill()
     to_read = sum(map(sum, chunks)) - buffer.size
     if not to_read:
-        places = rng.permutation(places)
+        slots = rng.permutation(slots)
     for chunk in chunks:
         rows = sum(chunk)
         if to_read:
             drawn = _draw(rng, buffer.size, rows)
-            leaving = places[drawn]
+            leaving = slots[drawn]
             read = min(rows, to_read)
             to_read -= read
             yield Chunk(buffer.take(rng.permutation(leaving)), chunk)
             buffer.put(leaving[:read])
             freed = leaving[read:]
             if not to_read:
-                places = rng.permutation(np.delete(places, drawn[read:]))
+                slots = rng.permutation(np.delete(slots, drawn[read:]))
         else:
-            freed, places = places[:rows], places[rows:]
+            freed, slots = slots[:rows], slots[rows:]
             yield Chunk(buffer.take(freed), chunk)
         if not is_last:
             buffer.refill(freed)

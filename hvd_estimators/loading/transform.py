@@ -297,7 +297,9 @@ def _as_declared(array: Array, field: EditedField) -> Array:
     shape = array.shape[1:]
     if field.shape is not None and (
         len(shape) != len(field.shape)
-        or any(wanted not in (None, size) for size, wanted in zip(shape, field.shape, strict=True))
+        or any(
+            expected not in (None, size) for size, expected in zip(shape, field.shape, strict=True)
+        )
     ):
         raise DataError(
             f"Column {field.name!r} has rows of shape {shape} after the transformation; "

@@ -41,12 +41,12 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def unused_name(wanted: str, taken: Iterable[str]) -> str:
-    """Return a name that is not taken, ignoring case: the wanted one or a similar one."""
-    folded = {name.casefold() for name in taken}
-    while wanted.casefold() in folded:
-        wanted += "_"
-    return wanted
+def unused_name(name: str, taken: Iterable[str]) -> str:
+    """Return a name that is not taken, ignoring case: the given one or a similar one."""
+    folded = {other.casefold() for other in taken}
+    while name.casefold() in folded:
+        name += "_"
+    return name
 
 
 def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:

@@ -292,9 +292,9 @@ def _frame(
     return frame, observation
 
 
-def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:
+def _own_name(name: str, columns: Sequence[StoredColumn]) -> str:
     """Return a name for an internal column that no written column has."""
-    return unused_name(wanted, [name for column in columns for name in column.spec.stored_names])
+    return unused_name(name, [n for column in columns for n in column.spec.stored_names])
 
 
 def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
