@@ -85,7 +85,7 @@ def test_what_is_not_there_is_told(store: Any) -> None:
         load_checkpoint(f"{store.prefix_path}/nothing.ckpt")
     Path(store.prefix_path).mkdir()
     Path(store.prefix_path, "text").write_bytes(b"text")
-    with pytest.raises(StoreError, match="no file of torch, Keras or Lightning"):
+    with pytest.raises(StoreError, match="not a file of torch, Keras or Lightning"):
         load_checkpoint(f"{store.prefix_path}/text")
 
 
