@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _READERS = {
     "torch": "hvd_estimators.torch.reader",
     "lightning": "hvd_estimators.torch.reader",
-    "keras": "hvd_estimators.keras.reader",
+    "keras": "hvd_estimators.keras.model_file",
 }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hvd_estimators.keras.estimator import KerasEstimator
     from hvd_estimators.keras.gradients import DistributedOptimizer
     from hvd_estimators.keras.model import KerasModel
-    from hvd_estimators.keras.reader import load_predictor
+    from hvd_estimators.keras.predictor import load_predictor
 
 __all__ = [
     "BestModelCheckpoint",
@@ -54,6 +54,6 @@ __getattr__, __dir__ = lazy_names(
         "LearningRateWarmupCallback": "hvd_estimators.keras.callbacks",
         "LogCallback": "hvd_estimators.keras.callbacks",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
-        "load_predictor": "hvd_estimators.keras.reader",
+        "load_predictor": "hvd_estimators.keras.predictor",
     },
 )

@@ -21,11 +21,13 @@ import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import StoreError
 from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras, model_optimizers
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.store.files import CHUNK_BYTES
@@ -37,6 +39,7 @@ __all__ = [
     "load_weights",
     "loads_plainly",
     "own_variables",
+    "read_content",
     "read_files",
     "read_rewritten",
     "rewritten_variables",
@@ -386,3 +389,61 @@ def _let_save_copies(saver: Any) -> None:
                 store[name] = value
 
     attributes["save_own_variables"] = save_own_variables
+
+
+def read_content(
+    file: IO[bytes], safe: bool, custom_objects: Mapping[str, Any]
+) -> keras.Model | dict[str, Array]:
+    """Return the model with its optimizer, or its weights by name if it has no config.
+
+    Parameters
+    ----------
+    file : file
+        The checkpoint.
+    safe : bool
+        Whether to reject code in the file, such as that of Lambda layers.
+    custom_objects : mapping
+        Name to custom class or function of the model.
+
+    Raises
+    ------
+    StoreError
+        If the model cannot be created from the file.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        if not zipfile.is_zipfile(file):
+            return _weights(file)
+        with zipfile.ZipFile(file) as archive:
+            if "config.json" not in archive.namelist():
+                with open(archive.extract(WEIGHTS, directory), "rb") as weights:
+                    return _weights(weights)
+        path = os.path.join(directory, "model.keras")
+        file.seek(0)
+        with open(path, "wb") as copy:
+            shutil.copyfileobj(file, copy, CHUNK_BYTES)
+        try:
+            model: keras.Model = keras.saving.load_model(
+                path, custom_objects=dict(custom_objects), safe_mode=safe
+            )
+            with zipfile.ZipFile(path) as archive:
+                read_rewritten(model, archive)
+            return model
+        except (TypeError, ValueError) as error:
+            raise StoreError(
+                f"Keras cannot create the model of the checkpoint ({error}). Set custom_objects if "
+                "the model has your own classes or functions. Set safe=False if the file contains "
+                "code, such as that of Lambda layers, and you trust its writer."
+            ) from error
+
+
+def _weights(file: IO[bytes]) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+
+    def take(name: str, entry: Any) -> None:
+        if isinstance(entry, h5py.Dataset):
+            found[name] = entry[()]
+
+    file.seek(0)
+    with h5py.File(file, "r") as weights:
+        weights.visititems(take)
+    return found

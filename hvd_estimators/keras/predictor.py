@@ -1,4 +1,4 @@
-"""Predict with a Keras model in an executor's Python worker."""
+"""Predict with a Keras model in an executor's Python worker, or without Spark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.inference.standalone import predictor_loader
+from hvd_estimators.keras.backend import all_layers, require_tensorflow
+from hvd_estimators.keras.inputs import input_structure, text_columns
+from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
-from hvd_estimators.keras.serialization import load_model
+from hvd_estimators.keras.serialization import load_model, load_uncompiled
 from hvd_estimators.keras.tensors import Field, alike
+from hvd_estimators.saving.saved import Saved
 
-__all__ = ["CPU", "KerasPredictor", "choose_device", "of_labels", "reduce_precision"]
+__all__ = [
+    "CPU",
+    "KerasPredictor",
+    "choose_device",
+    "load_predictor",
+    "of_labels",
+    "reduce_precision",
+]
 
 CPU = "/CPU:0"
 
@@ -226,3 +237,35 @@ def _as_numbers(output: Any) -> Array:
     # TensorFlow's own half-precision types, such as bfloat16, are not floating types of NumPy.
     is_half = array.dtype.itemsize == 2 and array.dtype.kind not in "iub"
     return array.astype(np.float32 if is_half else np.float64)
+
+
+def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
+    require_tensorflow()
+    get = saved.get
+    columns = list(get("feature_columns") or [])
+    floatx = get("_floatx") or "float32"
+    device = choose_device(resources)
+    keras.config.set_floatx(floatx)
+    with tf.device(device):
+        model, compiled = load_uncompiled(saved.read("model"))
+    by_name = get("_input_pairing") == "name"
+    structure = input_structure(model, columns, get("_input_keys"), by_name)
+    predictor = KerasPredictor(
+        model,
+        structure,
+        columns,
+        list(get("label_columns") or []),
+        floatx,
+        pairs_labels(model, compiled),
+        get("outputs"),
+        get("inference_precision") or "float32",
+        resources,
+    )
+    return predictor, list(text_columns(structure))
+
+
+load_predictor = predictor_loader(
+    "KerasModel",
+    _load,
+    "The model is not compiled. Loading sets Keras's float type to that of the training.",
+)
