@@ -33,8 +33,8 @@ __all__ = ["Checkpoint", "load_checkpoint"]
 logger = logging.getLogger(__name__)
 
 _READERS = {
-    "torch": "hvd_estimators.torch.reader",
-    "lightning": "hvd_estimators.torch.reader",
+    "torch": "hvd_estimators.torch.serialization",
+    "lightning": "hvd_estimators.torch.serialization",
     "keras": "hvd_estimators.keras.model_file",
 }
 

@@ -12,7 +12,7 @@ from hvd_estimators._util.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from hvd_estimators.torch.estimator import TorchEstimator
     from hvd_estimators.torch.model import TorchModel
-    from hvd_estimators.torch.reader import load_predictor
+    from hvd_estimators.torch.predictor import load_predictor
 
 __all__ = ["TorchEstimator", "TorchModel", "load_predictor"]
 
@@ -21,6 +21,6 @@ __getattr__, __dir__ = lazy_names(
     {
         "TorchEstimator": "hvd_estimators.torch.estimator",
         "TorchModel": "hvd_estimators.torch.model",
-        "load_predictor": "hvd_estimators.torch.reader",
+        "load_predictor": "hvd_estimators.torch.predictor",
     },
 )

@@ -16,6 +16,8 @@ import torch
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.inference.standalone import predictor_loader
+from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import TensorSpec, require_tensors
 from hvd_estimators.torch.transfer import Copy, cuda_copies
@@ -25,6 +27,7 @@ __all__ = [
     "TorchPredictor",
     "autocast",
     "limit_threads",
+    "load_predictor",
     "transform_spec",
 ]
 
@@ -266,3 +269,12 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
         outputs=get("outputs"),
         pairs=get("loss_form") != "joint",
     )
+
+
+def _load(saved: Saved, resources: Resources) -> tuple[TorchPredictor, Sequence[str]]:
+    precision = saved.get("inference_precision") or "float32"
+    spec = transform_spec(saved.get)
+    return TorchPredictor(saved.file("model"), spec, precision, resources), ()
+
+
+load_predictor = predictor_loader("TorchModel", _load)

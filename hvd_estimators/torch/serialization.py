@@ -32,7 +32,7 @@ from torch.nn.utils import parametrize
 from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.temp_files import LazyFile, LocalFile
 from hvd_estimators._util.to_python import to_python
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, StoreError
 
 __all__ = [
     "OptimizerPickler",
@@ -51,6 +51,7 @@ __all__ = [
     "module_payload",
     "optimizer_content",
     "plain_module",
+    "read_content",
     "restore_optimizer",
     "save_state",
     "trained_file",
@@ -558,3 +559,30 @@ def _unpicklable(module: torch.nn.Module) -> list[str]:
             except Exception:
                 names.append(f"{prefix}.{name}" if prefix else name)
     return names
+
+
+def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, Any]:
+    """Read a ``torch.save`` file, on the CPU.
+
+    Parameters
+    ----------
+    file : file
+        The checkpoint.
+    safe : bool
+        Run no code from the file.
+    custom_objects : object
+        Not used.
+
+    Raises
+    ------
+    StoreError
+        If ``safe`` is set and the file holds more than tensors and plain values.
+    """
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=safe)
+    except pickle.UnpicklingError as error:
+        raise StoreError(
+            "The checkpoint holds more than tensors and plain values, and loading these runs code "
+            "from the file. If you trust its author, load it with safe=False."
+        ) from error
+    return content
