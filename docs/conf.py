@@ -17,6 +17,7 @@ copyright = "the authors of hvd_estimators"
 version = release = hvd_estimators.__version__
 
 extensions = [
+    "import_graph",
     "params_table",
     "private_names_table",
     "sphinx.ext.autodoc",
