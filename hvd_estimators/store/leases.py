@@ -50,7 +50,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import Self
@@ -281,12 +281,7 @@ class Heartbeat:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def start(self) -> None:

@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -95,12 +94,7 @@ class SyncedDirectory:
         ).start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._uploader is None or self.path is None:
             return
         self._ended.set()

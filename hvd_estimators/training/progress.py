@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -130,12 +129,7 @@ class Progress:
         self._stack.enter_context(warning_of_hangs(self._rank, self._warn))
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
         if self._sender is not None:
             self._sender.close()

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import Self
@@ -120,7 +120,7 @@ class StepControl:
         self._stop.__enter__()
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop.__exit__(*exc_info)
 
     def check_finite(
@@ -255,12 +255,7 @@ class StopRequest:
         self._agreed_at = time.monotonic()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
     def ask(self) -> None:

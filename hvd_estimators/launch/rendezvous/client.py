@@ -112,7 +112,7 @@ class RemoteRendezvousClient:
         self._heartbeat.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._ended.set()
         self._heartbeat.join(self._patience.attempt)
         with contextlib.suppress(queue.Empty):

@@ -225,7 +225,7 @@ class RendezvousServer:
         self._watcher.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._ended.set()
         self._watcher.join()
         # A message whose answer is still being sent may have ended the block.

@@ -102,7 +102,7 @@ class CommitStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for file in self._files.values():
             file.close()
 

@@ -61,7 +61,7 @@ class DriverService:
         self._listener.listen()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._listener.close()
 
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:

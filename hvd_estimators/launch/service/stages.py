@@ -240,7 +240,7 @@ class LaunchWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._ended.set()
         self._thread.join()
 

@@ -237,7 +237,7 @@ class ProbeListener:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop.close()
         self._thread.join()
         for listening in [*self._sockets, self._stopped]:

@@ -89,7 +89,7 @@ class TaskOutput:
         if outcome.report is not None and not self._job.one_machine:
             self._log(outcome.report.full_traceback.splitlines(keepends=True))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._relay is not None:
             self._relay.close()
         if self._sender is not None:
