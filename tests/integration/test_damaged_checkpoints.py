@@ -117,12 +117,12 @@ def test_where_all_are_damaged_a_fit_says_so_and_overwrites_nothing(
             Path(path).write_bytes(content)
         before = files_of(store.get_run_path(how))
         with pytest.raises(
-            StoreError, match=f"No checkpoint of the run '{how}' is whole"
+            StoreError, match=f"No checkpoint of the run '{how}' is valid"
         ) as raised:
             fit(store, how)
         assert "Set another run_id" in str(raised.value)
         assert files_of(store.get_run_path(how)) == before
-    with pytest.raises(StoreError, match="is whole"):
+    with pytest.raises(StoreError, match="is valid"):
         load_checkpoint(store, how)
 
 

@@ -204,10 +204,10 @@ def test_params_of_each_type_are_saved_and_what_is_of_another_class_is_refused(
             assert type(other.load(path)) is cls
             continue
         with pytest.raises(
-            ParamError, match=rf"holds a .*no {other.__name__}.*{cls.__name__}\.load"
+            ParamError, match=rf"holds a .*not a {other.__name__}.*{cls.__name__}\.load"
         ):
             other.load(path)
-    with pytest.raises(ParamError, match=r"holds a .*Pipeline, which is no"):
+    with pytest.raises(ParamError, match=r"holds a .*Pipeline, not a"):
         cls.load(outer)
     sub = type("Sub", (cls,), {"__module__": "a_users_program"})
     sub(model=net).save(str(tmp_path / "sub"))
