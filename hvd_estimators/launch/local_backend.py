@@ -156,6 +156,7 @@ class LocalBackend(Backend):
                     on_start=lambda: enter(Stage.RANK_PROCESS),
                     on_init=lambda: enter(Stage.HOROVOD_INIT),
                     on_joined=lambda: enter(Stage.HOROVOD_JOINED),
+                    on_end=lambda: enter(Stage.ENDED),
                 )
                 return stack.enter_context(rank)
 

@@ -57,7 +57,11 @@ def join_after(fault: Callable[[str], None], folder: str) -> int:
     """Cause a fault on host-b, and then initialise Horovod."""
     import socket
 
+    Path(folder, socket.gethostname()).touch()
     if socket.gethostname() == "host-b":
+        # Otherwise the other rank may still wait for this one's task, in an earlier stage.
+        while not Path(folder, "host-a").exists():
+            time.sleep(0.05)
         Path(folder, "hangs").touch()
         fault(folder)
     import horovod.torch as hvd

@@ -107,6 +107,8 @@ class RankProcess:
         Fork the process from this warm process, if possible. Default: start a fresh process.
     on_start : callable
         Called once when the process runs this package's code; by `stalled`.
+    on_end : callable
+        Called when the process has ended; by `outcome`.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class RankProcess:
         on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
         on_start: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.host = host
@@ -133,6 +136,7 @@ class RankProcess:
         self._executable = executable or sys.executable
         self._warm = warm
         self._on_start: Callable[[], None] | None = on_start
+        self._on_end = on_end
 
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
@@ -205,6 +209,7 @@ class RankProcess:
             return self._failure(NOT_STARTED, self._start_error)
         status = self._process.wait()
         ended_at = time.time()
+        self._on_end()
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():

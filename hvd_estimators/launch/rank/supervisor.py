@@ -67,6 +67,7 @@ class RankLauncher:
         on_start: Callable[[], None],
         on_init: Callable[[], None],
         on_joined: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> Iterator[RankProcess]:
         """Start one rank, and end it and its descendants when the block ends.
 
@@ -86,6 +87,8 @@ class RankLauncher:
             Called when the process runs this package's code.
         on_init, on_joined : callable
             Called when ``hvd.init()`` begins and ends; see `GlooProxy`.
+        on_end : callable
+            Called when the process has ended.
         """
         with GlooProxy(client, on_init, on_joined) as proxy:
             env = self.environment(
@@ -102,6 +105,7 @@ class RankLauncher:
                 on_error_lines=on_error_lines,
                 warm=self.warm,
                 on_start=on_start,
+                on_end=on_end,
             ) as process:
                 yield process
 

@@ -230,7 +230,8 @@ class LaunchWatch:
             before, _ = self._stages.get(event.task, (event, 0.0))
             if event.stage > before.stage:
                 self._stages[event.task] = event, time.monotonic()
-                logger.info("%s: launch stage '%s'", _title(event), Stage(event.stage).label)
+                if event.stage < Stage.ENDED:
+                    logger.info("%s: launch stage '%s'", _title(event), Stage(event.stage).label)
 
     def record_rank(self, rank: int, stage: Stage) -> None:
         """Record the stage of a rank that this process has started."""

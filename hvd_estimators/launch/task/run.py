@@ -304,6 +304,7 @@ def _run_process(
             on_start=lambda: stages.enter(Stage.RANK_PROCESS),
             on_init=lambda: stages.enter(Stage.HOROVOD_INIT),
             on_joined=lambda: stages.enter(Stage.HOROVOD_JOINED),
+            on_end=lambda: stages.enter(Stage.ENDED),
         ) as process,
     ):
         (outcome,) = supervise([process], client.failure)

@@ -177,6 +177,7 @@ def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
         on_start=lambda: stages.append("start"),
         on_init=lambda: stages.append("init"),
         on_joined=lambda: stages.append("joined"),
+        on_end=lambda: stages.append("end"),
     ) as process:
         (outcome,) = supervise([process])
     assert (outcome.rank, outcome.host, outcome.error) == (1, "here", "")
@@ -185,4 +186,5 @@ def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
     assert all(env.items() >= own.items() for own in given)
     assert {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HVD_ESTIMATORS_GLOO_ADDRESS"} <= env.keys()
     assert lines == {"out": ["out\n"], "error": ["error\n"]}
-    assert stages == ["start"]
+    # A short process may end before the first look at it.
+    assert stages in (["start", "end"], ["end"])
