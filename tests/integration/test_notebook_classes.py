@@ -18,7 +18,11 @@ JOB = Path(__file__).with_name("notebook_job.py")
 def test_a_variable_of_the_notebook_counts_after_a_fit(framework: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(JOB), framework, str(tmp_path / "store")],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        },
         capture_output=True,
         text=True,
     )
