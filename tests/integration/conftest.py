@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from lightning_ranks import StandingBackend
+    from rank_pool import StandingBackend
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +22,10 @@ def backend(
     module = sys.modules[request.module.__name__]
     with standing_ranks(tmp_path_factory.mktemp("ranks"), module) as standing:
         yield standing
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_shared_ranks() -> Iterator[None]:
+    yield
+    if "rank_pool" in sys.modules:
+        sys.modules["rank_pool"].end_shared_ranks()

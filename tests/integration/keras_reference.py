@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from rank_pool import shared_ranks
 from reference import WIDTH, RecordingBackend
 
 from hvd_estimators.keras import KerasEstimator
@@ -62,6 +63,11 @@ def train_alone(
             gradients = tape.gradient(loss, net.trainable_variables)
             optimizer.apply(gradients, net.trainable_variables)
     return net
+
+
+def pooled_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
+    """Return an estimator whose ranks all fits of a test module share."""
+    return make_estimator(store, ranks, **{"backend": shared_ranks(ranks, "tensorflow"), **params})
 
 
 def make_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:

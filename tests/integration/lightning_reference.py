@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
-import lightning_ranks
+import rank_pool
 import reference
 import torch
-from lightning_ranks import StandingBackend
 from pytorch_lightning import LightningModule
+from rank_pool import StandingBackend
 from reference import OPTIMIZERS, make_net
 from torchmetrics import MeanSquaredError
 
@@ -81,7 +81,7 @@ def fit(backend: Any, store: Any, **params: Any) -> Any:
 @contextlib.contextmanager
 def standing_ranks(folder: Path, test: ModuleType) -> Iterator[StandingBackend]:
     """Keep two ranks for the fits of a test's module, whose classes they are sent by value."""
-    for module in (reference, lightning_ranks, sys.modules[__name__], test):
+    for module in (reference, rank_pool, sys.modules[__name__], test):
         cloudpickle.register_pickle_by_value(module)
     with StandingBackend(2, folder) as standing:
         yield standing

@@ -105,9 +105,10 @@ def train_alone(
     return net
 
 
-def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, RecordingBackend]:
+def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
+    """Fit the reference's net; return the model and the backend, which has the ranks' results."""
     net = make_net()
-    backend = RecordingBackend(ranks)
+    backend = params.pop("backend", None) or RecordingBackend(ranks)
     estimator = TorchEstimator(
         **{
             "backend": backend,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_ranks import StandingBackend
+from rank_pool import StandingBackend
 from reference import WIDTH
 
 from hvd_estimators.launch.backend import Backend

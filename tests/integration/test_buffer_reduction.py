@@ -13,9 +13,9 @@ import pytest
 import resuming
 import torch
 from keras import ops
-from lightning_ranks import StandingBackend
 from lightning_reference import fit as fit_lightning
 from pytorch_lightning import LightningModule
+from rank_pool import StandingBackend
 from reference import WIDTH, fit, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
+from rank_pool import shared_ranks
 from reference import (
     OPTIMIZERS,
     assert_same_weights,
-    fit,
     global_batches,
     make_net,
     train_alone,
@@ -28,6 +29,10 @@ from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
+
+
+def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
+    return reference.fit(store, ranks, name, **{"backend": shared_ranks(ranks), **params})
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])

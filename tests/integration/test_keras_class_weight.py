@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
 
 from hvd_estimators.exceptions import DataError, ParamError
@@ -50,7 +50,7 @@ def test_classes_weigh_as_in_one_process(store: Any, reduction: str) -> None:
         "validation": 0.1,
     }
     weighted = reduction == "sum_over_batch_size"
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store, 2, sample_weight_col="w" if weighted else None, **params
     ).fit_on_parquet()
     alone = make_model()
@@ -77,6 +77,6 @@ def test_classes_weigh_as_in_one_process(store: Any, reduction: str) -> None:
         other = {**params, "label_cols": ["z"], "loss": "mse", "validation": None}
         other["model"] = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         with pytest.raises(DataError, match=r"class_weight: .* in column 'z'"):
-            make_estimator(store, 2, **other).fit_on_parquet()
+            pooled_estimator(store, 2, **other).fit_on_parquet()
         with pytest.raises(ParamError, match=r"class_weight: expected a single label, found"):
-            make_estimator(store, 2, **{**params, "label_cols": ["y", "z"]}).fit_on_parquet()
+            pooled_estimator(store, 2, **{**params, "label_cols": ["y", "z"]}).fit_on_parquet()

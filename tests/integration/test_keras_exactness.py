@@ -11,8 +11,8 @@ import pytest
 from keras_reference import (
     OPTIMIZERS,
     assert_same_weights,
-    make_estimator,
     make_net,
+    pooled_estimator,
     train_alone,
 )
 from reference import WIDTH, global_batches, write_rows
@@ -29,7 +29,7 @@ def test_ranks_train_as_one_process_over_the_global_batches(
     store: Any, name: str, rows: int, ranks: int, batch_size: int
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), rows)
-    estimator = make_estimator(
+    estimator = pooled_estimator(
         store, ranks, optimizer=OPTIMIZERS[name](), batch_size=batch_size, epochs=2
     )
     model = estimator.fit_on_parquet()
@@ -43,7 +43,7 @@ def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: str
     # Keras's default divides by the rows; another reduction, where asked for, by the weights.
     reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
     columns = write_rows(Path(store.get_train_data_path()), 150)
-    model = make_estimator(
+    model = pooled_estimator(
         store,
         2,
         optimizer=OPTIMIZERS["clipped"](),
@@ -65,7 +65,7 @@ def test_validation_is_that_of_one_process_and_the_rate_comes_back_unscaled(stor
     columns = write_rows(Path(store.get_train_data_path()), 128)
     # Fewer validation rows than ranks: one rank has none.
     held_out = write_rows(Path(store.get_val_data_path()), 2, seed=1)
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store,
         3,
         batch_size=16,
@@ -135,7 +135,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
 
     def fit(epochs: int, run_id: str) -> Any:
-        return make_estimator(
+        return pooled_estimator(
             store,
             3,
             model=statistics_net(tmp_path / run_id),
@@ -181,7 +181,7 @@ def test_the_users_model_and_optimizer_are_left_alone_and_go_on_from_their_state
     net.compile(optimizer, "mse", jit_compile=False)
     net.fit(columns["features"], columns["label"], batch_size=64, shuffle=False, verbose=0)
     before = [variable.numpy() for variable in [*net.variables, *optimizer.variables]]
-    fitted = make_estimator(store, 1, model=net, optimizer=None, loss=None, batch_size=64)
+    fitted = pooled_estimator(store, 1, model=net, optimizer=None, loss=None, batch_size=64)
     model = fitted.fit_on_parquet().getModel()
     for variable, value in zip([*net.variables, *optimizer.variables], before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
@@ -227,7 +227,7 @@ def test_metrics_with_states_are_those_of_one_process_and_of_scikit_learn(
         model.compile(**given)
         given = dict.fromkeys(given)
     history = (
-        make_estimator(
+        pooled_estimator(
             store,
             2,
             model=model,

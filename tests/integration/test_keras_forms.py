@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
 
 from hvd_estimators.keras import KerasModel
@@ -58,7 +58,7 @@ def test_models_that_take_a_dict_train_as_in_one_process(store: Any, tmp_path: P
         getattr(given, name).build((None, theirs.kernel.shape[0]))
         getattr(given, name).set_weights(theirs.get_weights())
     expected = alone.fit(x, columns["y"], batch_size=60, epochs=2, verbose=0).history
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store,
         2,
         model=given,
@@ -111,7 +111,7 @@ def test_losses_that_layers_add_count_by_rows(store: Any) -> None:
     ).history
     params: dict[str, Any] = {"optimizer": None, "loss": None, "model": make_coder()}
     # No output is compared to what is named as label.
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store,
         2,
         feature_cols=["wide"],

@@ -15,8 +15,8 @@ import pytest
 import reference
 import tensorflow as tf
 from keras_reference import assert_same_weights, make_estimator
-from lightning_ranks import StandingBackend
 from parquet_files import write_columns
+from rank_pool import StandingBackend
 from reference import global_batches
 
 from hvd_estimators import Store

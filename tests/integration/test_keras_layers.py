@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator, train_alone
+from keras_reference import assert_same_weights, pooled_estimator, train_alone
 from parquet_files import write_columns
 from reference import global_batches, write_rows
 
@@ -31,7 +31,7 @@ def synchronized_net() -> keras.Model:
 
 def test_synchronized_batch_normalization_is_that_of_one_process(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
-    estimator = make_estimator(
+    estimator = pooled_estimator(
         store,
         2,
         model=synchronized_net(),
@@ -85,7 +85,7 @@ def test_a_model_of_bfloat16_trains_as_in_one_process(store: Any, bfloat16: None
         model(np.zeros((1, 4)))
         return model
 
-    estimator = make_estimator(
+    estimator = pooled_estimator(
         store, 2, model=net(), optimizer=keras.optimizers.SGD(0.01), batch_size=8, epochs=2
     )
     fitted = estimator.fit_on_parquet()
@@ -297,7 +297,7 @@ def test_every_layer_trains_as_in_one_process(store: Any, names: list[str]) -> N
     assert len(dimensions) > 50
 
     features = [*names, "tokens"]
-    estimator = make_estimator(
+    estimator = pooled_estimator(
         store,
         2,
         model=model,

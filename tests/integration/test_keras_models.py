@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
 from sklearn.datasets import load_digits
 
@@ -46,7 +46,7 @@ def test_digits_are_read_as_well_as_by_one_process_and_need_no_horovod_to_load(
         row_group_size=200,
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store,
         2,
         model=conv_net(),
@@ -184,7 +184,7 @@ def test_two_inputs_two_outputs_and_everything_custom(store: Any, subclassed: bo
     model = TwoTowers() if subclassed else functional_towers()
     # By name where inputs are a dict, whatever their order.
     features = ["kind", "wide"] if subclassed else ["wide", "kind"]
-    estimator = make_estimator(
+    estimator = pooled_estimator(
         store,
         2,
         model=model,
@@ -230,7 +230,7 @@ def test_custom_train_steps_and_shapes_that_do_not_fit(store: Any) -> None:
 
     def fit(**params: Any) -> Any:
         given = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 20, **params}
-        return make_estimator(store, 1, **given).fit_on_parquet()
+        return pooled_estimator(store, 1, **given).fit_on_parquet()
 
     def net(inputs: int, outputs: int) -> keras.Model:
         return keras.Sequential([keras.Input((inputs,)), keras.layers.Dense(outputs)])

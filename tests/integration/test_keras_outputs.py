@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
 
 pytestmark = pytest.mark.integration
@@ -115,7 +115,7 @@ def test_labels_in_any_order_are_compared_to_the_outputs_of_their_names(
             "loss_weights": {"alpha": 10.0, "Mid": 0.1},
             "metrics": [["mae"], None, ["mse"]],
         }
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store,
         2,
         model=model,

@@ -12,14 +12,14 @@ from typing import Any
 import cloudpickle
 import keras
 import keras_reference
-import lightning_ranks
 import numpy as np
 import pytest
+import rank_pool
 import reference
 import resuming
 import tensorflow as tf
 from keras_reference import make_estimator
-from lightning_ranks import StandingBackend
+from rank_pool import StandingBackend
 from reference import WIDTH, write_rows
 from resuming import AskedToEnd, kept_checkpoints
 
@@ -154,7 +154,7 @@ def assert_equal_bits(found: Any, expected: Any) -> None:
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[StandingBackend]:
-    for module in (reference, keras_reference, lightning_ranks, resuming, sys.modules[__name__]):
+    for module in (reference, keras_reference, rank_pool, resuming, sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     with StandingBackend(2, tmp_path / "ranks", "tensorflow") as standing:
         yield standing

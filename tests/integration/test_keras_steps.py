@@ -12,14 +12,14 @@ from typing import Any
 import cloudpickle
 import keras
 import keras_reference
-import lightning_ranks
 import numpy as np
 import pytest
+import rank_pool
 import reference
 import tensorflow as tf
 from keras_reference import assert_same_weights, make_estimator
-from lightning_ranks import StandingBackend
 from parquet_files import write_columns
+from rank_pool import StandingBackend
 from reference import global_batches
 
 pytestmark = pytest.mark.integration
@@ -195,7 +195,7 @@ def train_alone(columns: dict[str, np.ndarray], batches: list[np.ndarray]) -> ke
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    for module in (reference, keras_reference, lightning_ranks, sys.modules[__name__]):
+    for module in (reference, keras_reference, rank_pool, sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     with StandingBackend(2, tmp_path_factory.mktemp("ranks"), "tensorflow") as standing:
         yield standing

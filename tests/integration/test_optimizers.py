@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning_ranks
 import optimizers
 import pytest
+import rank_pool
 import reference
 import torch
-from lightning_ranks import StandingBackend
 from optimizers import (
     Make,
     import_timm_optimizers,
@@ -24,6 +23,7 @@ from optimizers import (
     train_alone,
 )
 from pytorch_lightning import LightningModule
+from rank_pool import StandingBackend
 from reference import global_batches, write_rows
 
 from hvd_estimators.exceptions import ParamError
@@ -39,7 +39,7 @@ ROWS, BATCH, EPOCHS = 37, 8, 2
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
     import cloudpickle
 
-    for module in (optimizers, reference, lightning_ranks, sys.modules[__name__]):
+    for module in (optimizers, reference, rank_pool, sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     with StandingBackend(2, tmp_path_factory.mktemp("ranks")) as standing:
         standing.run(import_timm_optimizers_there)

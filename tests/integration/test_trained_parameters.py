@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from backends import InProcessBackend
-from lightning_ranks import StandingBackend
 from lightning_reference import standing_ranks
 from pytorch_lightning import Callback, LightningModule
+from rank_pool import StandingBackend
 from reference import WIDTH, assert_same_weights, global_batches, make_net, write_rows
 
 from hvd_estimators.lightning import LightningEstimator

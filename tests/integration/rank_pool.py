@@ -1,9 +1,10 @@
-"""Rank processes that stay for many fits, since importing Lightning takes longer than training."""
+"""Rank processes that stay for many fits, because starting ranks takes longer than small fits."""
 
 from __future__ import annotations
 
 import importlib
 import pickle
+import tempfile
 import threading
 import time
 import traceback
@@ -97,3 +98,20 @@ def _publish(path: Path, content: bytes) -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     partial.rename(path)
+
+
+_shared: dict[tuple[int, str], StandingBackend] = {}
+
+
+def shared_ranks(ranks: int, framework: str = "torch") -> StandingBackend:
+    """Return ranks that all fits of a test module share; conftest.py ends them after the module."""
+    if (ranks, framework) not in _shared:
+        backend = StandingBackend(ranks, Path(tempfile.mkdtemp(prefix="ranks-")), framework)
+        _shared[ranks, framework] = backend.__enter__()
+    return _shared[ranks, framework]
+
+
+def end_shared_ranks() -> None:
+    """End all shared ranks."""
+    while _shared:
+        _shared.popitem()[1].__exit__()
