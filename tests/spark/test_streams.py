@@ -179,6 +179,6 @@ def test_micro_batches_are_dataframes_to_transform(spark: Any, source: str, tmp_
 def test_a_stream_is_not_looked_at_for_a_shape_that_has_to_be_set(spark: Any, source: str) -> None:
     stream = spark.readStream.schema("id long, x array<double>").parquet(source)
     model = LightningModel(model=Stepping(), feature_columns=["x"], label_columns=["y"])
-    with pytest.raises(ParamError, match="A stream and a UDF have no row"):
+    with pytest.raises(ParamError, match="A stream or a UDF has no row"):
         model.transform(stream)
     assert model.setOutputShapes([[2]]).transform(stream).isStreaming

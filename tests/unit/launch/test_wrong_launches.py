@@ -139,7 +139,7 @@ def store(name: str, remedy: str, *prefix: Any, **options: Any) -> Wrong:
 
 
 STORES: dict[str, Wrong] = {
-    "no path": store("prefix_path", "expected a path", ""),
+    "no path": store("prefix_path", "Set it, or both train_path", ""),
     "a number": store("prefix_path", r"Set str\(path\)", 5),
     "a Path": store("prefix_path", r"Set str\(path\)", Path("/data")),
     "a scheme": store("prefix_path", "register_store", "nope://here"),
@@ -155,7 +155,7 @@ STORES: dict[str, Wrong] = {
         lambda calls: register_store("mine", 5),  # type: ignore[arg-type]
         ParamError,
         "store",
-        "expected a class derived from Store",
+        "expected a subclass of Store",
     ),
     "no run": (lambda c: c.store.load_history("no"), ParamError, "run_id", "has no run 'no'"),
     "a run's number": (lambda c: c.store.delete_run(5), ParamError, "run_id", "expected a string"),
