@@ -130,7 +130,7 @@ WRONG: dict[str, Wrong] = {
         lambda given: TorchModel.load(str(given.folder / "none")),
         StoreError,
         "path",
-        r"Set the path that save\(\) was given",
+        r"Set the path given to save\(\)",
     ),
     "load: a number": (
         lambda given: TorchEstimator.load(5),
