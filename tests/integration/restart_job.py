@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -69,8 +70,12 @@ class FaultyLoss(torch.nn.Module):
 
 def executor_of_rank() -> psutil.Process:
     """Return the process of this rank's executor, in whose folder ranks work."""
-    javas = [process for process in psutil.process_iter() if process.name() == "java"]
-    return next(java for java in javas if java.cwd() == os.getcwd())
+    for process in psutil.process_iter():
+        # Processes of other tests may end meanwhile.
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "java" and process.cwd() == os.getcwd():
+                return process
+    raise AssertionError("the executor of this rank has ended")
 
 
 def losing_an_executor(marker: Path) -> Any:
