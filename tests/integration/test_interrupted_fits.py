@@ -41,7 +41,8 @@ def folder(tmp_path: Path, store: Any) -> Path:
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     told = tmp_path / "told"
     told.mkdir()
-    (told / SLOW).write_text("0.1")
+    # Ranks agree about once a second: two fits must not reach the end of the run before that.
+    (told / SLOW).write_text("0.3")
     return told
 
 
