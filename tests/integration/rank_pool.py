@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import shutil
 import tempfile
 import threading
 import time
@@ -35,18 +36,18 @@ class StandingBackend(Backend):
         self.ranks = ranks
         self._framework = framework
         self.results: list[Any] = []
-        self._directory = directory
+        self.directory = directory
         self._calls = 0
 
     def __enter__(self) -> StandingBackend:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        serve = (_serve, (str(self._directory), self._framework))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        serve = (_serve, (str(self.directory), self._framework))
         self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _publish(self._directory / f"call-{self._calls}", b"")
+        _publish(self.directory / f"call-{self._calls}", b"")
         self._thread.join()
 
     def num_processes(self) -> int:
@@ -60,10 +61,10 @@ class StandingBackend(Backend):
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         call, self._calls = self._calls, self._calls + 1
-        _publish(self._directory / f"call-{call}", cloudpickle.dumps((fn, args, kwargs or {})))
+        _publish(self.directory / f"call-{call}", cloudpickle.dumps((fn, args, kwargs or {})))
         self.results = []
         for rank in range(self.ranks):
-            answer = self._directory / f"answer-{call}-{rank}"
+            answer = self.directory / f"answer-{call}-{rank}"
             while not answer.exists():
                 assert self._thread.is_alive(), "the ranks have ended"
                 time.sleep(0.02)
@@ -112,6 +113,8 @@ def shared_ranks(ranks: int, framework: str = "torch") -> StandingBackend:
 
 
 def end_shared_ranks() -> None:
-    """End all shared ranks."""
+    """End all shared ranks, and delete their folders."""
     while _shared:
-        _shared.popitem()[1].__exit__()
+        _, backend = _shared.popitem()
+        backend.__exit__()
+        shutil.rmtree(backend.directory)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import keras
 import keras_reference
 import numpy as np
 import pytest
-import reference
 import tensorflow as tf
 from keras_reference import assert_same_weights, make_estimator
 from parquet_files import write_columns
-from rank_pool import StandingBackend
+from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches
 
 from hvd_estimators import Store
@@ -28,12 +25,9 @@ ROWS, BATCH = 37, 6
 """Of 19 and 18 rows for two ranks: the last batches are of different sizes."""
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    for module in (reference, keras_reference, sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
-    with StandingBackend(2, tmp_path_factory.mktemp("ranks"), "tensorflow") as standing:
-        yield standing
+@pytest.fixture
+def ranks() -> StandingBackend:
+    return shared_ranks(2, "tensorflow")
 
 
 def write(store: Store) -> dict[str, np.ndarray]:

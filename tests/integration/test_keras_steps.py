@@ -5,21 +5,15 @@ https://keras.io/guides/custom_train_step_in_tensorflow
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
 import keras
-import keras_reference
 import numpy as np
 import pytest
-import rank_pool
-import reference
 import tensorflow as tf
 from keras_reference import assert_same_weights, make_estimator
 from parquet_files import write_columns
-from rank_pool import StandingBackend
+from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches
 
 pytestmark = pytest.mark.integration
@@ -193,12 +187,9 @@ def train_alone(columns: dict[str, np.ndarray], batches: list[np.ndarray]) -> ke
     return net
 
 
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    for module in (reference, keras_reference, rank_pool, sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
-    with StandingBackend(2, tmp_path_factory.mktemp("ranks"), "tensorflow") as standing:
-        yield standing
+@pytest.fixture
+def backend() -> StandingBackend:
+    return shared_ranks(2, "tensorflow")
 
 
 def fit(backend: Any, store: Any, model: keras.Model, **params: Any) -> Any:
