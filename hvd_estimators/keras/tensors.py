@@ -133,10 +133,6 @@ class TensorSpec:
             weight = by_class if weight is None else weight * by_class
         return (x, y) if weight is None else (x, y, weight)
 
-    def input_fields(self) -> Iterator[Field]:
-        """Yield the fields of the inputs, in the order of the structure."""
-        yield from keras.tree.flatten(self.inputs)
-
     def label_fields(self) -> Iterator[Field]:
         """Yield the fields of the labels, in the order of the structure."""
         yield from (field for field in keras.tree.flatten(self.labels) if field != ZEROS)
