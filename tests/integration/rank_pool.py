@@ -18,6 +18,11 @@ import cloudpickle
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
 
+_TRAINERS = {
+    "torch": "hvd_estimators.lightning.trainer",
+    "tensorflow": "hvd_estimators.keras.trainer",
+}
+
 
 class StandingBackend(Backend):
     """Runs every call in the same processes; a context manager.
@@ -29,7 +34,8 @@ class StandingBackend(Backend):
     directory : Path
         Where calls and results are exchanged.
     framework : str
-        Horovod's name for the framework that trains.
+        Horovod's name for the framework that trains: ``torch``, which includes Lightning, or
+        ``tensorflow``.
     """
 
     def __init__(self, ranks: int, directory: Path, framework: str = "torch") -> None:
@@ -41,7 +47,8 @@ class StandingBackend(Backend):
 
     def __enter__(self) -> StandingBackend:
         self.directory.mkdir(parents=True, exist_ok=True)
-        serve = (_serve, (str(self.directory), self._framework))
+        # A warm process imports the trainer that a call mentions, once for all ranks of a session.
+        serve = (_serve, (str(self.directory), self._framework, _TRAINERS[self._framework]))
         self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
         self._thread.start()
         return self
@@ -74,7 +81,8 @@ class StandingBackend(Backend):
         return self.results
 
 
-def _serve(directory: str, framework: str) -> None:
+def _serve(directory: str, framework: str, trainer: str) -> None:
+    importlib.import_module(trainer)
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     # Ranks that leave would find each other's old addresses when they come back.
