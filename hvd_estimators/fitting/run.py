@@ -327,7 +327,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         The fingerprint omits the numbers of ranks and epochs, which can differ in later fits of
         a run.
         """
-        defaults = {param.name: value for param, value in self._defaultParamMap.items()}
+        defaults = self._defaults()
         optional = [
             name
             for name in self._optional_run_settings

@@ -65,11 +65,10 @@ def received(sent: Sent) -> Iterator[bytes | Path]:
 
 
 def _value(variable: Broadcast[bytes]) -> bytes:
-    document = variable.value
-    # A worker would keep the bytes in memory beside the model; it can read the file again.
-    if getattr(variable, "_path", None):
-        vars(variable).pop("_value", None)
-    return document
+    # A variable keeps its bytes in memory, beside the model. A temporary copy of it does not.
+    reader: Broadcast[bytes] = object.__new__(Broadcast)
+    vars(reader).update(vars(variable))
+    return reader.value
 
 
 @contextlib.contextmanager

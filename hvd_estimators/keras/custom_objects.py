@@ -177,7 +177,10 @@ def complete_configs(value: Any, extras: dict[str, Any]) -> Iterator[None]:
 
 def _has_no_shapes(part: Any) -> bool:
     """Return whether Keras recorded no build shape, as for a model without ``call()``."""
-    shapes: Mapping[str, Any] = getattr(part, "_build_shapes_dict", None) or {}
+    if not isinstance(part, keras.Layer):
+        return False
+    config = keras.Layer.get_build_config(part) or {}
+    shapes = config.get("shapes_dict", config)
     return bool(shapes) and all(shape is None for shape in shapes.values())
 
 
@@ -284,9 +287,10 @@ def _base_names() -> frozenset[str]:
     plain = keras.Model()
     for model in (functional, plain):
         model.compile("sgd", "mse", metrics=["mae"])
-    # Training and evaluation leave these.
-    names = {"history", "_eval_epoch_iterator", "_build_shapes_dict"}
-    for entry in (functional, plain, keras.Sequential(), keras.Layer()):
+    layer = keras.Layer()
+    layer.build((1,))
+    names = {"history"}  # which training leaves
+    for entry in (functional, plain, keras.Sequential(), layer):
         names.update(vars(entry))
     return frozenset(names)
 
@@ -309,8 +313,17 @@ def _own_attributes(part: Any) -> Iterator[tuple[str, Any]]:
     known = _base_names() if isinstance(part, keras.Layer) else ()
     for name, value in list(vars(part).items()):
         # Keras stores wrappers of a layer's methods among its attributes.
-        if name not in known and not callable(getattr(type(part), name, None)):
+        if name in known or callable(getattr(type(part), name, None)):
+            continue
+        if not _is_internal(value):
             yield name, value
+
+
+def _is_internal(value: Any) -> bool:
+    """Return whether a value is a helper object of Keras, such as evaluate()'s iterator."""
+    kind = type(value)
+    is_part = isinstance(value, (*_STRUCTURE, keras.KerasTensor, list, tuple, dict, set))
+    return is_keras(kind) and not is_part and not _is_configurable(kind)
 
 
 def _is_data(value: Any, name: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import pickle
 import types
+import warnings
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
@@ -150,10 +150,13 @@ def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> 
         If Keras cannot infer whether lower or higher values are better.
     """
     for callback in filter(judges_by_name, callbacks):
-        judge = copy.copy(callback)
+        judge = keras.callbacks.EarlyStopping(callback.monitor)
         judge.set_model(model)
         try:
-            judge._set_monitor_op()
+            with warnings.catch_warnings():
+                # Keras chooses the direction, and warns that there is no value.
+                warnings.simplefilter("ignore")
+                judge.on_epoch_end(0, {})
         except ValueError as error:
             name = f"{type(callback).__name__}(monitor={callback.monitor!r})"
             raise ParamError(

@@ -278,9 +278,7 @@ class RunCheckpoint(Callback):
         self._write(checkpoint, stopped=stopped)
 
     def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
-            weights_only=False
-        )
+        checkpoint = _dump_checkpoint(trainer)
         checkpoint[_BUFFERS] = ShardBuffers(
             trainer.lightning_module, self._shards, self._non_persistent
         )
@@ -543,8 +541,21 @@ def _averager(trainer: Trainer) -> GradientAverager:
 
 
 def _restarted(loop: Any) -> None:
-    """Make a loop and its nested loops continue as if they had not been interrupted."""
-    loop._restarting = False
-    for part in vars(loop).values():
-        if hasattr(part, "_restarting"):
-            _restarted(part)
+    """Make the loop of a fit, and its nested loops, continue as if they were not interrupted."""
+    # The outer loop's own setter ignores False with max_steps. Nested loops have the inherited one.
+    type(loop.epoch_loop).restarting.fset(loop, False)
+
+
+def _dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return the checkpoint that Lightning would write."""
+    checkpoint: dict[str, Any] = {}
+
+    def save(content: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        checkpoint.update(content)
+
+    with (
+        patch_attribute(trainer.strategy, "save_checkpoint", save),
+        patch_attribute(trainer.strategy, "barrier", lambda *args, **kwargs: None),
+    ):
+        trainer.save_checkpoint("", weights_only=False)
+    return checkpoint

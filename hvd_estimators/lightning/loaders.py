@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.lightning.package import is_lightning
+from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import DataSpec
@@ -107,7 +107,9 @@ def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
         Sets the random numbers of the epoch's start, because the order of rows may depend on them.
     """
     fit: Any = trainer.fit_loop
-    if all(hasattr(loader, "load_state_dict") for loader in fit._combined_loader.flattened):
+    make: Any = flavor_of(trainer)
+    loaders = make.get("utilities.CombinedLoader")(trainer.train_dataloader).flattened
+    if all(hasattr(loader, "load_state_dict") for loader in loaders):
         return
     fetcher = fit._data_fetcher
     seed()

@@ -8,7 +8,6 @@ only. An estimator unwraps the `GridValue` when the param is set.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from typing import Any, TypeVar
@@ -94,9 +93,8 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
             for model in _alive(_models):
                 if model._owner != self._owner:
                     continue
-                candidate = copy.copy(estimator)
-                values = {estimator.getParam("model"): model.value}
-                candidate._paramMap = {**estimator._paramMap, **values}
+                candidate = estimator.copy()
+                candidate._store_value("model", model.value)
                 with contextlib.suppress(ParamError):
                     return dump_param(candidate, name, self.value)
             raise

@@ -359,8 +359,13 @@ def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool |
 
 
 def _batch_norms(module: torch.nn.Module) -> list[torch.nn.Module]:
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    return [layer for layer in module.modules() if isinstance(layer, kind)]
+    return [layer for layer in module.modules() if isinstance(layer, _BATCH_NORMS)]
+
+
+_BATCH_NORMS = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+    *(torch.nn.LazyBatchNorm1d, torch.nn.LazyBatchNorm2d, torch.nn.LazyBatchNorm3d),
+)
 
 
 def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.versions
 
 PUBLIC = {
     "_asdict": "Named tuples document it.",
+    "_current_frames": "sys documents it.",
     "_exit": "os documents it.",
     "_fields": "Named tuples document it.",
     "_module_available": "compat restores this name of Lightning 1, and uses none of Lightning 2.",
