@@ -340,12 +340,12 @@ class FooterCache:
             tail = self._tails.get(path)
             if tail is not None:
                 return tail
-            others = self._reading.get(path)
+            future = self._reading.get(path)
             own: Future[bytes] = Future()
-            if others is None:
+            if future is None:
                 self._reading[path] = own
-        if others is not None:
-            return others.result()
+        if future is not None:
+            return future.result()
         try:
             tail = read_tail(self._store, path)
             self.add({path: tail})

@@ -387,10 +387,10 @@ class RangeFiles:
                 if not footer.done():
                     return
                 if not footer.cancelled() and footer.exception() is None:
-                    taken = sum(file.max_bytes for _, file in self._ahead)
+                    bytes_ahead = sum(file.max_bytes for _, file in self._ahead)
                     chunks = self._chunks(read, footer.result())
                     needed = min(sum(stop - start for start, stop in chunks), _share(read))
-                    if taken and taken + needed > AHEAD_BYTES:
+                    if bytes_ahead and bytes_ahead + needed > AHEAD_BYTES:
                         return
                     self._ahead.append((read, self._fetch(read, footer.result())))
                 # If the footer cannot be read, opening the file raises the error.

@@ -206,11 +206,11 @@ class Tracking:
             self._run_id = self._start_run(client)
         if not self._has_params:
             # MLflow rejects a new value for an existing param, such as one that the user logged.
-            known = client.get_run(self._run_id).data.params
+            logged = client.get_run(self._run_id).data.params
             params = {_key(n): _text(v) for n, v in {**self._params, "run_id": self._name}.items()}
             client.log_batch(
                 self._run_id,
-                params=[entities.Param(n, v) for n, v in params.items() if n not in known],
+                params=[entities.Param(n, v) for n, v in params.items() if n not in logged],
             )
             self._has_params = True
         now = int(time.time() * 1000)

@@ -369,14 +369,14 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         shared = SharedDatasets(len(paramMaps))
 
         def fit_one(index: int) -> HorovodModel:
-            copied = estimator.copy(paramMaps[index])
+            candidate = estimator.copy(paramMaps[index])
             given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
             if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
-                copied._grid_index = index
-            copied._grid_tracking = tracking
-            copied._shared_data = shared
+                candidate._grid_index = index
+            candidate._grid_tracking = tracking
+            candidate._shared_data = shared
             with shared.fit():
-                return copied.fit(dataset)
+                return candidate.fit(dataset)
 
         return Fits(fit_one, len(paramMaps))
 

@@ -97,10 +97,10 @@ def _put_together(sent: Parts, path: Path) -> None:
     with open(partly, "wb") as file:
         for part in sent.parts:
             file.write(_value(part))
-    others = sorted(path.parent.glob("*[0-9a-f]"), key=lambda p: p.stat().st_mtime, reverse=True)
+    models = sorted(path.parent.glob("*[0-9a-f]"), key=lambda p: p.stat().st_mtime, reverse=True)
     os.replace(partly, path)
-    for other in others[_KEPT - 1 :]:
-        other.unlink()
+    for model in models[_KEPT - 1 :]:
+        model.unlink()
 
 
 PART_BYTES = 64 * 2**20

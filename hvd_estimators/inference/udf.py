@@ -203,9 +203,9 @@ def make_udf(
     )
     # PySpark infers the kind of UDF from the type hints.
     column: Any = pa.Array if is_arrow_udf else pd.Series
-    taken: Any = column if len(inference.columns) + has_empty_rows == 1 else tuple[column, ...]
+    argument: Any = column if len(inference.columns) + has_empty_rows == 1 else tuple[column, ...]
     result: Any = column if is_single or is_arrow_udf else pd.DataFrame
-    predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
+    predict.__annotations__ = {"batches": Iterator[argument], "return": Iterator[result]}
     make: Any = getattr(F, _ARROW_UDF) if is_arrow_udf else pandas_udf
     udf: Callable[..., Column] = make(predict, return_type)
     return udf

@@ -219,8 +219,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             if name not in measured
         }
         gathered = exchange.gather(others, "hvd_estimators.logs")
-        for name in sorted({name for found in gathered for name in found}):
-            of_ranks = [found[name] for found in gathered if name in found]
+        for name in sorted({name for logs_of_rank in gathered for name in logs_of_rank}):
+            of_ranks = [logs_of_rank[name] for logs_of_rank in gathered if name in logs_of_rank]
             values = [value for value, _ in of_ranks]
             same = sorted(set(measured).intersection(*(metrics for _, metrics in of_ranks)))
             measured[name] = measured[same[0]] if same else sum(values) / len(values)

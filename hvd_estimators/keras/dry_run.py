@@ -489,8 +489,8 @@ class DryRun:
 
     def _note_shapes(self, outputs: Any) -> None:
         """Record the shapes of the labels' outputs; only real rows determine all sizes."""
-        known, flat = self.outputs, keras.tree.flatten(outputs)
-        flat = self._selected(outputs) if known is None else known.select(flat)
+        description, flat = self.outputs, keras.tree.flatten(outputs)
+        flat = self._selected(outputs) if description is None else description.select(flat)
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
 
     def _label_fields(self) -> list[Field]:

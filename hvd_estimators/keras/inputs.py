@@ -176,5 +176,5 @@ def _positional(feature_cols: Sequence[str]) -> Any:
 
 def _input_field(column: str, tensor: Any) -> Field:
     shape = tuple(tensor.shape[1:])
-    known = all(size is not None for size in shape)
-    return Field(column, shape if known else None, keras.backend.standardize_dtype(tensor.dtype))
+    is_known = all(size is not None for size in shape)
+    return Field(column, shape if is_known else None, keras.backend.standardize_dtype(tensor.dtype))

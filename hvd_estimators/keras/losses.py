@@ -47,9 +47,9 @@ def has_loss(model: keras.Model) -> bool:
 
 def added_losses(model: keras.Model) -> list[Any]:
     """Return the values of `add_loss` in the last call, except regularizers of weights."""
-    found = list(model.losses)
+    all_losses = list(model.losses)
     regularized = [v for v in model.trainable_variables if v.regularizer is not None]
-    return found[: len(found) - len(regularized)]
+    return all_losses[: len(all_losses) - len(regularized)]
 
 
 def may_add_loss(model: keras.Model) -> bool:
@@ -87,9 +87,9 @@ def weights_by_samples(loss: Any) -> bool:
     loss : object
         The ``loss`` argument of `compile`.
     """
-    found = losses(loss)
-    return bool(found) and all(
-        getattr(entry, "reduction", None) == "mean_with_sample_weight" for entry in found
+    entries = losses(loss)
+    return bool(entries) and all(
+        getattr(entry, "reduction", None) == "mean_with_sample_weight" for entry in entries
     )
 
 

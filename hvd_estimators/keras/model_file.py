@@ -83,11 +83,11 @@ def rewritten_variables(model: keras.Model) -> dict[int, Array]:
     layers = [layer for layer in all_layers(model) if not loads_plainly(layer)]
     if not layers:
         return {}
-    found = {id(variable) for layer in layers for variable in own_variables(layer)}
+    ids = {id(variable) for layer in layers for variable in own_variables(layer)}
     return {
         number: np.array(variable_value(variable))
         for number, variable in enumerate(model.variables)
-        if id(variable) in found
+        if id(variable) in ids
     }
 
 
@@ -195,7 +195,7 @@ def read_files(directory: str) -> dict[str, Array]:
     The content of files above 1 MiB stays on the disk until it is used, even after the folder is
     deleted.
     """
-    found = {}
+    contents = {}
     for folder, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(folder, name)
@@ -204,8 +204,8 @@ def read_files(directory: str) -> dict[str, Array]:
                 content: Array = np.asarray(np.memmap(path, np.uint8, mode="r"))
             else:
                 content = np.fromfile(path, np.uint8)
-            found[os.path.relpath(path, directory)] = content
-    return found
+            contents[os.path.relpath(path, directory)] = content
+    return contents
 
 
 def write_files(files: dict[str, Array], directory: str) -> None:
@@ -437,13 +437,13 @@ def read_content(
 
 
 def _weights(file: IO[bytes]) -> dict[str, Array]:
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
 
     def take(name: str, entry: Any) -> None:
         if isinstance(entry, h5py.Dataset):
-            found[name] = entry[()]
+            values[name] = entry[()]
 
     file.seek(0)
     with h5py.File(file, "r") as weights:
         weights.visititems(take)
-    return found
+    return values

@@ -94,7 +94,7 @@ def _computing(layer: keras.Layer) -> list[keras.Layer]:
     if isinstance(layer, (keras.layers.InputLayer, keras.layers.Normalization)):
         return []
     if isinstance(layer, keras.Model) and symbolic(layer, "input") is not None:
-        return [found for part in layer.layers for found in _computing(part)]
+        return [computing for part in layer.layers for computing in _computing(part)]
     return all_layers(layer)
 
 
@@ -197,9 +197,11 @@ class KerasPredictor:
 
     def _expected(self) -> str:
         """Describe the inputs that the model declares."""
-        known: list[Field] = [f for f in keras.tree.flatten(self._structure) if f.shape is not None]
-        forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in known)
-        return f"{', '.join(forms)} per row" if known else ""
+        shaped: list[Field] = [
+            f for f in keras.tree.flatten(self._structure) if f.shape is not None
+        ]
+        forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in shaped)
+        return f"{', '.join(forms)} per row" if shaped else ""
 
 
 def of_labels(

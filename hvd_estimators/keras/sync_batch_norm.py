@@ -89,9 +89,9 @@ class SynchronizedMoments:
         squares = total(tf.square(inputs - tf.reshape(mean, shape)))
         # Separate entries for each rank's statistics give the precision of one process.
         own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
-        places = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
+        one_hot = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
         counts, means, squares = tf.split(
-            self._sum(places * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
+            self._sum(one_hot * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
         )
         rows = tf.reduce_sum(counts)
         if mask is not None:

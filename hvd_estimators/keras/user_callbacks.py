@@ -270,13 +270,13 @@ def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
     if isinstance(callback, keras.callbacks.CSVLogger):
         left_out = (*left_out, *_OF_FILES)
     attributes = {name: v for name, v in vars(callback).items() if name not in left_out}
-    plain = {name: _plain(value) for name, value in attributes.items()}
+    plain_values = {name: _plain(value) for name, value in attributes.items()}
     functions = {
         name: f"{value.__module__}:{value.__qualname__}"
         for name, value in attributes.items()
         if isinstance(value, types.FunctionType) and _function_of(value) is value
     }
-    values = {name: value for name, value in plain.items() if is_encodable(value)}
+    values = {name: value for name, value in plain_values.items() if is_encodable(value)}
     return {"values": values, "functions": functions}
 
 

@@ -357,20 +357,20 @@ def make_loaders(
     # With `same`, the loader stores all batches of an epoch, which may exceed a GPU's memory.
     batches = tensor_batches(module.train_chunks(), "cpu" if same else device)
     sizes = module.global_train_sizes()
-    turns = data.passes_per_batch
+    micro_batches = data.passes_per_batch
     train = TrainLoader(
         WeightedBatches(batches, sizes, shards.size, 1, sum_over_ranks),
         form,
-        data.train_steps_per_epoch * turns,
+        data.train_steps_per_epoch * micro_batches,
         passes_per_step,
         shards,
         same,
-        done * turns,
+        done * micro_batches,
         totals,
     )
     if data.val_plan is None:
         return train, None
-    steps = data.validation_steps_per_epoch * turns
+    steps = data.validation_steps_per_epoch * micro_batches
     validation = ValidationLoader(module, form, steps, device)
     of_ranks = [virtual_shards(data.num_shards, rank, shards.size) for rank in range(shards.size)]
     if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):

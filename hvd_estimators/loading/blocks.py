@@ -155,13 +155,13 @@ class Rows:
 
         All positions must be in range.
         """
-        taken = []
+        blocks = []
         for block in self.blocks:
             target = memory.empty((len(positions), *block.shape[1:]), block.dtype)
             # Without "clip", NumPy gathers into a temporary buffer first.
             np.take(_records(block), positions, axis=0, out=_records(target), mode="clip")
-            taken.append(target)
-        return Rows(self.layout, taken)
+            blocks.append(target)
+        return Rows(self.layout, blocks)
 
     def fill(self, columns: Columns) -> None:
         """Overwrite these rows with columns of the same length.
@@ -207,11 +207,11 @@ class Rows:
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
             for name in group:
                 row_shape = block.shape[1:] if len(group) == 1 else ()
-                found = columns[name]
-                if (found.shape[1:], found.dtype) != (row_shape, block.dtype):
+                column = columns[name]
+                if (column.shape[1:], column.dtype) != (row_shape, block.dtype):
                     raise DataError(
-                        f"Column {name!r} has rows of shape {found.shape[1:]} and type "
-                        f"{found.dtype} after others of shape {row_shape} and type {block.dtype}."
+                        f"Column {name!r} has rows of shape {column.shape[1:]} and type "
+                        f"{column.dtype} after others of shape {row_shape} and type {block.dtype}."
                     )
 
 

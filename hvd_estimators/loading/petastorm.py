@@ -170,10 +170,10 @@ class _WatchfulPoller:
         ready = [] if killed else ready or self._poller.poll(_FINAL_MESSAGES_MS)
         if ready:
             return ready
-        ended = ", ".join(f"{process.pid} ({_end(process.returncode)})" for process in dead)
+        workers = ", ".join(f"{process.pid} ({_end(process.returncode)})" for process in dead)
         raise ReaderError(
             f"reader_pool_type: expected {len(self._processes)} worker processes to read, but "
-            f"process {ended} ended. If memory was short, set fewer train_reader_num_workers, or "
+            f"process {workers} ended. If memory was short, set fewer train_reader_num_workers, or "
             "reader_pool_type='thread', which needs less."
         )
 

@@ -227,9 +227,9 @@ class _Stream:
                 self._part, self._taken = part, 0
                 continue
             some = min(self._left, count)
-            taken = self._taken + some
-            yield take(self._part, slice(self._taken, taken))
-            self._taken = taken
+            end = self._taken + some
+            yield take(self._part, slice(self._taken, end))
+            self._taken = end
             self._in_pass += some
             count -= some
         if self._in_pass == self.total:
@@ -248,9 +248,9 @@ class _Stream:
         if left:
             raise self._other_rows(self.total + left)
 
-    def _other_rows(self, found: int) -> DataError:
+    def _other_rows(self, rows: int) -> DataError:
         return DataError(
-            f"Expected {self.total} rows in a pass over the data, found {found}: the files were "
+            f"Expected {self.total} rows in a pass over the data, found {rows}: the files were "
             "changed while they were read. Train again, and leave the files as they are."
         )
 

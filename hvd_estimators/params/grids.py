@@ -139,8 +139,8 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
         return self
 
 
-def _alive(known: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
-    return [value for reference in known.valuerefs() if (value := reference()) is not None]
+def _alive(references: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
+    return [value for reference in references.valuerefs() if (value := reference()) is not None]
 
 
 def _in_grid(cls: type[GridParams], owner: str, name: str, value: Any) -> Any:

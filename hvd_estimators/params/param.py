@@ -270,13 +270,13 @@ class DeclaredParams(Params):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        found = {name: value for name, value in vars(cls).items() if isinstance(value, param)}
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, param)}
         inherited = [getattr(base, "_declarations", {}) for base in reversed(cls.__mro__[1:])]
-        cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
-        for name, declaration in found.items():
+        cls._declarations = {k: v for group in [*inherited, declared] for k, v in group.items()}
+        for name, declaration in declared.items():
             _install(cls, name, declaration)
         _prefer_others(cls)
-        if "__init__" in vars(cls) or found or vars(cls).get("__doc__"):
+        if "__init__" in vars(cls) or declared or vars(cls).get("__doc__"):
             _describe(cls)
 
     def __init__(self) -> None:

@@ -356,10 +356,10 @@ def _require_free_paths(store: Store, index: str) -> None:
     if path != store.get_train_data_path():
         return
     store.delete(split_path(store, index))
-    for taken in (path, store.get_val_data_path(index)):
-        if store.exists(taken):
+    for folder in (path, store.get_val_data_path(index)):
+        if store.exists(folder):
             raise StoreError(
-                f"store: there are files in {taken!r}, where the rows should be written. The "
+                f"store: there are files in {folder!r}, where the rows should be written. The "
                 "store's get_train_data_path and get_val_data_path return one path for all "
                 "datasets. Delete or move these files, train on them with fit_on_parquet(), or "
                 "let the store return other paths for each index."

@@ -355,8 +355,8 @@ class Files(ABC):
         """Drop cached listings of `fs`, because other processes may have changed the files."""
         self.fs.invalidate_cache(path)
 
-    def _retried(self, action: Callable[[], T], what: str) -> T:
-        return with_retries(action, what, self.secrets)
+    def _retried(self, action: Callable[[], T], description: str) -> T:
+        return with_retries(action, description, self.secrets)
 
 
 class HashingWriter(io.RawIOBase):

@@ -490,8 +490,8 @@ def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
             return False
         raise ShapeError(message(f"{type(error).__name__}: {error}")) from error
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ShapeError(f"The loss must return a number, found {found}.")
+        form = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ShapeError(f"The loss must return a number, found {form}.")
     return True
 
 

@@ -138,10 +138,10 @@ def cuda_returns(device: torch.device) -> Callable[[Sequence[torch.Tensor]], Fin
                 copies.append(copy.copy_(tensor, non_blocking=True))
                 # Prevents reuse of the memory before this stream has read it.
                 tensor.record_stream(stream)
-            copied = stream.record_event()
+            copy_done = stream.record_event()
 
         def finish() -> list[Array]:
-            copied.synchronize()
+            copy_done.synchronize()
             return [copy.numpy() for copy in copies]
 
         return finish

@@ -249,10 +249,10 @@ class CheckpointWriter:
             if info is not None and position <= newest.position
         ]
         best = best_checkpoint(infos)
-        kept = {
+        kept_positions = {
             info.position for info in [*infos[-self._options.keep :], *([best] if best else [])]
         }
-        for position in stored.keys() - kept:
+        for position in stored.keys() - kept_positions:
             delete_checkpoint(self._store, self._run, position)
             del stored[position]
         while self._orphans:

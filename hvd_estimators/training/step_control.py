@@ -277,13 +277,13 @@ class StopRequest:
         # A slow first step does not predict the next steps, and neither does a fast one.
         distance = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
         own = min(max(int(distance), 1), _MOST_STEPS)
-        asked, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
+        num_requests, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
         self._distance = self._left = max(int(steps) // self._ranks, 1)
         self._agreed_at = time.monotonic()
-        if asked:
+        if num_requests:
             self._settled.set()
             mute_if_unheard()
-        return asked > 0
+        return num_requests > 0
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> Any:
         self._asked = True

@@ -109,8 +109,8 @@ class Exchange:
                 channel.send(request, json.dumps(message).encode(), attempt_seconds)
                 self._on_sent()
                 left = max(deadline - time.monotonic(), attempt_seconds)
-                answer, body = channel.receive(left, attempt_seconds)
-                return json.loads(body) if answer["complete"] else None
+                reply, body = channel.receive(left, attempt_seconds)
+                return json.loads(body) if reply["complete"] else None
 
         def is_final(error: OSError) -> bool:
             is_refused = isinstance(error, ConnectionRefusedError) and not is_heard
@@ -171,8 +171,8 @@ class ExchangeServer:
 
     def _answer(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
         messages = self._gather(request["number"], request["task"], json.loads(body))
-        answer = b"" if messages is None else json.dumps(messages).encode()
-        channel.send({"complete": messages is not None}, answer, timeouts.EXCHANGE_ATTEMPT)
+        reply = b"" if messages is None else json.dumps(messages).encode()
+        channel.send({"complete": messages is not None}, reply, timeouts.EXCHANGE_ATTEMPT)
 
     def _gather(self, number: int, task: int, message: Any) -> Sequence[Any] | None:
         """Record a task's message; return all tasks' messages, or None if some are missing."""
