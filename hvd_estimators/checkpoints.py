@@ -28,8 +28,6 @@ from hvd_estimators.store.checkpoints import (
 )
 from hvd_estimators.training.run_state import describing_damage, has_state, read_archive
 
-__all__ = ["Checkpoint", "load_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 _READERS = {

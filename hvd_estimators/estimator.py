@@ -44,8 +44,6 @@ from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_n
 from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["HorovodEstimator"]
-
 logger = logging.getLogger(__name__)
 
 

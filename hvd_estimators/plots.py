@@ -23,8 +23,6 @@ from hvd_estimators.store import Store
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_histories"]
-
 _STYLES: dict[str, Literal["-", "--"]] = {"train": "-", "validation": "--"}
 _MARKERS = "osD^vP*X"
 _COLORS = 10

@@ -16,8 +16,6 @@ from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators._util.unpickle_imports import import_first
 from hvd_estimators.exceptions import LeftOutError, did_you_mean
 
-__all__ = ["MARKER", "install", "is_installed"]
-
 SPARK = "hvd_estimators.compat.spark"
 """Real name of the module behind ``horovod.spark``; wheels and pickles refer to it."""
 

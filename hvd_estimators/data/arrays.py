@@ -26,20 +26,6 @@ from hvd_estimators.data.types import (
 )
 from hvd_estimators.exceptions import DataError
 
-__all__ = [
-    "Array",
-    "Columns",
-    "first_row_shape",
-    "num_rows",
-    "rows_of",
-    "table_to_columns",
-    "take",
-    "to_array",
-    "to_lists",
-    "to_vectors",
-    "valid_rows",
-]
-
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 """Column name to array. The first axis of every array is the rows, with equal length."""

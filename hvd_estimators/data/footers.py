@@ -26,17 +26,6 @@ from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import ColumnError, StoreError
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "TAIL_BYTES",
-    "FileFooter",
-    "FooterCache",
-    "Range",
-    "leaf_positions",
-    "read_footers",
-    "read_tail",
-    "unreadable",
-]
-
 
 def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
     """Return the data files under a path, or the file itself, sorted by name.

@@ -25,8 +25,6 @@ from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
 
-__all__ = ["FetchedFile", "RangeFiles", "RangeRead", "joined", "open_bytes"]
-
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
 

@@ -26,8 +26,6 @@ from hvd_estimators.fitting.progress import EpochFeed
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow
 
-__all__ = ["Tracking", "TrackingRun", "active_run"]
-
 logger = logging.getLogger(__name__)
 
 MODEL_NAME = "model"

@@ -38,8 +38,6 @@ from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.runs import history_text, read_history, run_file
 from hvd_estimators.training.spec import EpochMetrics, HistoryRow, TrainSpec
 
-__all__ = ["RunRecord", "end_note", "is_interrupt", "noted_params", "now", "start_note", "versions"]
-
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (

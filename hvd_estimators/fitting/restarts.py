@@ -39,15 +39,6 @@ from hvd_estimators.store.paths import Position, manifest_of
 from hvd_estimators.training.call_transfer import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = [
-    "Launch",
-    "ProgressAcrossLaunches",
-    "Restarts",
-    "ending_by_sigterm",
-    "warming_up",
-    "would_recur",
-]
-
 logger = logging.getLogger(__name__)
 
 # A driver that was asked to end may take this long, which is longer than ranks take to end.

@@ -46,8 +46,6 @@ from hvd_estimators.store.paths import Position, orphans
 from hvd_estimators.store.runs import read_metadata, run_file
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, named_weights, unequal_weights
 
-__all__ = ["Fits", "ReadOrder", "Run", "RunParams", "RunResults"]
-
 logger = logging.getLogger(__name__)
 
 # Differences between models or optimizers that cannot load each other's state.

@@ -20,18 +20,6 @@ from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.loading.transform import Transformation
 
-__all__ = [
-    "FRAMEWORKS_CHOICE",
-    "BatchPredictor",
-    "Predictor",
-    "Resources",
-    "check_outputs",
-    "is_scalar",
-    "known_sizes",
-    "one_ahead",
-    "to_arrays",
-]
-
 Result = TypeVar("Result")
 
 Predictor = Callable[[list[Array]], list[Array]]

@@ -35,8 +35,6 @@ from hvd_estimators.exceptions import PredictionError
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-__all__ = ["Hashed", "Parts", "Payload", "Sent", "SharedBytes", "as_bytes", "received"]
-
 Payload = Union[bytes, "os.PathLike[str]"]
 """Serialized predictor: bytes, or a file with the bytes."""
 

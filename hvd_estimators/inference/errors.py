@@ -12,8 +12,6 @@ from typing import Any
 import hvd_estimators
 from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, PredictionError
 
-__all__ = ["described", "naming_inputs", "naming_missing_modules", "naming_transformation"]
-
 _OTHERS = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",

@@ -31,18 +31,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.prepare.schema import clashing, quoted, stored_column, vector_width
 
-__all__ = [
-    "BATCH_BYTES",
-    "PaddedFrame",
-    "as_rows",
-    "computed_here",
-    "known_shapes",
-    "pad_large_rows",
-    "rows_of_zeros",
-    "with_barrier_column",
-    "without_nulls",
-]
-
 _ROWS = 2
 """Number of rows of zeros; two rows show which dimension counts the rows."""
 

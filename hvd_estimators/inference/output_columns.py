@@ -17,15 +17,6 @@ from hvd_estimators.data.types import without_decimals
 from hvd_estimators.exceptions import ParamError, PredictionError
 from hvd_estimators.inference.batch import is_scalar
 
-__all__ = [
-    "DOUBLE",
-    "OutputType",
-    "java_text",
-    "output_columns",
-    "output_types",
-    "to_column",
-]
-
 
 def output_columns(get: Callable[[str], Any]) -> list[str]:
     """Return the names of the output columns, as set or by default.

@@ -40,8 +40,6 @@ from hvd_estimators.inference.output_columns import (
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved
 
-__all__ = ["InputTable", "SavedPredictor", "predictor_loader", "read_table", "resources_of"]
-
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
 """Column to its values, the shape of a row, and its type."""
 
@@ -560,7 +558,7 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
     return Resources(num_threads, gpu, device)
 
 
-class LoadPredictor(Protocol):
+class _LoadPredictor(Protocol):
     """Signature of ``load_predictor``."""
 
     def __call__(
@@ -574,7 +572,7 @@ class LoadPredictor(Protocol):
     ) -> SavedPredictor: ...
 
 
-def predictor_loader(class_name: str, load: Load, note: str = "") -> LoadPredictor:
+def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredictor:
     """Return the ``load_predictor`` of a framework's package.
 
     Parameters

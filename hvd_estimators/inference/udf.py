@@ -45,8 +45,6 @@ from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_colum
 from hvd_estimators.inference.sql import sql_arguments
 from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
 
-__all__ = ["Output", "has_arrow_udfs", "make_udf", "vector_parts"]
-
 Send = Callable[[str, Hashed], Sent]
 """Function from a role and hashed bytes to the form a UDF carries; see `SharedBytes.send`."""
 

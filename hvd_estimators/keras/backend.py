@@ -12,17 +12,6 @@ import numpy as np
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = [
-    "all_layers",
-    "has_own_compile",
-    "has_own_step",
-    "inner_optimizers",
-    "is_keras",
-    "kept_random_state",
-    "model_optimizers",
-    "require_tensorflow",
-]
-
 
 def require_tensorflow() -> None:
     """Check that Keras runs on TensorFlow.

@@ -20,15 +20,6 @@ from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state,
 from hvd_estimators.keras.shard_state import split_seed_states
 from hvd_estimators.launch.service.events import log_to_driver
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "LogCallback",
-    "MetricAverageCallback",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,21 +24,6 @@ from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.shard_state import ShardStates, find_buffers
 from hvd_estimators.training.spec import array_digest
 
-__all__ = [
-    "GradientAverager",
-    "StatisticsAverager",
-    "broadcast_variables",
-    "choose_devices",
-    "exchange",
-    "gather_numbers",
-    "limit_threads",
-    "naming_lost_peers",
-    "reductions_of",
-    "sum_arrays",
-    "sum_number",
-    "sum_tensors",
-]
-
 
 def gather_numbers(value: int, name: str) -> list[int]:
     """All-gather an integer or a flag from every rank, in rank order."""

@@ -16,8 +16,6 @@ from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
 
-__all__ = ["CompileSettings", "check_classes", "class_weights", "losses"]
-
 
 def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     """Return the class weight of each row; 1 for classes without a weight.

@@ -30,18 +30,6 @@ import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras
 
-__all__ = [
-    "UnequalCopyError",
-    "complete_config",
-    "complete_configs",
-    "constructing",
-    "data_attributes",
-    "find_custom_objects",
-    "make_object",
-    "missing_attributes",
-    "set_attributes",
-]
-
 # Keras writes these into every layer's config.
 _BASE_KEYS = ("name", "trainable", "dtype")
 

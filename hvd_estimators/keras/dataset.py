@@ -20,8 +20,6 @@ from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.shuffle import Chunk
 
-__all__ = ["ColumnDatasets", "column_dataset", "naming_data", "reading_first"]
-
 Form = Callable[[dict[str, tf.Tensor]], Any]
 Step = Callable[[Any], Any]
 

@@ -13,8 +13,6 @@ from keras.src.backend.common.masking import get_keras_mask
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
 
-__all__ = ["LossDenominators", "states_denominator"]
-
 
 def states_denominator(loss: Any) -> bool:
     """Return whether a user's loss has a method ``denominator(y_true, y_pred)``."""

@@ -34,16 +34,6 @@ from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 from hvd_estimators.keras.user_callbacks import check_monitors, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
 
-__all__ = [
-    "LAMBDA_REMEDY",
-    "DryRun",
-    "check_batches",
-    "check_columns",
-    "check_lambdas",
-    "check_rows",
-    "text_remedy",
-]
-
 LAMBDA_REMEDY = (
     "Keras sends the code of a Lambda's lambda without the modules and variables that the lambda "
     "uses. Write a named function (def square(x): return ops.square(x)) and set "

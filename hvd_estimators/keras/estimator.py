@@ -31,8 +31,6 @@ from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["KerasEstimator", "model_fingerprint"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _KerasTrial(Trial):

@@ -15,21 +15,6 @@ from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
 
-__all__ = [
-    "NO_LOSS",
-    "added_losses",
-    "check_loss",
-    "compares_elements",
-    "find_metric",
-    "has_any_loss",
-    "has_loss",
-    "losses_by_output",
-    "may_add_loss",
-    "pairs_labels",
-    "weights_by_samples",
-    "without_reduction",
-]
-
 NO_LOSS = (
     "loss is not set, and the model adds none. Set loss, compile the model with one, or call "
     "add_loss() in the model or in one of its layers."

@@ -13,16 +13,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import is_keras
 
-__all__ = [
-    "are_built",
-    "build_metrics",
-    "check_metrics",
-    "leaf_metrics",
-    "merge_states",
-    "metrics_with_merge_state",
-    "summed_variables",
-]
-
 logger = logging.getLogger(__name__)
 
 

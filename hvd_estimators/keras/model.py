@@ -24,8 +24,6 @@ from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import param
 from hvd_estimators.saving.export import exported, is_installed
 
-__all__ = ["KerasModel"]
-
 
 class KerasModel(HorovodModel):
     """A fitted Keras model as a Spark ML Transformer.

@@ -32,27 +32,6 @@ from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras,
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.store.files import CHUNK_BYTES
 
-__all__ = [
-    "WEIGHTS",
-    "ModelCopy",
-    "load_folder",
-    "load_weights",
-    "loads_plainly",
-    "own_variables",
-    "read_content",
-    "read_files",
-    "read_rewritten",
-    "rewritten_variables",
-    "save_file",
-    "save_folder",
-    "save_plainly",
-    "snapshot",
-    "uncompiled",
-    "variable_value",
-    "write_files",
-    "write_rewritten",
-]
-
 logger = logging.getLogger(__name__)
 
 _MEMBER = "hvd_estimators.variables.npz"

@@ -20,8 +20,6 @@ from hvd_estimators.keras.custom_objects import (
 )
 from hvd_estimators.keras.model_file import own_variables, variable_value
 
-__all__ = ["ModelMetadata"]
-
 
 @dataclass(frozen=True)
 class ModelMetadata:

@@ -10,8 +10,6 @@ import keras
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 
-__all__ = ["Outputs", "per_output", "symbolic"]
-
 
 def symbolic(model: keras.Model, side: str) -> Any:
     """Return the symbolic "input" or "output" of a model in its structure, or None."""

@@ -24,15 +24,6 @@ from hvd_estimators.keras.serialization import load_model, load_uncompiled
 from hvd_estimators.keras.tensors import Field, alike
 from hvd_estimators.saving.saved import Saved
 
-__all__ = [
-    "CPU",
-    "KerasPredictor",
-    "choose_device",
-    "load_predictor",
-    "of_labels",
-    "reduce_precision",
-]
-
 CPU = "/CPU:0"
 
 

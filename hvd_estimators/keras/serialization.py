@@ -52,18 +52,6 @@ from hvd_estimators.keras.model_file import (
 )
 from hvd_estimators.keras.model_metadata import ModelMetadata
 
-__all__ = [
-    "ModelPayload",
-    "OptimizerPayload",
-    "copy_model",
-    "dump",
-    "dump_model",
-    "load",
-    "load_model",
-    "load_uncompiled",
-    "model_payload",
-]
-
 logger = logging.getLogger(__name__)
 
 # For models above this size, unused copies are freed at once. The garbage collector does not know

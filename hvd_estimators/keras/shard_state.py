@@ -16,8 +16,6 @@ from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 from hvd_estimators.training.shard_state import HostStreams, ShardStates
 
-__all__ = ["MicroBatches", "RandomStreams", "VariableState", "seed_states", "split_seed_states"]
-
 
 class RandomStreams(HostStreams):
     """Independent random streams for each shard and epoch, for all generators.

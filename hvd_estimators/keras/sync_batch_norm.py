@@ -16,8 +16,6 @@ import tensorflow as tf
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
 
-__all__ = ["SynchronizedMoments", "synchronized_layers"]
-
 
 def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """Return the layers of a model that must be synchronized."""

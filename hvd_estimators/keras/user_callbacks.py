@@ -17,18 +17,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.training.run_state import is_encodable
 
-__all__ = [
-    "CallbackStates",
-    "ScalarState",
-    "callback_state",
-    "check_callbacks",
-    "check_monitors",
-    "for_rank",
-    "judges_by_name",
-    "restore_callback",
-    "writes_files",
-]
-
 _WRITING = (
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,

@@ -56,8 +56,6 @@ from hvd_estimators.training.step_control import StepControl
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["RunCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 # Keys of a checkpoint, in addition to Lightning's.

@@ -19,14 +19,6 @@ from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
-__all__ = [
-    "check_shards_of_module",
-    "check_step",
-    "row_shapes",
-    "takes_tuple",
-    "unpacking_hint",
-]
-
 logger = logging.getLogger(__name__)
 
 _COUNTED_BATCHES = (

@@ -23,17 +23,6 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, Trainer
 
-__all__ = [
-    "BatchForm",
-    "TrainLoader",
-    "ValidationLoader",
-    "is_lightning_data",
-    "make_loaders",
-    "open_lightning_data",
-    "skip_batches",
-]
-
-
 TensorBatch = Mapping[str, torch.Tensor]
 
 Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]

@@ -26,8 +26,6 @@ from hvd_estimators.training.run_state import reading
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
 
-__all__ = ["StoreCheckpointIO", "make_loggers", "make_profiler", "quiet"]
-
 
 @contextlib.contextmanager
 def quiet(verbose: int = 0) -> Iterator[None]:

@@ -38,8 +38,6 @@ from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import module_payload, plain_module
 from hvd_estimators.torch.tensors import call_with_leading, with_form
 
-__all__ = ["LightningModel", "TorchModel"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 
     from hvd_estimators.lightning.strategy import WeightedStrategy
 
-__all__ = [
-    "LightningTrainSpec",
-    "TrainerObjects",
-    "adapted_trainer_args",
-    "as_list",
-    "check_callbacks",
-    "check_module",
-    "check_objects",
-    "check_trainer_args",
-    "trainer_arguments",
-]
-
 
 @dataclass(frozen=True)
 class TrainerObjects:

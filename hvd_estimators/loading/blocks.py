@@ -14,8 +14,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["BlockLayout", "BufferPool", "Rows", "fresh_buffer", "row_bytes"]
-
 _ALIGNMENT = 64
 _MEASURED_ROWS = 1000
 _OBJECT_BYTES = 64

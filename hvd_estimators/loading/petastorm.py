@@ -26,8 +26,6 @@ from hvd_estimators.exceptions import ReaderError
 from hvd_estimators.loading.interleave import InterleaveGroup, interleave, range_tables
 from hvd_estimators.loading.readers import PlannedDataModule
 
-__all__ = ["PetastormDataModule"]
-
 with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 deprecates.
     warnings.simplefilter("ignore", FutureWarning)
@@ -111,7 +109,7 @@ class _Serializer(ArrowTableSerializer):
         return _Failure(error)
 
 
-class WatchedProcessPool(ProcessPool):
+class _WatchedProcessPool(ProcessPool):
     """Petastorm's process pool, with an error if a worker dies; Petastorm would wait forever."""
 
     _results_receiver_poller: Any
@@ -263,7 +261,7 @@ class PetastormDataModule(PlannedDataModule):
                 passes = ((group,) for of_pass in passes for group in of_pass)
             items = self._items(passes, files, workers if interleaved else 0)
             pool = (
-                WatchedProcessPool(workers, _Serializer())
+                _WatchedProcessPool(workers, _Serializer())
                 if self.reader_pool_type == "process"
                 # The queue of each worker holds at least five tables.
                 else thread_pool.ThreadPool(workers, results_queue_size=1)

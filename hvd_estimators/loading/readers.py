@@ -43,15 +43,6 @@ from hvd_estimators.loading.shuffle import (
 from hvd_estimators.loading.transform import RowFunction, Transformation, Transformed
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "ArrowDataModule",
-    "CheckedDataModule",
-    "ChunkedDataModule",
-    "DataModule",
-    "PlannedDataModule",
-    "VirtualShards",
-]
-
 Batch = dict[str, Array]
 
 

@@ -12,15 +12,6 @@ from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, row_bytes
 
-__all__ = [
-    "CHUNK_BYTES",
-    "SHUFFLE_BUFFER_BYTES",
-    "Chunk",
-    "read_into_memory",
-    "shuffle_in_memory",
-    "stream_batches",
-]
-
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Default size of the shuffle buffer."""
 

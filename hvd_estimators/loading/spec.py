@@ -27,15 +27,6 @@ from hvd_estimators.loading.readers import (
 from hvd_estimators.loading.transform import RowFunction, Transformation
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "DataSpec",
-    "ReaderOptions",
-    "check_data_module",
-    "check_shards",
-    "open_data_module",
-    "reads_several",
-]
-
 
 @dataclass(frozen=True)
 class ReaderOptions:

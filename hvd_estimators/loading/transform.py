@@ -14,15 +14,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ParamError
 
-__all__ = [
-    "EditedField",
-    "RowFunction",
-    "Transformation",
-    "Transformed",
-    "edited_fields",
-    "make_transformation",
-]
-
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
 

@@ -22,8 +22,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, param
 from hvd_estimators.saving.save import FileReadable, FileWritable, dump_param, is_json
 
-__all__ = ["GridParams", "GridValue"]
-
 Known = TypeVar("Known")
 
 # An optimizer is saved with the names of its model's parameters, so the value's owner must be

@@ -28,24 +28,6 @@ from hvd_estimators.exceptions import (
     did_you_mean,
 )
 
-__all__ = [
-    "Converter",
-    "DeclaredParams",
-    "boolean",
-    "column_names",
-    "functions",
-    "integer",
-    "number",
-    "numbers",
-    "objects",
-    "one_of",
-    "output_keys",
-    "param",
-    "shapes",
-    "string",
-    "type_names",
-]
-
 Converter = Callable[[str, Any], Any]
 
 

@@ -21,8 +21,6 @@ from hvd_estimators.store.registry import scheme_of
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["check_connector", "spark_url"]
-
 # These are enough to detect a server that does not answer. The connectors' defaults take many
 # minutes.
 _IMPATIENT = {

@@ -35,8 +35,6 @@ from hvd_estimators.prepare.write import ROW_GROUP_BYTES, Shuffle, Validation, w
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import require_store
 
-__all__ = ["prepare_data"]
-
 logger = logging.getLogger(__name__)
 
 _USUAL_WIDTH = 64

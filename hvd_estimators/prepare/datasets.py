@@ -36,26 +36,6 @@ from hvd_estimators.store.leases import (
 )
 from hvd_estimators.store.retries import at_exit
 
-__all__ = [
-    "PreparedDataset",
-    "SharedDatasets",
-    "acquire",
-    "clear_prepared_data",
-    "clear_training_cache",
-    "column_metadata",
-    "dataset_paths",
-    "delete_orphans",
-    "get_dataset_properties",
-    "list_prepared_data",
-    "load_manifest",
-    "manifest_path",
-    "new_pin_path",
-    "owner_path",
-    "pin",
-    "split_path",
-    "stored_indices",
-]
-
 logger = logging.getLogger(__name__)
 
 _SPLIT = ".split"

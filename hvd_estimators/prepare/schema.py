@@ -21,20 +21,6 @@ from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 
-__all__ = [
-    "StoredColumn",
-    "cardinalities",
-    "clashing",
-    "feature_array",
-    "known_columns",
-    "quoted",
-    "require_columns",
-    "require_frame",
-    "stored_column",
-    "unused_name",
-    "vector_width",
-]
-
 
 def quoted(name: str) -> str:
     """Return a column's name quoted for Spark's functions, preserving dots and backticks."""

@@ -24,8 +24,6 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.registry import require_path
 
-__all__ = ["Folder", "open_folder"]
-
 _RENAMING = ("abfs", "abfss", "hdfs", "ofs", "o3fs", "swebhdfs", "viewfs", "webhdfs")
 """Schemes with an atomic rename onto existing files; elsewhere a file appears when closed."""
 

@@ -30,8 +30,6 @@ from hvd_estimators.saving.folder import Folder, open_folder
 from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
 from hvd_estimators.store import Store
 
-__all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]
-
 logger = logging.getLogger(__name__)
 
 _METADATA, _PARAMS = "metadata", "params"

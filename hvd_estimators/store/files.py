@@ -19,8 +19,6 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import with_retries
 
-__all__ = ["CHUNK_BYTES", "Files", "HashingWriter", "copy_from", "fetch", "is_missing"]
-
 CHUNK_BYTES = 2**22
 """Bytes copied per read."""
 

@@ -21,8 +21,6 @@ from hvd_estimators.store.base import Store
 from hvd_estimators.store.registry import scheme_of
 from hvd_estimators.store.retries import typed_errors, with_retries
 
-__all__ = ["FilesystemStore", "RemoteFile"]
-
 
 class RemoteFile(io.RawIOBase):
     """File reader that reopens the file and resumes reading after transient errors.

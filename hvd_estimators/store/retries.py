@@ -21,8 +21,6 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnava
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of
 
-__all__ = ["RETRY_SECONDS", "at_exit", "typed_errors", "with_retries"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

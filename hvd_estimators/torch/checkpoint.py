@@ -31,8 +31,6 @@ from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["RunCheckpoints"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -32,18 +32,6 @@ from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
 from hvd_estimators.torch.tensors import Batch, Selected, TensorSpec, require_tensors
 
-__all__ = [
-    "check_batches",
-    "check_fit",
-    "check_modes",
-    "check_one_row",
-    "check_own_step",
-    "copied",
-    "output_shapes",
-    "takes_one_row",
-    "torch_traceless",
-]
-
 T = TypeVar("T")
 
 

@@ -32,8 +32,6 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
-__all__ = ["TorchFiles", "TorchModel"]
-
 
 class TorchFiles(DeclaredParams, FileWritable, FileReadable):
     """Saved modules, and optimizers that refer to the module's parameters by name."""

@@ -22,15 +22,6 @@ from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import TensorSpec, require_tensors
 from hvd_estimators.torch.transfer import Copy, cuda_copies
 
-__all__ = [
-    "Forward",
-    "TorchPredictor",
-    "autocast",
-    "limit_threads",
-    "load_predictor",
-    "transform_spec",
-]
-
 Finish = Callable[[], list[Array]]
 
 

@@ -34,30 +34,6 @@ from hvd_estimators._util.temp_files import LazyFile, LocalFile
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError, StoreError
 
-__all__ = [
-    "OptimizerPickler",
-    "Pickler",
-    "dump_module",
-    "dump_optimizer",
-    "dump_with_references",
-    "group_names",
-    "load_module",
-    "load_optimizer",
-    "load_optimizer_state",
-    "load_state",
-    "load_trained",
-    "load_with_references",
-    "module_file",
-    "module_payload",
-    "optimizer_content",
-    "plain_module",
-    "read_content",
-    "restore_optimizer",
-    "save_state",
-    "trained_file",
-    "without_compile_notes",
-]
-
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 2**25

@@ -23,8 +23,6 @@ import torch
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.torch.serialization import load_state, save_state
 
-__all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable"]
-
 logger = logging.getLogger(__name__)
 
 _PLAIN = (

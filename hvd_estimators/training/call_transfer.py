@@ -32,8 +32,6 @@ from hvd_estimators.store.leases import FencingToken
 from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 
-__all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
-
 logger = logging.getLogger(__name__)
 
 _PREFIX = "handover-"

@@ -46,8 +46,6 @@ from hvd_estimators.training.shard_state import (
 )
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics, TrainSpec
 
-__all__ = ["CheckpointWriter", "gather_state", "restore"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from hvd_estimators.launch.rank.hang_detection import (
 from hvd_estimators.launch.service.events import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["Progress", "notify_driver", "stack_of", "warning_of_hangs"]
-
 logger = logging.getLogger(__name__)
 
 # Most steps and validation batches take less time. Horovod warns of stalled ranks after a minute.

@@ -35,14 +35,6 @@ from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = [
-    "StepControl",
-    "StopRequest",
-    "interrupted",
-    "stopped_before",
-    "without_further_epochs",
-]
-
 # A sum over the ranks, to agree on stop requests, at most about this often.
 _SECONDS_BETWEEN = 1.0
 

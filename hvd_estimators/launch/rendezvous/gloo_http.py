@@ -22,8 +22,6 @@ from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-__all__ = ["INTERFACE_VARIABLE", "LOOPBACK", "GlooProxy", "listening_environment"]
-
 LOOPBACK = "127.0.0.1"
 
 INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"

@@ -41,15 +41,6 @@ from hvd_estimators.launch.service.server import (
     connect_to_driver,
 )
 
-__all__ = [
-    "CommitStore",
-    "StateKeeper",
-    "StatePickler",
-    "commit",
-    "fetch",
-    "run_in_rank",
-]
-
 
 class StatePickler(cloudpickle.Pickler):
     """Pickler that serializes torch tensors as NumPy arrays that share their memory.

@@ -22,22 +22,6 @@ from hvd_estimators.launch.service.server import (
     connect_to_driver,
 )
 
-__all__ = [
-    "Event",
-    "EventSender",
-    "Handler",
-    "RankEpoch",
-    "RankMessage",
-    "RankOutput",
-    "RankProgress",
-    "RankStage",
-    "decoded",
-    "encoded",
-    "log_to_driver",
-    "receive_events",
-    "serialized",
-]
-
 
 @dataclass(frozen=True)
 class RankProgress:

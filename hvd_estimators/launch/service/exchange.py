@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.task.job import Job
 
-__all__ = ["Exchange", "ExchangeServer"]
-
 _KIND = "exchange"
 
 # Applications with tasks that cannot reach the driver.

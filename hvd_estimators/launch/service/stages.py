@@ -20,8 +20,6 @@ from typing_extensions import Self
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
 
-__all__ = ["LaunchWatch", "RunningTask", "Stage", "StageReporter"]
-
 logger = logging.getLogger(__name__)
 
 # Each further warning about the same ranks waits this many times longer than the one before.
