@@ -46,7 +46,7 @@ def naming_inputs(
     except HvdEstimatorsError:
         raise
     except Exception as error:
-        raised = f"{type(error).__name__}: {str(error).rstrip('.')}{_place(error)}"
+        raised = f"{type(error).__name__}: {str(error).rstrip('.')}{_raised_at(error)}"
         expected = describe_expected() if describe_expected is not None else ""
         remedy = (
             "Set inference_batch_size to fewer rows, or lower "
@@ -113,7 +113,7 @@ def naming_missing_modules() -> Iterator[None]:
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _raised_at(error: Exception) -> str:
     """Return the location of an error; if possible, the last one in the user's code.
 
     Spark shows a Python worker's error without its cause.

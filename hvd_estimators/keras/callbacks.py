@@ -204,12 +204,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
             **train,
             **{f"val_{name}": value for name, value in (self._validation or {}).items()},
         }
-        others = {
+        other_logs = {
             name: (value, self._metrics_with(name, value))
             for name, value in logs.items()
             if name not in measured
         }
-        gathered = exchange.gather(others, "hvd_estimators.logs")
+        gathered = exchange.gather(other_logs, "hvd_estimators.logs")
         for name in sorted({name for logs_of_rank in gathered for name in logs_of_rank}):
             of_ranks = [logs_of_rank[name] for logs_of_rank in gathered if name in logs_of_rank]
             values = [value for value, _ in of_ranks]

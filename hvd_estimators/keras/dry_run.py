@@ -223,7 +223,7 @@ class DryRun:
         self._inputs: Any = input_structure(model, feature_cols)
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._batch: tuple[Any, ...] | None = None
         outputs = symbolic(model, "output")
         if outputs is not None:
@@ -252,7 +252,7 @@ class DryRun:
         ParamError
             If only a call can build the model or determine the structure of its inputs.
         """
-        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
         self._go_without_call("dry_run is False")
         model, inputs = self.model, self._inputs
         is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
@@ -277,7 +277,7 @@ class DryRun:
         ParamError
             If the model is not built and cannot be called on the driver.
         """
-        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
         check_columns(self._input_fields(), columns, "feature_cols", "input")
         with tf.device("CPU:0"), contextlib.ExitStack() as stack:
             try:
@@ -495,7 +495,7 @@ class DryRun:
             return [Field(name) for name in names]
         return [
             # A label with as many elements as its output is compared in the output's shape.
-            Field(name, _label_shape(shape, self._known.get(name)))
+            Field(name, _label_shape(shape, self._row_shapes.get(name)))
             for name, shape in zip(names, shapes, strict=True)
         ]
 

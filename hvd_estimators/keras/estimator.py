@@ -252,10 +252,10 @@ def _plain_config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str
         config = given.get_config()
     except Exception:
         return {}
-    kept = {}
+    plain = {}
     for key, value in config.items():
         if key == "learning_rate" and isinstance(value, dict) and key not in left_out:
-            kept[key] = named(value.get("config"))
+            plain[key] = named(value.get("config"))
         elif key not in left_out and isinstance(value, (bool, int, float, str)):
-            kept[key] = value
-    return kept
+            plain[key] = value
+    return plain

@@ -156,7 +156,7 @@ def has_any_loss(model: keras.Model, x: Any) -> bool:
 
 def check_loss(
     model: keras.Model,
-    known: Outputs | None,
+    description: Outputs | None,
     x: Any,
     outputs: Any,
     labels: Any,
@@ -168,7 +168,7 @@ def check_loss(
     ----------
     model : keras.Model
         The compiled model.
-    known : Outputs or None
+    description : Outputs or None
         Pairing of outputs and labels; None if labels do not pair with outputs.
     x, outputs, labels, weights : tensors
         The model's input and output for some rows, labels in the structure of the outputs, and
@@ -179,7 +179,7 @@ def check_loss(
     ShapeError
         If the loss cannot take outputs and labels, or does not return a single number.
     """
-    compared = _compared(model, known, outputs, labels)
+    compared = _compared(model, description, outputs, labels)
     shapes = "; ".join(
         f"{name}: output {tuple(output.shape)}, label {tuple(label.shape)}"
         for name, output, label, _ in compared
@@ -208,18 +208,18 @@ def check_loss(
 
 
 def _compared(
-    model: keras.Model, known: Outputs | None, outputs: Any, labels: Any
+    model: keras.Model, description: Outputs | None, outputs: Any, labels: Any
 ) -> list[tuple[str, Any, Any, Any]]:
     """Return name, output, label and loss of each output that has a label."""
-    if known is None:
+    if description is None:
         return []
     return [
         (name, output, label, loss)
         for name, output, label, loss in zip(
-            known.labels,
+            description.labels,
             keras.tree.flatten(outputs),
             keras.tree.flatten(labels),
-            losses_by_output(model.loss, known),
+            losses_by_output(model.loss, description),
             strict=True,
         )
         if name is not None

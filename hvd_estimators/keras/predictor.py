@@ -170,11 +170,11 @@ class KerasPredictor:
             outputs = self._start(x)
 
         def finish() -> list[Array]:
-            found = outputs
+            computed = outputs
             if self.overlaps:
                 with naming():
-                    found = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
-            chosen = of_labels(self._model, found, self._labels, self._compares, self._selection)
+                    computed = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+            chosen = of_labels(self._model, computed, self._labels, self._compares, self._selection)
             return [_as_numbers(output) for output in chosen]
 
         return finish

@@ -232,9 +232,9 @@ class CallbackStates:
                 {
                     name: value
                     for name, value in values.items()
-                    if name not in known or pickle.dumps(value) != pickle.dumps(known[name])
+                    if name not in of_first or pickle.dumps(value) != pickle.dumps(of_first[name])
                 }
-                for values, known in zip(of_rank, first, strict=True)
+                for values, of_first in zip(of_rank, first, strict=True)
             ]
             for of_rank in of_ranks
         ]

@@ -105,7 +105,7 @@ def check_step(
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
         return None
     parameters = list(inspect.signature(module.training_step).parameters)
-    trial = _copied(module)
+    trial = _trial_copy(module)
     if trial is None or "dataloader_iter" in parameters:
         return None
 
@@ -179,7 +179,7 @@ def row_shapes(
 
     A LightningModule can train without a ``forward`` that takes its features.
     """
-    trial: Any = _copied(module)
+    trial: Any = _trial_copy(module)
     if trial is None:
         return None
     try:
@@ -197,7 +197,7 @@ def row_shapes(
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def _copied(module: torch.nn.Module) -> Any:
+def _trial_copy(module: torch.nn.Module) -> Any:
     """Return a copy to try, or log a warning and return None if the copy fails."""
     try:
         return copied(module)

@@ -60,16 +60,16 @@ class BufferPool:
 
     Parameters
     ----------
-    kept : int
+    max_buffers : int
         Maximum number of buffers in the pool.
     new_buffer : callable, optional
         Allocates a buffer of a given number of bytes. Default: `fresh_buffer`.
     """
 
     def __init__(
-        self, kept: int = 8, new_buffer: Callable[[int], memoryview] | None = None
+        self, max_buffers: int = 8, new_buffer: Callable[[int], memoryview] | None = None
     ) -> None:
-        self._kept = kept
+        self._max_buffers = max_buffers
         self._new_buffer = new_buffer or fresh_buffer
         self._lock = threading.Lock()
         self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
@@ -92,7 +92,7 @@ class BufferPool:
             # own its memory.
             array = np.frombuffer(buffer, dtype, math.prod(shape))
             self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
-            del self._buffers[: -self._kept]
+            del self._buffers[: -self._max_buffers]
         return array.reshape(shape)
 
 

@@ -175,7 +175,7 @@ class _Stream:
         self.memory = memory
         self._parts = iter(parts)
         self._part: Columns = next(self._parts, {})
-        self._taken = 0
+        self._position = 0
         self._in_pass = 0
         self._layout = BlockLayout.of(self._part)
 
@@ -215,12 +215,12 @@ class _Stream:
                 part = next(self._parts, None)
                 if part is None:
                     raise self._other_rows(self._in_pass)
-                self._part, self._taken = part, 0
+                self._part, self._position = part, 0
                 continue
             some = min(self._left, count)
-            end = self._taken + some
-            yield take(self._part, slice(self._taken, end))
-            self._taken = end
+            end = self._position + some
+            yield take(self._part, slice(self._position, end))
+            self._position = end
             self._in_pass += some
             count -= some
         if self._in_pass == self.total:
@@ -231,7 +231,7 @@ class _Stream:
     @property
     def _left(self) -> int:
         """Number of remaining rows in the current part."""
-        return num_rows(self._part) - self._taken if self._part else 0
+        return num_rows(self._part) - self._position if self._part else 0
 
     def end(self) -> None:
         """Check that no rows are left."""

@@ -220,9 +220,9 @@ class DataSpec:
 
     def _rows_before(self, step: int) -> int:
         """Return the number of rows, over all shards, in the run's steps before ``step``."""
-        ends = self._ends
-        passes, left = divmod(step, len(ends) - 1)
-        return passes * ends[-1] + ends[left]
+        rows_after = self._ends
+        passes, left = divmod(step, len(rows_after) - 1)
+        return passes * rows_after[-1] + rows_after[left]
 
     @functools.cached_property
     def _ends(self) -> list[int]:

@@ -150,11 +150,11 @@ class ExchangeServer:
         self._application = application
         self._changed = threading.Condition()
         self._messages: dict[int, dict[int, Any]] = {}
-        self._heard: set[int] = set()
+        self._received_from: set[int] = set()
         self._deadline: float | None = None
         self._is_given_up = self._has_ended = False
         self.is_used = application not in _UNREACHABLE_FROM
-        service.add_handler(_KIND, self._answer)
+        service.add_handler(_KIND, self._reply)
 
     def __enter__(self) -> Self:
         return self
@@ -164,10 +164,10 @@ class ExchangeServer:
             self._has_ended = True
             self._changed.notify_all()
             # Tasks that were only late have connected by now.
-            if exc_type is None and self._is_given_up and len(self._heard) < self._tasks:
+            if exc_type is None and self._is_given_up and len(self._received_from) < self._tasks:
                 _UNREACHABLE_FROM.add(self._application)
 
-    def _answer(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
+    def _reply(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
         messages = self._gather(request["number"], request["task"], json.loads(body))
         reply = b"" if messages is None else json.dumps(messages).encode()
         channel.send({"complete": messages is not None}, reply, timeouts.EXCHANGE_ATTEMPT)
@@ -177,7 +177,7 @@ class ExchangeServer:
         with self._changed:
             messages = self._messages.setdefault(number, {})
             messages[task] = message
-            self._heard.add(task)
+            self._received_from.add(task)
             self._changed.notify_all()
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeouts.EXCHANGE_FIRST

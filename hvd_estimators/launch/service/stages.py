@@ -199,7 +199,7 @@ class LaunchWatch:
         }
         self._warned: list[RankStage] = []
         self._pause = self._next_warning = 0.0
-        self._ended = threading.Event()
+        self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def asking(self, running_tasks: Callable[[], Sequence[RunningTask] | None]) -> Self:
@@ -240,11 +240,11 @@ class LaunchWatch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._ended.set()
+        self._finished.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(timeouts.STAGE_POLL):
+        while not self._finished.wait(timeouts.STAGE_POLL):
             if self._is_complete():
                 return
             self._ask_spark()
