@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 from pyspark.ml import Transformer
@@ -196,12 +195,7 @@ class RunRecord:
             self._tracking.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self._store.saving_runs():
             self._feed.close(_CLOSE_SECONDS)
             if exc is not None and self._rows:

@@ -15,7 +15,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar
 
 from pyspark.ml import Estimator
@@ -111,14 +110,9 @@ class Run:
             self._lease.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self._lease is not None:
-            self._lease.__exit__(exc_type, exc, traceback)
+            self._lease.__exit__()
         if self._lease is None or exc is not None:
             with self._logged("The empty folder of run %r could not be deleted: %s"):
                 self.store.delete_empty(self.paths.run_path)

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import Popen
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -225,14 +224,9 @@ class PetastormDataModule(PlannedDataModule):
             # Tables have various sizes, so there is no row size for checking the limit.
             self._cached_tables = LocalDiskCache(folder, cache_size_limit, 0)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Stop all readers and delete the cache."""
-        super().__exit__(exc_type, exc, traceback)
+        super().__exit__(*exc_info)
         if self._cached_tables is not None:
             self._cached_tables.cleanup()
 

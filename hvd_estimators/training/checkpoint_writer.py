@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 from typing_extensions import Self
@@ -79,12 +78,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         try:
             self.finish()
         except Exception as error:
