@@ -11,8 +11,6 @@ from pathlib import Path
 from hvd_estimators import __version__
 from hvd_estimators.exceptions import HvdEstimatorsError
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.

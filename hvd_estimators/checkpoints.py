@@ -28,8 +28,6 @@ from hvd_estimators.store.checkpoints import (
 )
 from hvd_estimators.training.run_state import describing_damage, has_state, read_archive
 
-__all__ = ["Checkpoint", "load_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 _READERS = {
@@ -162,10 +160,10 @@ def _opened(
             yield info.path, info, file
             return
         path = store.get_full_path(which)
-        found = info_at(store, path)
+        manifest = info_at(store, path)
         try:
-            opened = store.open(path) if found is None else open_valid(store, found)
-            yield path, found, stack.enter_context(opened)
+            opened = store.open(path) if manifest is None else open_valid(store, manifest)
+            yield path, manifest, stack.enter_context(opened)
         except DamagedCheckpoint as error:
             raise StoreError(f"The checkpoint {path!r} is damaged: {error}.") from error
         except FileNotFoundError as error:

@@ -44,8 +44,6 @@ from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_n
 from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["HorovodEstimator"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -320,13 +318,13 @@ class HorovodEstimator(EstimatorHooks):
                 require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
         if self._transformation() is not None or not self._can_dry_run():
             return None  # only the written rows show the transformation's output
-        known = known_columns(dataset, self._needed_columns(), self._text_cols())
-        if known is None:
+        specs = known_columns(dataset, self._needed_columns(), self._text_cols())
+        if specs is None:
             return None
         # Zeros may be invalid input for the model. The first real rows decide and give the error.
         with contextlib.suppress(ShapeError):
-            return self._dry_run(zeros(known))
-        rows = _first_rows(dataset, known)
+            return self._dry_run(zeros(specs))
+        rows = _first_rows(dataset, specs)
         return None if rows is None else self._try(rows)
 
     def _try_rows(self, manifest: DatasetManifest) -> Trial:

@@ -11,8 +11,6 @@ from typing import Any
 
 from hvd_estimators.training.spec import EpochMetrics, HistoryRow
 
-__all__ = ["as_keras_history", "as_records", "history_rows"]
-
 _VALIDATION = "val_"
 """Prefix of Keras's validation metrics."""
 

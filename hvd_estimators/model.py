@@ -198,10 +198,10 @@ class HorovodModel(
         require_columns(dataset, "feature_columns", features or [])
         added = [*self.getOutputCols(), *self._class_columns().values()]
         for index, name in enumerate(added):
-            taken = clashing(dataset, name, [*dataset.columns, *added[:index]])
-            if taken:
+            clashes = clashing(dataset, name, [*dataset.columns, *added[:index]])
+            if clashes:
                 raise ColumnError(
-                    f"outputCols: the column {name!r} cannot be added, there is {taken[0]!r} "
+                    f"outputCols: the column {name!r} cannot be added, there is {clashes[0]!r} "
                     "already. Drop that, or set other names with setOutputCols."
                 )
         inference = self._inference(dataset)

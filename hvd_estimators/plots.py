@@ -23,8 +23,6 @@ from hvd_estimators.store import Store
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_histories"]
-
 _STYLES: dict[str, Literal["-", "--"]] = {"train": "-", "validation": "--"}
 _MARKERS = "osD^vP*X"
 _COLORS = 10
@@ -79,17 +77,17 @@ def plot_histories(
     else:
         histories = {run_id: store.load_history(run_id) for run_id in run_ids}
     histories = {run_id: _joined(frame) for run_id, frame in histories.items()}
-    found = list(dict.fromkeys(n for frame in histories.values() for n in frame["name"].unique()))
-    if not found:
+    metrics = list(dict.fromkeys(n for frame in histories.values() for n in frame["name"].unique()))
+    if not metrics:
         raise ParamError(f"run_ids: found no metrics in the runs of {store!r}.")
-    wanted = sorted(found, key=lambda name: name != "loss") if names is None else list(names)
-    for name in wanted:
-        if name not in found:
+    shown = sorted(metrics, key=lambda name: name != "loss") if names is None else list(names)
+    for name in shown:
+        if name not in metrics:
             raise ParamError(
-                f"names: {name!r} was not measured in these runs, but {', '.join(sorted(found))}."
-                f"{did_you_mean(name, found)}"
+                f"names: {name!r} was not measured in these runs, but {', '.join(sorted(metrics))}."
+                f"{did_you_mean(name, metrics)}"
             )
-    figure = _figure(histories, wanted)
+    figure = _figure(histories, shown)
     if path is not None:
         figure.savefig(path)
     return figure

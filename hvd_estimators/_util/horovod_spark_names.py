@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["HOMES", "LEFT_OUT_MODULES", "LEFT_OUT_NAMES"]
-
 _HELPERS = "hvd_estimators.compat.helpers"
 _API = "hvd_estimators.launch.api"
 _DATASETS = "hvd_estimators.prepare.datasets"

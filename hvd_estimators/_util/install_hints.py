@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BUILD_HOROVOD", "CONNECTORS", "INSTALL", "INSTALL_A_FRAMEWORK", "Connector"]
-
 BUILD_HOROVOD = "hvd-estimators build-horovod"
 """Command that builds and installs Horovod."""
 

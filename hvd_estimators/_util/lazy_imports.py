@@ -17,8 +17,6 @@ from typing import Any
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["lazy_names", "make_triton_import_safe"]
-
 logger = logging.getLogger(__name__)
 
 

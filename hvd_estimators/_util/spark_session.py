@@ -12,8 +12,6 @@ from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["current_session", "is_connect", "using_session"]
-
 _session: contextvars.ContextVar[SparkSession | None] = contextvars.ContextVar(
     "hvd_estimators session", default=None
 )

@@ -23,8 +23,6 @@ from typing import IO
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 
-__all__ = ["LazyFile", "LocalFile", "delete_folders", "folder_prefix", "sweep"]
-
 _NAME = re.compile(r"hvd_estimators-of-([0-9a-f]{16})-(\d+)-(\d+)-\w+")
 
 

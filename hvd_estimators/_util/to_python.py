@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["to_python"]
-
 
 def to_python(value: Any) -> Any:
     """Convert NumPy scalars to Python values, also inside lists, tuples and dicts.

@@ -19,8 +19,6 @@ from typing import IO, Any
 
 from cloudpickle import cloudpickle
 
-__all__ = ["Unpickler", "first_imports", "import_first", "load", "loads"]
-
 _modules: list[str] = []
 
 

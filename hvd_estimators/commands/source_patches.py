@@ -21,6 +21,13 @@ Each patch replaces a text that occurs exactly once in Horovod 0.28.1:
   ``nvcc``, and fails without the rest of the toolkit.
 * The copy assignment of flatbuffers' ``span`` is the default one. The release assigns to constant
   members and returns nothing. GCC 14 rejects that, although the function is never called.
+* The background thread coordinates as soon as a tensor is added. The release sleeps until a cycle
+  of 1 ms has passed. Tensors that follow within microseconds share the round. If other ranks lack
+  a tensor, the next round starts after 0.4 ms. Without tensors it starts after 5 ms, or after 1 ms
+  if there are several process sets, because their rounds wait for all ranks.
+  ``HOROVOD_CYCLE_TIME``, autotuning and XLA operations select the release's cycle.
+* torch's ``synchronize`` sleeps until its result exists. The release polls without a pause, and
+  takes processor time from the thread that computes the result.
 """
 
 from __future__ import annotations
@@ -67,6 +74,9 @@ _CONTEXT = "horovod/common/gloo/gloo_context.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
 _DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
 _TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
+_OPERATIONS = "horovod/common/operations.cc"
+_QUEUE = "horovod/common/tensor_queue"
+_HANDLES = "horovod/torch/handle_manager"
 _SIGN = "// Changed by hvd-estimators build-horovod"
 
 PATCHES = (
@@ -221,6 +231,307 @@ print(torch.version.cuda is not None and 'HOROVOD_GPU_OPERATIONS' in os.environ)
         f"""\
   {_SIGN}
   span &operator=(const span &other) = default;
+""",
+    ),
+    SourcePatch(
+        f"{_QUEUE}.h",
+        """\
+#include <iostream>
+#include <mutex>
+#include <queue>
+""",
+        """\
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <iostream>
+#include <mutex>
+#include <queue>
+""",
+    ),
+    SourcePatch(
+        f"{_QUEUE}.h",
+        """\
+class TensorQueue {
+public:
+  TensorQueue() = default;
+  TensorQueue(const TensorQueue&) = delete;
+""",
+        f"""\
+{_SIGN}: the background thread sleeps until there is work.
+class WorkSignal {{
+public:
+  // A tensor was added to a queue, or a shutdown was requested.
+  void Notify();
+
+  // A thread waits for a result from BeginWait() to EndWait(). It adds no tensor meanwhile.
+  void BeginWait();
+  void EndWait();
+
+  // Sleeps until Notify(), but not longer than the limit. After a notification, sleeps until no
+  // tensor follows within a few microseconds, or until a thread waits for a result.
+  void Wait(std::chrono::microseconds limit);
+
+private:
+  std::mutex mutex_;
+  std::condition_variable notified_;
+  std::condition_variable needed_;
+  std::uint64_t notifications_ = 0;
+  std::uint64_t seen_ = 0;
+  int waiting_ = 0;
+}};
+
+// Horovod's libraries for torch and for TensorFlow may share a process, but no threads.
+extern WorkSignal work_signal __attribute__((visibility("hidden")));
+
+class TensorQueue {{
+public:
+  TensorQueue() = default;
+  TensorQueue(const TensorQueue&) = delete;
+
+  // Whether there are tensors that are not reduced yet, sent to the coordinator or not.
+  bool HasTensors() const;
+
+""",
+    ),
+    SourcePatch(
+        f"{_QUEUE}.cc",
+        """\
+// Add a TensorTableEntry as well as its message to the queue.
+""",
+        f"""\
+{_SIGN}
+WorkSignal work_signal;
+
+static const auto kPause = std::chrono::microseconds(50);
+static const auto kLongestPause = std::chrono::microseconds(300);
+
+void WorkSignal::Notify() {{
+  std::lock_guard<std::mutex> guard(mutex_);
+  ++notifications_;
+  notified_.notify_one();
+}}
+
+void WorkSignal::BeginWait() {{
+  std::lock_guard<std::mutex> guard(mutex_);
+  ++waiting_;
+  needed_.notify_one();
+}}
+
+void WorkSignal::EndWait() {{
+  std::lock_guard<std::mutex> guard(mutex_);
+  --waiting_;
+}}
+
+void WorkSignal::Wait(std::chrono::microseconds limit) {{
+  std::unique_lock<std::mutex> lock(mutex_);
+  notified_.wait_for(lock, limit, [this] {{ return notifications_ != seen_; }});
+  auto end = std::chrono::steady_clock::now() + kLongestPause;
+  while (notifications_ != seen_) {{
+    seen_ = notifications_;
+    if (needed_.wait_for(lock, kPause, [this] {{ return waiting_ > 0; }}) ||
+        std::chrono::steady_clock::now() >= end) {{
+      seen_ = notifications_;
+    }}
+  }}
+}}
+
+bool TensorQueue::HasTensors() const {{
+  std::lock_guard<std::mutex> guard(mutex_);
+  return !tensor_table_.empty();
+}}
+
+// Add a TensorTableEntry as well as its message to the queue.
+""",
+    ),
+    SourcePatch(
+        f"{_QUEUE}.cc",
+        """\
+  message_queue_.push(std::move(message));
+  return Status::OK();
+""",
+        f"""\
+  message_queue_.push(std::move(message));
+  {_SIGN}
+  work_signal.Notify();
+  return Status::OK();
+""",
+    ),
+    SourcePatch(
+        f"{_QUEUE}.cc",
+        """\
+    message_queue_.push(std::move(messages[i]));
+  }
+  return Status::OK();
+""",
+        f"""\
+    message_queue_.push(std::move(messages[i]));
+  }}
+  {_SIGN}
+  work_signal.Notify();
+  return Status::OK();
+""",
+    ),
+    SourcePatch(
+        "horovod/common/global_state.h",
+        "  bool enable_async_completion = false;\n",
+        f"""\
+  bool enable_async_completion = false;
+
+  {_SIGN}: whether added tensors start a round, instead of a clock.
+  bool is_event_driven = false;
+""",
+    ),
+    SourcePatch(
+        _OPERATIONS,
+        """\
+    state.parameter_manager.SetAutoTuning(true);
+  }
+""",
+        f"""\
+    state.parameter_manager.SetAutoTuning(true);
+  }}
+
+  {_SIGN}
+  state.is_event_driven = horovod_cycle_time == nullptr && !enable_xla_ops &&
+                          !state.parameter_manager.IsAutoTuning();
+""",
+    ),
+    SourcePatch(
+        _OPERATIONS,
+        """\
+bool RunLoopOnce(HorovodGlobalState& state) {
+  // This delay determines thread frequency and communication message latency
+  auto start_time = std::chrono::steady_clock::now();
+  auto sleep_duration = state.last_cycle_start +
+                        std::chrono::microseconds(long(
+                            state.parameter_manager.CycleTimeMs() * 1000.)) -
+                        start_time;
+  if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
+    std::this_thread::sleep_for(sleep_duration);
+  }
+""",
+        f"""\
+{_SIGN}
+static std::chrono::microseconds LongestSleep(HorovodGlobalState& state) {{
+  auto ids = state.process_set_table.Ids();
+  for (auto id : ids) {{
+    if (state.process_set_table.Get(id).tensor_queue.HasTensors()) {{
+      return std::chrono::microseconds(400);
+    }}
+  }}
+  // Each round of a process set waits for the ranks outside it, too.
+  bool is_waited_for = ids.size() > 1 || state.dynamic_process_sets;
+  return std::chrono::microseconds(is_waited_for ? 1000 : 5000);
+}}
+
+bool RunLoopOnce(HorovodGlobalState& state) {{
+  // This delay determines thread frequency and communication message latency
+  auto start_time = std::chrono::steady_clock::now();
+  auto sleep_duration = state.last_cycle_start +
+                        std::chrono::microseconds(long(
+                            state.parameter_manager.CycleTimeMs() * 1000.)) -
+                        start_time;
+  {_SIGN}
+  if (state.is_event_driven) {{
+    work_signal.Wait(LongestSleep(state));
+  }} else if (sleep_duration > std::chrono::steady_clock::duration::zero()) {{
+    std::this_thread::sleep_for(sleep_duration);
+  }}
+""",
+    ),
+    SourcePatch(
+        _OPERATIONS,
+        """\
+    horovod_global.timeline.Shutdown();
+    horovod_global.shut_down = true;
+""",
+        f"""\
+    horovod_global.timeline.Shutdown();
+    horovod_global.shut_down = true;
+    {_SIGN}
+    work_signal.Notify();
+""",
+    ),
+    SourcePatch(
+        f"{_HANDLES}.h",
+        """\
+#include <atomic>
+#include <memory>
+""",
+        """\
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+""",
+    ),
+    SourcePatch(
+        f"{_HANDLES}.h",
+        "  bool PollHandle(int handle);\n",
+        f"""\
+  bool PollHandle(int handle);
+  {_SIGN}: returns when the handle has a result or is cleared.
+  void Wait(int handle);
+""",
+    ),
+    SourcePatch(
+        f"{_HANDLES}.h",
+        "  std::mutex mutex_;\n",
+        f"  std::mutex mutex_;\n  {_SIGN}\n  std::condition_variable done_;\n",
+    ),
+    SourcePatch(
+        f"{_HANDLES}.cc",
+        '#include "handle_manager.h"\n',
+        '#include "handle_manager.h"\n\n#include "../common/tensor_queue.h"\n',
+    ),
+    SourcePatch(
+        f"{_HANDLES}.cc",
+        """\
+  results_[handle] = std::make_shared<Status>(status);
+}
+""",
+        f"""\
+  results_[handle] = std::make_shared<Status>(status);
+  {_SIGN}
+  done_.notify_all();
+}}
+
+void HandleManager::Wait(int handle) {{
+  std::unique_lock<std::mutex> lock(mutex_);
+  auto is_done = [this, handle] {{
+    auto result = results_.find(handle);
+    return result == results_.end() || result->second != nullptr;
+  }};
+  if (!is_done()) {{
+    work_signal.BeginWait();
+    done_.wait(lock, is_done);
+    work_signal.EndWait();
+  }}
+}}
+""",
+    ),
+    SourcePatch(
+        f"{_HANDLES}.cc",
+        "  results_.clear();\n",
+        f"  results_.clear();\n  {_SIGN}\n  done_.notify_all();\n",
+    ),
+    SourcePatch(
+        "horovod/torch/mpi_ops_v2.cc",
+        """\
+  while (true) {
+    if (handle_manager.PollHandle(handle)) break;
+    {
+      py::gil_scoped_release release_python_gil;
+      std::this_thread::yield();
+    }
+  }
+""",
+        f"""\
+  {_SIGN}
+  if (!handle_manager.PollHandle(handle)) {{
+    py::gil_scoped_release release_python_gil;
+    handle_manager.Wait(handle);
+  }}
 """,
     ),
 )

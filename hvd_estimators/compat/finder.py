@@ -16,8 +16,6 @@ from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators._util.unpickle_imports import import_first
 from hvd_estimators.exceptions import LeftOutError, did_you_mean
 
-__all__ = ["MARKER", "install", "is_installed"]
-
 SPARK = "hvd_estimators.compat.spark"
 """Real name of the module behind ``horovod.spark``; wheels and pickles refer to it."""
 
@@ -49,20 +47,20 @@ class _NamesLoader(Loader):
         """Leave the module to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
-        theirs = _joined("horovod.spark", self._key)
+        module_name = _joined("horovod.spark", self._key)
         get, listed = lazy_names(module.__name__, HOMES[self._key])
 
         def get_or_explain(name: str) -> Any:
-            _check_name(theirs, name)
+            _check_name(module_name, name)
             try:
                 return get(name)
             except AttributeError:
                 hint = did_you_mean(name, listed())
                 raise AttributeError(
-                    f"module {theirs!r} has no attribute {name!r}.{hint}"
+                    f"module {module_name!r} has no attribute {name!r}.{hint}"
                 ) from None
 
-        module.__doc__ = f"``{theirs}``; see `hvd_estimators._util.horovod_spark_names`."
+        module.__doc__ = f"``{module_name}``; see `hvd_estimators._util.horovod_spark_names`."
         vars(module).update(
             __all__=sorted(HOMES[self._key]), __getattr__=get_or_explain, __dir__=listed
         )
@@ -118,11 +116,11 @@ class _AliasFinder(MetaPathFinder):
         if real is None:
             return None
         _check_module(fullname)
-        found = importlib.util.find_spec(real)
-        if found is None:
+        spec = importlib.util.find_spec(real)
+        if spec is None:
             return None
-        is_package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, _AliasLoader(real), origin=found.origin, is_package=is_package)
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _AliasLoader(real), origin=spec.origin, is_package=is_package)
 
 
 def _joined(package: str, key: str) -> str:
@@ -171,12 +169,12 @@ def install() -> None:
     """
     if is_installed():
         return
-    other = sys.modules.get("horovod.spark")
-    if other is not None and not hasattr(other, MARKER):
+    upstream = sys.modules.get("horovod.spark")
+    if upstream is not None and not hasattr(upstream, MARKER):
         raise LeftOutError(
-            f"horovod.spark is already imported, from {getattr(other, '__file__', None)}. Import "
-            "hvd_estimators.compat before it, and leave HVD_ESTIMATORS_HOROVOD_SPARK out of the "
-            "environment."
+            f"horovod.spark is already imported, from {getattr(upstream, '__file__', None)}. "
+            "Import hvd_estimators.compat before it, and leave HVD_ESTIMATORS_HOROVOD_SPARK out of "
+            "the environment."
         )
     sys.meta_path.insert(0, _AliasFinder())
     for name in COMPLETED:

@@ -11,8 +11,6 @@ from pyspark.sql import SparkSession
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch import spark_backend
 
-__all__ = ["SparkBackend", "default_num_proc", "is_databricks", "to_list"]
-
 # Constants of ``horovod.spark``. `hvd_estimators._util.horovod_spark_names` lists all of them.
 PETASTORM_HDFS_DRIVER = "libhdfs"
 METRIC_PRINT_FREQUENCY = 100

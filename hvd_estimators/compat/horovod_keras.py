@@ -15,8 +15,6 @@ import keras
 from hvd_estimators.exceptions import LeftOutError, ParamError
 from hvd_estimators.keras import DistributedOptimizer as _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "complete", "load_model"]
-
 
 def complete(module: ModuleType) -> None:
     """Replace a module's own functions by those of this module."""

@@ -9,8 +9,6 @@ from lightning_utilities.core.imports import module_available
 
 from hvd_estimators.lightning.estimator import LightningEstimator as NativeEstimator
 
-__all__ = ["MIN_PL_VERSION", "TorchEstimator", "restore_names"]
-
 MIN_PL_VERSION = "2.0.0"
 
 

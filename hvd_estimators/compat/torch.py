@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hvd_estimators.torch.estimator import TorchEstimator as NativeEstimator
 
-__all__ = ["TorchEstimator"]
-
 
 class TorchEstimator(NativeEstimator):
     """The estimator, with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""

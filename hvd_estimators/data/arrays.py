@@ -26,20 +26,6 @@ from hvd_estimators.data.types import (
 )
 from hvd_estimators.exceptions import DataError
 
-__all__ = [
-    "Array",
-    "Columns",
-    "first_row_shape",
-    "num_rows",
-    "rows_of",
-    "table_to_columns",
-    "take",
-    "to_array",
-    "to_lists",
-    "to_vectors",
-    "valid_rows",
-]
-
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 """Column name to array. The first axis of every array is the rows, with equal length."""
@@ -317,8 +303,8 @@ def rows_of(column: pa.Array, selected: Array) -> pa.Array:
         offsets, elements = _split_lists(column)
         is_null = column.is_null().to_numpy(zero_copy_only=False)
         if not np.diff(offsets)[~selected].any() and not is_null[selected].any():
-            ends = np.append(offsets[:-1][selected], offsets[-1:])
-            return pa.ListArray.from_arrays(pa.array(ends), elements).cast(column.type)
+            list_offsets = np.append(offsets[:-1][selected], offsets[-1:])
+            return pa.ListArray.from_arrays(pa.array(list_offsets), elements).cast(column.type)
     return column.filter(pa.array(selected))
 
 
@@ -344,9 +330,9 @@ def to_lists(elements: pa.Array, shape: Sequence[int], valid: Array | None = Non
         if axis > 1 or valid is None:
             offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
         else:
-            ends = np.append(0, np.cumsum(valid)).astype(np.int32) * np.int32(size)
+            row_offsets = np.append(0, np.cumsum(valid)).astype(np.int32) * np.int32(size)
             # A null offset at the start of a list makes the list null.
-            offsets = pa.array(ends, mask=np.append(~valid, False))
+            offsets = pa.array(row_offsets, mask=np.append(~valid, False))
         data_type = pa.list_(pa.field(_ELEMENT, column.type))
         column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
     return column
@@ -366,12 +352,12 @@ def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
     values = to_lists(pa.array(doubles.reshape(-1)), doubles.shape, valid)
     count = len(values)
     numbers = pa.list_(pa.field(_ELEMENT, pa.float64(), nullable=False))
-    places = pa.list_(pa.field(_ELEMENT, pa.int32(), nullable=False))
+    index_type = pa.list_(pa.field(_ELEMENT, pa.int32(), nullable=False))
     # The fields of Spark's VectorUDT, in Spark's order.
     fields = {
         pa.field("type", pa.int8(), nullable=False): pa.array(np.full(count, DENSE, np.int8)),
         pa.field("size", pa.int32()): pa.nulls(count, pa.int32()),
-        pa.field("indices", places): pa.nulls(count, places),
+        pa.field("indices", index_type): pa.nulls(count, index_type),
         pa.field("values", numbers): values.cast(numbers),
     }
     mask = None if valid is None else pa.array(~valid)

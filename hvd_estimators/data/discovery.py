@@ -24,8 +24,6 @@ from hvd_estimators.data.types import (
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
-__all__ = ["complete_shapes", "first_rows", "read_manifest", "read_split"]
-
 _PAGE_BUFFER = 2**16
 """Bytes per read when only the first rows are needed."""
 

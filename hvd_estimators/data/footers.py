@@ -26,17 +26,6 @@ from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import ColumnError, StoreError
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "TAIL_BYTES",
-    "FileFooter",
-    "FooterCache",
-    "Range",
-    "leaf_positions",
-    "read_footers",
-    "read_tail",
-    "unreadable",
-]
-
 
 def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
     """Return the data files under a path, or the file itself, sorted by name.
@@ -340,12 +329,12 @@ class FooterCache:
             tail = self._tails.get(path)
             if tail is not None:
                 return tail
-            others = self._reading.get(path)
+            future = self._reading.get(path)
             own: Future[bytes] = Future()
-            if others is None:
+            if future is None:
                 self._reading[path] = own
-        if others is not None:
-            return others.result()
+        if future is not None:
+            return future.result()
         try:
             tail = read_tail(self._store, path)
             self.add({path: tail})

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["MANIFEST_FILE", "ColumnSpec", "DatasetManifest", "RowGroup", "RowRange", "Split"]
-
 MANIFEST_FILE = "_manifest.json"
 
 Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text"]

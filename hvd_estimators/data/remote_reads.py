@@ -25,8 +25,6 @@ from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
 
-__all__ = ["FetchedFile", "RangeFiles", "RangeRead", "joined", "open_bytes"]
-
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
 
@@ -387,10 +385,10 @@ class RangeFiles:
                 if not footer.done():
                     return
                 if not footer.cancelled() and footer.exception() is None:
-                    taken = sum(file.max_bytes for _, file in self._ahead)
+                    bytes_ahead = sum(file.max_bytes for _, file in self._ahead)
                     chunks = self._chunks(read, footer.result())
                     needed = min(sum(stop - start for start, stop in chunks), _share(read))
-                    if taken and taken + needed > AHEAD_BYTES:
+                    if bytes_ahead and bytes_ahead + needed > AHEAD_BYTES:
                         return
                     self._ahead.append((read, self._fetch(read, footer.result())))
                 # If the footer cannot be read, opening the file raises the error.

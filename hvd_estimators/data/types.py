@@ -14,26 +14,6 @@ import pyarrow as pa
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError
 
-__all__ = [
-    "DENSE",
-    "SPARK_DTYPES",
-    "VECTOR_FIELDS",
-    "check_partition",
-    "column_spec",
-    "is_bytes",
-    "is_level",
-    "is_list",
-    "is_list_view",
-    "is_vector",
-    "num_leaves",
-    "partition_column",
-    "partition_spec",
-    "partition_values",
-    "text_options",
-    "without_decimals",
-]
-
-
 SPARK_DTYPES: Mapping[str, str] = {
     "ByteType": "int8",
     "ShortType": "int16",

@@ -16,8 +16,6 @@ from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.manifest import DatasetManifest, Split
 from hvd_estimators.loading.spec import DataSpec
 
-__all__ = ["as_json", "data_identity", "differences", "digest", "named", "reading_identity"]
-
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
     """Return a short hash of a fingerprint: 12 hexadecimal digits."""

@@ -23,8 +23,6 @@ from hvd_estimators.params.model import (
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["EstimatorHooks"]
-
 
 class EstimatorHooks(
     TrainPlanning, WritingParams, InferenceParams, ClassificationParams, GridParams

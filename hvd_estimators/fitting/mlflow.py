@@ -26,8 +26,6 @@ from hvd_estimators.fitting.progress import EpochFeed
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow
 
-__all__ = ["Tracking", "TrackingRun", "active_run"]
-
 logger = logging.getLogger(__name__)
 
 MODEL_NAME = "model"
@@ -206,11 +204,11 @@ class Tracking:
             self._run_id = self._start_run(client)
         if not self._has_params:
             # MLflow rejects a new value for an existing param, such as one that the user logged.
-            known = client.get_run(self._run_id).data.params
+            logged = client.get_run(self._run_id).data.params
             params = {_key(n): _text(v) for n, v in {**self._params, "run_id": self._name}.items()}
             client.log_batch(
                 self._run_id,
-                params=[entities.Param(n, v) for n, v in params.items() if n not in known],
+                params=[entities.Param(n, v) for n, v in params.items() if n not in logged],
             )
             self._has_params = True
         now = int(time.time() * 1000)

@@ -30,8 +30,6 @@ from hvd_estimators.params.model import TransformationParams
 from hvd_estimators.store import RunPaths
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["TrainPlanning"]
-
 logger = logging.getLogger(__name__)
 
 

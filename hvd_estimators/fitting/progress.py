@@ -28,8 +28,6 @@ from hvd_estimators.store.paths import Position
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow, TrainSpec
 
-__all__ = ["EpochFeed", "show_progress"]
-
 logger = logging.getLogger(__name__)
 
 

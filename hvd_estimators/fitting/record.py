@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 from pyspark.ml import Transformer
@@ -37,8 +36,6 @@ from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.runs import history_text, read_history, run_file
 from hvd_estimators.training.spec import EpochMetrics, HistoryRow, TrainSpec
-
-__all__ = ["RunRecord", "end_note", "is_interrupt", "noted_params", "now", "start_note", "versions"]
 
 logger = logging.getLogger(__name__)
 
@@ -198,12 +195,7 @@ class RunRecord:
             self._tracking.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self._store.saving_runs():
             self._feed.close(_CLOSE_SECONDS)
             if exc is not None and self._rows:

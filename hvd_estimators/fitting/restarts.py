@@ -39,15 +39,6 @@ from hvd_estimators.store.paths import Position, manifest_of
 from hvd_estimators.training.call_transfer import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = [
-    "Launch",
-    "ProgressAcrossLaunches",
-    "Restarts",
-    "ending_by_sigterm",
-    "warming_up",
-    "would_recur",
-]
-
 logger = logging.getLogger(__name__)
 
 # A driver that was asked to end may take this long, which is longer than ranks take to end.
@@ -159,12 +150,12 @@ class ProgressAcrossLaunches:
     def _is_new(self, event: Event) -> bool:
         if not isinstance(event, (RankEpoch, RankProgress)):
             return True
-        reached = (event.epoch + 1, 0)
+        position = (event.epoch + 1, 0)
         if isinstance(event, RankProgress) and not event.done:
-            reached = (event.epoch, event.step)
+            position = (event.epoch, event.step)
         else:
             self._reported.add((event.kind, event.epoch))
-        self.newest = max(self.newest or (0, 0), reached)
+        self.newest = max(self.newest or (0, 0), position)
         return (event.kind, event.epoch) not in self._reported_before
 
 
@@ -349,11 +340,11 @@ class Restarts:
             if written is not None:
                 moment = datetime.datetime.now(datetime.timezone.utc)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
-        reached = self.progress.newest
+        newest = self.progress.newest
         self.progress.restart()
-        if reached is not None and spec.verbose > 0:  # otherwise ranks report only epochs
-            epochs = reached[0] - lost["epoch"]
-            steps = epochs * spec.data.train_steps_per_epoch + reached[1] - lost["step"]
+        if newest is not None and spec.verbose > 0:  # otherwise ranks report only epochs
+            epochs = newest[0] - lost["epoch"]
+            steps = epochs * spec.data.train_steps_per_epoch + newest[1] - lost["step"]
             lost["steps"] = max(steps, 0)
         return lost
 
@@ -409,12 +400,12 @@ class Restarts:
             }
         )
 
-    def _too_few(self, backend: Backend, found: str) -> SlotsError:
+    def _too_few(self, backend: Backend, reason: str) -> SlotsError:
         least = backend.num_processes() if self.least is None else self.least
         return SlotsError(
             f"{summary(self.failures[-1])} Relaunching the ranks needs {least} task slots "
             "(min_num_proc), which were not free within HOROVOD_ELASTIC_TIMEOUT (600 s by "
-            f"default): {found}. The ranks had been launched again {len(self.failures) - 1} times."
+            f"default): {reason}. The ranks had been launched again {len(self.failures) - 1} times."
         )
 
 

@@ -15,7 +15,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar
 
 from pyspark.ml import Estimator
@@ -45,8 +44,6 @@ from hvd_estimators.store.leases import FencingToken, Lease
 from hvd_estimators.store.paths import Position, orphans
 from hvd_estimators.store.runs import read_metadata, run_file
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, named_weights, unequal_weights
-
-__all__ = ["Fits", "ReadOrder", "Run", "RunParams", "RunResults"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +110,9 @@ class Run:
             self._lease.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self._lease is not None:
-            self._lease.__exit__(exc_type, exc, traceback)
+            self._lease.__exit__()
         if self._lease is None or exc is not None:
             with self._logged("The empty folder of run %r could not be deleted: %s"):
                 self.store.delete_empty(self.paths.run_path)
@@ -327,7 +319,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         The fingerprint omits the numbers of ranks and epochs, which can differ in later fits of
         a run.
         """
-        defaults = {param.name: value for param, value in self._defaultParamMap.items()}
+        defaults = self._defaults()
         optional = [
             name
             for name in self._optional_run_settings
@@ -369,14 +361,14 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         shared = SharedDatasets(len(paramMaps))
 
         def fit_one(index: int) -> HorovodModel:
-            copied = estimator.copy(paramMaps[index])
+            candidate = estimator.copy(paramMaps[index])
             given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
             if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
-                copied._grid_index = index
-            copied._grid_tracking = tracking
-            copied._shared_data = shared
+                candidate._grid_index = index
+            candidate._grid_tracking = tracking
+            candidate._shared_data = shared
             with shared.fit():
-                return copied.fit(dataset)
+                return candidate.fit(dataset)
 
         return Fits(fit_one, len(paramMaps))
 

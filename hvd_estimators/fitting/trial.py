@@ -26,20 +26,6 @@ from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError, ShapeError
 
-__all__ = [
-    "DRY_RUN_ROWS",
-    "Trial",
-    "causes",
-    "check_sendable",
-    "functions_in",
-    "leave_to_ranks",
-    "log_untried",
-    "repeated",
-    "traceless",
-    "try_batches",
-    "zeros",
-]
-
 logger = logging.getLogger(__name__)
 
 

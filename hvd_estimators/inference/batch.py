@@ -20,18 +20,6 @@ from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.loading.transform import Transformation
 
-__all__ = [
-    "FRAMEWORKS_CHOICE",
-    "BatchPredictor",
-    "Predictor",
-    "Resources",
-    "check_outputs",
-    "is_scalar",
-    "known_sizes",
-    "one_ahead",
-    "to_arrays",
-]
-
 Result = TypeVar("Result")
 
 Predictor = Callable[[list[Array]], list[Array]]
@@ -148,13 +136,13 @@ class BatchPredictor:
         names = tuple(features)
         if transformation is None:
             return cls(names, names)
-        others = [
+        text_columns = [
             name
             for name in metadata
             if name not in names and (available is None or name in available)
         ]
         dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
-        return cls((*names, *others), names, transformation=transformation, dtypes=dtypes)
+        return cls((*names, *text_columns), names, transformation=transformation, dtypes=dtypes)
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -262,10 +250,10 @@ def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[in
             f"The model returned {len(outputs)} outputs, and {len(shapes)} were expected. Set "
             "label_columns or outputs, or let it return one per label."
         )
-    for place, (output, shape) in enumerate(zip(outputs, shapes, strict=True)):
+    for number, (output, shape) in enumerate(zip(outputs, shapes, strict=True)):
         if output.dtype.kind not in "biuf":
             raise ShapeError(
-                f"Output {place} of the model is {output.dtype.name}; expected numbers."
+                f"Output {number} of the model is {output.dtype.name}; expected numbers."
             )
         right = (
             output.size == rows
@@ -274,7 +262,7 @@ def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[in
         )
         if not right:
             raise ShapeError(
-                f"Output {place} of the model has the shape {output.shape} for {rows} rows; "
+                f"Output {number} of the model has the shape {output.shape} for {rows} rows; "
                 f"expected {(rows, *shape)}. Its first dimension must count the rows, and "
                 "output_shapes must tell the others."
             )
@@ -290,18 +278,18 @@ def known_sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(1 if size is None or size < 0 else size for size in shape)
 
 
-def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> Iterator[Result]:
+def one_ahead(pending: Iterable[Callable[[], Result]], predictor: Predictor) -> Iterator[Result]:
     """Yield the results of started predictions; on a GPU, each after the next one has started.
 
     Parameters
     ----------
-    begun : iterable of callable
+    pending : iterable of callable
         Functions that `BatchPredictor.begin` returned, or functions that call these.
     predictor : callable
         The predictor that `BatchPredictor.begin` was called with.
     """
     waiting: collections.deque[Callable[[], Result]] = collections.deque()
-    for finish in begun:
+    for finish in pending:
         waiting.append(finish)
         if len(waiting) > bool(getattr(predictor, "overlaps", False)):
             yield waiting.popleft()()

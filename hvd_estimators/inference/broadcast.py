@@ -35,8 +35,6 @@ from hvd_estimators.exceptions import PredictionError
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-__all__ = ["Hashed", "Parts", "Payload", "Sent", "SharedBytes", "as_bytes", "received"]
-
 Payload = Union[bytes, "os.PathLike[str]"]
 """Serialized predictor: bytes, or a file with the bytes."""
 
@@ -65,11 +63,10 @@ def received(sent: Sent) -> Iterator[bytes | Path]:
 
 
 def _value(variable: Broadcast[bytes]) -> bytes:
-    document = variable.value
-    # A worker would keep the bytes in memory beside the model; it can read the file again.
-    if getattr(variable, "_path", None):
-        vars(variable).pop("_value", None)
-    return document
+    # A variable keeps its bytes in memory, beside the model. A temporary copy of it does not.
+    reader: Broadcast[bytes] = object.__new__(Broadcast)
+    vars(reader).update(vars(variable))
+    return reader.value
 
 
 @contextlib.contextmanager
@@ -98,10 +95,10 @@ def _put_together(sent: Parts, path: Path) -> None:
     with open(partly, "wb") as file:
         for part in sent.parts:
             file.write(_value(part))
-    others = sorted(path.parent.glob("*[0-9a-f]"), key=lambda p: p.stat().st_mtime, reverse=True)
+    models = sorted(path.parent.glob("*[0-9a-f]"), key=lambda p: p.stat().st_mtime, reverse=True)
     os.replace(partly, path)
-    for other in others[_KEPT - 1 :]:
-        other.unlink()
+    for model in models[_KEPT - 1 :]:
+        model.unlink()
 
 
 PART_BYTES = 64 * 2**20

@@ -14,8 +14,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
 
-__all__ = ["ClassScores", "check_classes", "class_columns", "class_scores"]
-
 Get = Callable[[str], Any]
 """Function from a param's name to its value."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import hvd_estimators
 from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, PredictionError
 
-__all__ = ["described", "naming_inputs", "naming_missing_modules", "naming_transformation"]
-
 _OTHERS = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",
@@ -27,7 +25,7 @@ _OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|OOM|MemoryError|ResourceE
 
 @contextlib.contextmanager
 def naming_inputs(
-    given: Callable[[], str], wanted: Callable[[], str] | None = None
+    given: Callable[[], str], describe_expected: Callable[[], str] | None = None
 ) -> Iterator[None]:
     """Add a description of a model's inputs to its errors.
 
@@ -35,7 +33,7 @@ def naming_inputs(
     ----------
     given : callable
         Returns a description of the inputs, see `described`.
-    wanted : callable, optional
+    describe_expected : callable, optional
         Returns the model's description of the inputs it takes; an empty string without one.
 
     Raises
@@ -48,8 +46,8 @@ def naming_inputs(
     except HvdEstimatorsError:
         raise
     except Exception as error:
-        raised = f"{type(error).__name__}: {str(error).rstrip('.')}{_place(error)}"
-        takes = wanted() if wanted is not None else ""
+        raised = f"{type(error).__name__}: {str(error).rstrip('.')}{_raised_at(error)}"
+        expected = describe_expected() if describe_expected is not None else ""
         remedy = (
             "Set inference_batch_size to fewer rows, or lower "
             "spark.sql.execution.arrow.maxRecordsPerBatch."
@@ -59,7 +57,7 @@ def naming_inputs(
         )
         raise PredictionError(
             f"The model failed on some rows. It was called with {given()}"
-            f"{f', and takes {takes}' if takes else ''}. It raised {raised}. {remedy}"
+            f"{f', and takes {expected}' if expected else ''}. It raised {raised}. {remedy}"
         ) from error
 
 
@@ -85,9 +83,9 @@ def naming_transformation(get: Callable[[str], Any]) -> Iterator[None]:
         if given is None or get("apply_transformation") or not is_asked:
             raise
         # Drop the advice for training, such as a StringIndexer: the transformation did that.
-        found = str(error).partition("; expected ")[0].rstrip(".")
+        reason = str(error).partition("; expected ")[0].rstrip(".")
         raise ColumnError(
-            f"{found}. The model was trained with a transformation, and takes columns as that "
+            f"{reason}. The model was trained with a transformation, and takes columns as that "
             "leaves them. Set apply_transformation=True (model.setApplyTransformation(True)) to "
             "apply it to these columns, or give columns that are transformed already."
         ) from error
@@ -115,7 +113,7 @@ def naming_missing_modules() -> Iterator[None]:
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _raised_at(error: Exception) -> str:
     """Return the location of an error; if possible, the last one in the user's code.
 
     Spark shows a Python worker's error without its cause.

@@ -31,18 +31,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.prepare.schema import clashing, quoted, stored_column, vector_width
 
-__all__ = [
-    "BATCH_BYTES",
-    "PaddedFrame",
-    "as_rows",
-    "computed_here",
-    "known_shapes",
-    "pad_large_rows",
-    "rows_of_zeros",
-    "with_barrier_column",
-    "without_nulls",
-]
-
 _ROWS = 2
 """Number of rows of zeros; two rows show which dimension counts the rows."""
 
@@ -311,8 +299,8 @@ def pad_large_rows(
     types = {name: dataset.schema[name].dataType for name in columns}
     sizes = [_known_items(types[name], known_sizes.get(name)) for name in columns]
     if None not in sizes:
-        known = sum(size for size in sizes if size is not None) + output_items
-        if known * _ITEM_BYTES * _MARGIN <= counted_as_one:
+        row_items = sum(size for size in sizes if size is not None) + output_items
+        if row_items * _ITEM_BYTES * _MARGIN <= counted_as_one:
             return None
     total = F.lit(output_items * _ITEM_BYTES)
     for name, data_type in types.items():
@@ -330,10 +318,10 @@ def pad_large_rows(
     ]
     emptied = {}
     for field in large:
-        column, kept = F.col(quoted(field.name)), is_row
+        column, is_kept = F.col(quoted(field.name)), is_row
         if isinstance(field.dataType, _TEXT):
-            kept = is_row | (F.octet_length(column) <= _SHORT_BYTES)
-        value = F.when(kept, column).otherwise(_empty(field))
+            is_kept = is_row | (F.octet_length(column) <= _SHORT_BYTES)
+        value = F.when(is_kept, column).otherwise(_empty(field))
         emptied[field.name] = value.alias(field.name, metadata=field.metadata)
     nested = tuple(field for field in large if not isinstance(field.dataType, _TEXT))
     if emptied:
@@ -344,11 +332,11 @@ def pad_large_rows(
 _MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
-def _known_items(data_type: T.DataType, known: int | None) -> int | None:
+def _known_items(data_type: T.DataType, items: int | None) -> int | None:
     """Return the count of numbers in a value; None if it is unknown."""
     if isinstance(data_type, _TEXT):
         return None
-    return known if _may_be_large(data_type) else 1
+    return items if _may_be_large(data_type) else 1
 
 
 def _may_be_large(data_type: T.DataType) -> bool:

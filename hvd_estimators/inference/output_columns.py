@@ -17,15 +17,6 @@ from hvd_estimators.data.types import without_decimals
 from hvd_estimators.exceptions import ParamError, PredictionError
 from hvd_estimators.inference.batch import is_scalar
 
-__all__ = [
-    "DOUBLE",
-    "OutputType",
-    "java_text",
-    "output_columns",
-    "output_types",
-    "to_column",
-]
-
 
 def output_columns(get: Callable[[str], Any]) -> list[str]:
     """Return the names of the output columns, as set or by default.
@@ -55,8 +46,8 @@ def output_columns(get: Callable[[str], Any]) -> list[str]:
         return [f"{label}__output" for label in labels]
     single = len(selected) == 1
     return [
-        f"{place}__output" if isinstance(place, str) else "output" if single else f"output_{place}"
-        for place in selected
+        f"{key}__output" if isinstance(key, str) else "output" if single else f"output_{key}"
+        for key in selected
     ]
 
 
@@ -261,9 +252,9 @@ def output_types(
         depth = 0 if is_scalar(shape) else len(shape)
         if kind is not None and kind.depth != depth:
             expected = OutputType(kind.element, depth, kind.precision, kind.scale)
-            what = f"an array of shape {tuple(shape)}" if depth else "one number"
+            row = f"an array of shape {tuple(shape)}" if depth else "one number"
             raise ParamError(
-                f"output_types: a row of {name!r} is {what}; expected a type like '{expected}', "
+                f"output_types: a row of {name!r} is {row}; expected a type like '{expected}', "
                 f"found '{kind}'. Set '{expected}', or convert the column after transform()."
             )
     return types

@@ -19,9 +19,6 @@ from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.output_columns import OutputType
 
-__all__ = ["active_session", "checked_name", "spark_type", "sql_arguments"]
-
-
 _TYPES: dict[str, type[T.DataType]] = {
     made().simpleString(): made
     for made in (

@@ -40,8 +40,6 @@ from hvd_estimators.inference.output_columns import (
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved
 
-__all__ = ["InputTable", "SavedPredictor", "predictor_loader", "read_table", "resources_of"]
-
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
 """Column to its values, the shape of a row, and its type."""
 
@@ -102,7 +100,7 @@ class InputTable:
 def read_table(
     given: Any,
     features: Sequence[str],
-    others: Sequence[str],
+    optional: Sequence[str],
     text: Collection[str] | None,
     dimensions: Mapping[str, int] | None = None,
     *,
@@ -116,7 +114,7 @@ def read_table(
         See `SavedPredictor.predict`.
     features : sequence of str
         Required columns.
-    others : sequence of str
+    optional : sequence of str
         Columns that are read if they exist.
     text : collection of str, or None
         Columns that may be text; None for all columns.
@@ -142,7 +140,7 @@ def read_table(
             f"There is no column {', '.join(map(repr, missing))}; the model takes "
             f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
         )
-    names = [*features, *(name for name in others if name in table)]
+    names = [*features, *(name for name in optional if name in table)]
     columns = {name: _column(table[name], name) for name in names}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -259,16 +257,16 @@ def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
     if isinstance(given, np.ndarray):
         if given.ndim == 2 and given.shape[1] == len(features):
             return list(given.T)
-        found = f"an array of shape {given.shape}"
+        given_as = f"an array of shape {given.shape}"
     elif isinstance(given, (list, tuple)):
         if len(given) == len(features):
             return list(given)
-        found = f"{len(given)} arrays"
+        given_as = f"{len(given)} arrays"
     else:
-        found = type(given).__name__
+        given_as = type(given).__name__
     raise ParamError(
         f"rows: expected the {len(features)} features {', '.join(features)}: a dict or data frame "
-        f"of columns, a list of dicts (one for each row), or one array for each, found {found}."
+        f"of columns, a list of dicts (one for each row), or one array for each, found {given_as}."
     )
 
 
@@ -330,9 +328,11 @@ def _check_type(array: Array, name: str, is_text: bool) -> None:
         return
     if kind == "O" and is_text and all(isinstance(v, (str, bytes)) for v in array.flat):
         return
-    what = "text" if kind == "O" and isinstance(array.flat[0], (str, bytes)) else array.dtype.name
+    kind_name = (
+        "text" if kind == "O" and isinstance(array.flat[0], (str, bytes)) else array.dtype.name
+    )
     raise ColumnError(
-        f"Column {name!r} holds {what}; the model takes numbers, booleans and arrays of them. "
+        f"Column {name!r} holds {kind_name}; the model takes numbers, booleans and arrays of them. "
         "Convert it."
     )
 
@@ -410,11 +410,11 @@ class SavedPredictor:
         transformation = None
         if get("apply_transformation"):
             transformation = make_transformation(get, self.feature_columns, tuple(text))
-        known = get("_metadata") or {}
-        self._inference = BatchPredictor.of(self.feature_columns, transformation, known)
+        metadata = get("_metadata") or {}
+        self._inference = BatchPredictor.of(self.feature_columns, transformation, metadata)
         # A transformation may take text in all columns.
         self._text = frozenset(text) if transformation is None else None
-        self._dimensions = {n: len(e["shape"]) for n, e in known.items() if "shape" in e}
+        self._dimensions = {n: len(e["shape"]) for n, e in metadata.items() if "shape" in e}
         self._shapes = output_shapes
         self._is_ready = False
         self._lock = threading.Lock()
@@ -558,7 +558,7 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
     return Resources(num_threads, gpu, device)
 
 
-class LoadPredictor(Protocol):
+class _LoadPredictor(Protocol):
     """Signature of ``load_predictor``."""
 
     def __call__(
@@ -572,7 +572,7 @@ class LoadPredictor(Protocol):
     ) -> SavedPredictor: ...
 
 
-def predictor_loader(class_name: str, load: Load, note: str = "") -> LoadPredictor:
+def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredictor:
     """Return the ``load_predictor`` of a framework's package.
 
     Parameters

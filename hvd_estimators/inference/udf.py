@@ -45,8 +45,6 @@ from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_colum
 from hvd_estimators.inference.sql import sql_arguments
 from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
 
-__all__ = ["Output", "has_arrow_udfs", "make_udf", "vector_parts"]
-
 Send = Callable[[str, Hashed], Sent]
 """Function from a role and hashed bytes to the form a UDF carries; see `SharedBytes.send`."""
 
@@ -203,9 +201,9 @@ def make_udf(
     )
     # PySpark infers the kind of UDF from the type hints.
     column: Any = pa.Array if is_arrow_udf else pd.Series
-    taken: Any = column if len(inference.columns) + has_empty_rows == 1 else tuple[column, ...]
+    argument: Any = column if len(inference.columns) + has_empty_rows == 1 else tuple[column, ...]
     result: Any = column if is_single or is_arrow_udf else pd.DataFrame
-    predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
+    predict.__annotations__ = {"batches": Iterator[argument], "return": Iterator[result]}
     make: Any = getattr(F, _ARROW_UDF) if is_arrow_udf else pandas_udf
     udf: Callable[..., Column] = make(predict, return_type)
     return udf

@@ -21,8 +21,6 @@ from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, received
 from hvd_estimators.inference.errors import naming_missing_modules
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
 
-__all__ = ["cached_predictor", "forget_archives", "predictor_key", "task_resources"]
-
 _OF_JAVA = ".jar"
 
 _THREADS_VARIABLE = "OMP_NUM_THREADS"

@@ -12,17 +12,6 @@ import numpy as np
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = [
-    "all_layers",
-    "has_own_compile",
-    "has_own_step",
-    "inner_optimizers",
-    "is_keras",
-    "kept_random_state",
-    "model_optimizers",
-    "require_tensorflow",
-]
-
 
 def require_tensorflow() -> None:
     """Check that Keras runs on TensorFlow.
@@ -32,10 +21,10 @@ def require_tensorflow() -> None:
     DependencyError
         If Keras runs on another backend, for which this package has no collectives.
     """
-    found = keras.backend.backend()
-    if found != "tensorflow":
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
         raise DependencyError(
-            f"Keras runs on the backend {found!r}; hvd_estimators.keras needs 'tensorflow'. Set "
+            f"Keras runs on the backend {backend!r}; hvd_estimators.keras needs 'tensorflow'. Set "
             "the environment variable KERAS_BACKEND=tensorflow before keras is imported (it takes "
             "precedence over ~/.keras/keras.json)."
         )
@@ -77,14 +66,14 @@ def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Laye
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return all optimizers of a model: its own first, then those in attributes of its layers."""
-    found = [getattr(model, "optimizer", None)]
+    values = [getattr(model, "optimizer", None)]
     for layer in all_layers(model):
         for value in list(vars(layer).values()):
             if isinstance(value, Mapping):
-                found += value.values()
+                values += value.values()
             else:
-                found += value if isinstance(value, (list, tuple)) else [value]
-    optimizers = (value for value in found if isinstance(value, keras.optimizers.Optimizer))
+                values += value if isinstance(value, (list, tuple)) else [value]
+    optimizers = (value for value in values if isinstance(value, keras.optimizers.Optimizer))
     return list({id(optimizer): optimizer for optimizer in optimizers}.values())
 
 

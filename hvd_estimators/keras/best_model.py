@@ -16,8 +16,6 @@ from hvd_estimators.keras.model_file import WEIGHTS, rewritten_variables, write_
 from hvd_estimators.store import Store
 from hvd_estimators.store.files import CHUNK_BYTES
 
-__all__ = ["BestModel"]
-
 
 class BestModel:
     """File that the user's checkpoint callback saves its model to. Rank 0 only.

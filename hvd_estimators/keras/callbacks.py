@@ -20,15 +20,6 @@ from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state,
 from hvd_estimators.keras.shard_state import split_seed_states
 from hvd_estimators.launch.service.events import log_to_driver
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "LogCallback",
-    "MetricAverageCallback",
-]
-
 logger = logging.getLogger(__name__)
 
 
@@ -213,14 +204,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
             **train,
             **{f"val_{name}": value for name, value in (self._validation or {}).items()},
         }
-        others = {
+        other_logs = {
             name: (value, self._metrics_with(name, value))
             for name, value in logs.items()
             if name not in measured
         }
-        gathered = exchange.gather(others, "hvd_estimators.logs")
-        for name in sorted({name for found in gathered for name in found}):
-            of_ranks = [found[name] for found in gathered if name in found]
+        gathered = exchange.gather(other_logs, "hvd_estimators.logs")
+        for name in sorted({name for logs_of_rank in gathered for name in logs_of_rank}):
+            of_ranks = [logs_of_rank[name] for logs_of_rank in gathered if name in logs_of_rank]
             values = [value for value, _ in of_ranks]
             same = sorted(set(measured).intersection(*(metrics for _, metrics in of_ranks)))
             measured[name] = measured[same[0]] if same else sum(values) / len(values)

@@ -33,15 +33,6 @@ from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import capture_by_shard, of_shards
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec, array_digest
 
-__all__ = [
-    "PartialEpoch",
-    "RunSaver",
-    "build_metrics",
-    "metric_states",
-    "restore_run",
-    "unequal_variables",
-]
-
 logger = logging.getLogger(__name__)
 
 

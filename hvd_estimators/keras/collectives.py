@@ -24,21 +24,6 @@ from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.shard_state import ShardStates, find_buffers
 from hvd_estimators.training.spec import array_digest
 
-__all__ = [
-    "GradientAverager",
-    "StatisticsAverager",
-    "broadcast_variables",
-    "choose_devices",
-    "exchange",
-    "gather_numbers",
-    "limit_threads",
-    "naming_lost_peers",
-    "reductions_of",
-    "sum_arrays",
-    "sum_number",
-    "sum_tensors",
-]
-
 
 def gather_numbers(value: int, name: str) -> list[int]:
     """All-gather an integer or a flag from every rank, in rank order."""
@@ -352,20 +337,20 @@ class StatisticsAverager:
         # A variable that changed on any rank is reduced on all ranks. Frozen layers do not change.
         (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
         moved = [index for index, count in enumerate(changes) if count]
-        found: dict[int, list[Array]] = {index: [] for index in moved}
+        contributions: dict[int, list[Array]] = {index: [] for index in moved}
 
         def capture(shard: int) -> None:
             for index in moved:
-                found[index].append(self._contribution(index, shard))
+                contributions[index].append(self._contribution(index, shard))
 
         shards.for_each(capture)
         summed = [index for index in moved if self._reductions[index] not in _EXTREMES]
-        own = [np.add.reduce(found[index]) for index in summed]
+        own = [np.add.reduce(contributions[index]) for index in summed]
         totals = dict(zip(summed, sum_arrays(own, "statistics"), strict=True))
-        others = {index: found[index] for index in moved if index not in totals}
-        if others:
-            ranks = exchange.gather(others, "hvd_estimators.statistics.extremes")
-            for index in others:
+        extremes = {index: contributions[index] for index in moved if index not in totals}
+        if extremes:
+            ranks = exchange.gather(extremes, "hvd_estimators.statistics.extremes")
+            for index in extremes:
                 values = [value for of_rank in ranks for value in of_rank[index]]
                 totals[index] = _EXTREMES[self._reductions[index]].reduce(values)
 

@@ -16,8 +16,6 @@ from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
 
-__all__ = ["CompileSettings", "check_classes", "class_weights", "losses"]
-
 
 def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     """Return the class weight of each row; 1 for classes without a weight.
@@ -35,10 +33,12 @@ def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     else:
         flat = tf.reshape(labels, (-1,))
         classes = tf.cast(tf.round(flat) if flat.dtype.is_floating else flat, tf.int64)
-    known = sorted(weights)
-    numbers = tf.constant(known, tf.int64)
-    indices = tf.minimum(tf.searchsorted(numbers, classes), len(known) - 1)
-    values = tf.gather(tf.constant([weights[n] for n in known], keras.config.floatx()), indices)
+    weighted_classes = sorted(weights)
+    numbers = tf.constant(weighted_classes, tf.int64)
+    indices = tf.minimum(tf.searchsorted(numbers, classes), len(weighted_classes) - 1)
+    values = tf.gather(
+        tf.constant([weights[n] for n in weighted_classes], keras.config.floatx()), indices
+    )
     has_weight = tf.equal(tf.gather(numbers, indices), classes)
     return tf.where(has_weight, values, tf.ones_like(values))
 
@@ -173,7 +173,7 @@ class CompileSettings:
             packed = per_output("loss", loss, outputs, self.label_cols)
             flat = [None] * len(outputs.labels)
             keras.tree.map_structure(
-                lambda place, value: flat.__setitem__(place, value), outputs.structure, packed
+                lambda index, value: flat.__setitem__(index, value), outputs.structure, packed
             )
         for name, label, value in zip(outputs.names, outputs.labels, flat, strict=True):
             if label is None and value is not None:

@@ -30,18 +30,6 @@ import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras
 
-__all__ = [
-    "UnequalCopyError",
-    "complete_config",
-    "complete_configs",
-    "constructing",
-    "data_attributes",
-    "find_custom_objects",
-    "make_object",
-    "missing_attributes",
-    "set_attributes",
-]
-
 # Keras writes these into every layer's config.
 _BASE_KEYS = ("name", "trainable", "dtype")
 
@@ -116,11 +104,11 @@ def complete_config(
     """
     extras: dict[str, Any] = {}
     with complete_configs(value, extras):
-        found = find_custom_objects([value], custom_objects)
+        objects = find_custom_objects([value], custom_objects)
         config = keras.saving.serialize_keras_object(value)["config"]
-    found.update(extras)
-    _check_attributes(value, make_object(type(value), config, found))
-    return config, found
+    objects.update(extras)
+    _check_attributes(value, make_object(type(value), config, objects))
+    return config, objects
 
 
 def make_object(cls: Any, config: Mapping[str, Any], custom_objects: Mapping[str, Any]) -> Any:
@@ -177,7 +165,10 @@ def complete_configs(value: Any, extras: dict[str, Any]) -> Iterator[None]:
 
 def _has_no_shapes(part: Any) -> bool:
     """Return whether Keras recorded no build shape, as for a model without ``call()``."""
-    shapes: Mapping[str, Any] = getattr(part, "_build_shapes_dict", None) or {}
+    if not isinstance(part, keras.Layer):
+        return False
+    config = keras.Layer.get_build_config(part) or {}
+    shapes = config.get("shapes_dict", config)
     return bool(shapes) and all(shape is None for shape in shapes.values())
 
 
@@ -213,15 +204,15 @@ def set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
 
 def _check_attributes(original: Any, made: Any) -> None:
     """Check that a metric or optimizer has the settings of the original."""
-    known: Set[str] = frozenset()
+    ignored: Set[str] = frozenset()
     if isinstance(original, keras.metrics.Metric):
-        known = _metric_names()
+        ignored = _metric_names()
     elif isinstance(original, keras.optimizers.Optimizer):
-        known = set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
+        ignored = set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
     if is_keras(type(original)):
-        known = vars(original).keys() - {"_learning_rate"}
+        ignored = vars(original).keys() - {"_learning_rate"}
     for name, value in vars(original).items():
-        if name in known or _holds_variables(value):
+        if name in ignored or _holds_variables(value):
             continue
         if not _is_same(value, vars(made).get(name)):
             raise UnequalCopyError(
@@ -263,9 +254,9 @@ def _is_same(ours: Any, theirs: Any, depth: int = 0) -> bool:
         return False
     if is_keras(type(ours)) or not hasattr(ours, "__dict__"):
         return True
-    known = _metric_names() if isinstance(ours, keras.metrics.Metric) else frozenset()
+    ignored = _metric_names() if isinstance(ours, keras.metrics.Metric) else frozenset()
     return all(
-        name in known or (name in vars(theirs) and _is_same(value, vars(theirs)[name], depth + 1))
+        name in ignored or (name in vars(theirs) and _is_same(value, vars(theirs)[name], depth + 1))
         for name, value in vars(ours).items()
     )
 
@@ -281,12 +272,13 @@ def _base_names() -> frozenset[str]:
     """Return the names of attributes that Keras itself sets on layers and models."""
     inputs = keras.Input((1,))
     functional = keras.Model(inputs, inputs)
-    plain = keras.Model()
-    for model in (functional, plain):
+    subclassed = keras.Model()
+    for model in (functional, subclassed):
         model.compile("sgd", "mse", metrics=["mae"])
-    # Training and evaluation leave these.
-    names = {"history", "_eval_epoch_iterator", "_build_shapes_dict"}
-    for entry in (functional, plain, keras.Sequential(), keras.Layer()):
+    layer = keras.Layer()
+    layer.build((1,))
+    names = {"history"}  # which training leaves
+    for entry in (functional, subclassed, keras.Sequential(), layer):
         names.update(vars(entry))
     return frozenset(names)
 
@@ -306,11 +298,20 @@ def missing_attributes(original: Any, copy: Any) -> list[str]:
 def _own_attributes(part: Any) -> Iterator[tuple[str, Any]]:
     if is_keras(type(part)):
         return
-    known = _base_names() if isinstance(part, keras.Layer) else ()
+    ignored = _base_names() if isinstance(part, keras.Layer) else ()
     for name, value in list(vars(part).items()):
         # Keras stores wrappers of a layer's methods among its attributes.
-        if name not in known and not callable(getattr(type(part), name, None)):
+        if name in ignored or callable(getattr(type(part), name, None)):
+            continue
+        if not _is_internal(value):
             yield name, value
+
+
+def _is_internal(value: Any) -> bool:
+    """Return whether a value is a helper object of Keras, such as evaluate()'s iterator."""
+    kind = type(value)
+    is_part = isinstance(value, (*_STRUCTURE, keras.KerasTensor, list, tuple, dict, set))
+    return is_keras(kind) and not is_part and not _is_configurable(kind)
 
 
 def _is_data(value: Any, name: str) -> bool:
@@ -367,10 +368,10 @@ def _config(part: Any, extra: dict[str, Any]) -> dict[str, Any]:
     config = dict(kind.get_config(part))
     if is_keras(kind.from_config) and not is_keras(kind.__init__):
         # A get_config() may omit arguments that the constructor requires.
-        known = _automatic(part)
+        automatic = _automatic(part)
         for name in inspect.signature(kind.__init__).parameters:
-            if name in known and name not in _BASE_KEYS:
-                config.setdefault(name, known[name])
+            if name in automatic and name not in _BASE_KEYS:
+                config.setdefault(name, automatic[name])
     return {**config, **extra}
 
 
@@ -459,14 +460,14 @@ class _Maker:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Yield an object's custom layers, schedules, initializers, constraints and the like."""
-    seen = set()
+    visited = set()
     for owner in _parts_of_object(value):
         for part in (owner, *getattr(owner, "__dict__", {}).values()):
             kind = type(part)
             if isinstance(owner, keras.Layer) and isinstance(part, _COMPILED_WITH):
                 continue
-            if id(part) not in seen and not is_keras(kind) and _is_configurable(kind):
-                seen.add(id(part))
+            if id(part) not in visited and not is_keras(kind) and _is_configurable(kind):
+                visited.add(id(part))
                 yield part
 
 
@@ -579,16 +580,16 @@ def find_custom_objects(
         those registered with ``keras.saving`` that their configs name, and those given.
     """
     registered = keras.saving.get_custom_objects()
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for value in values:
-        found.update({name: registered[name] for name in _strings(value) if name in registered})
+        objects.update({name: registered[name] for name in _strings(value) if name in registered})
         for part in _parts_of_object(value):
             candidates = [type(part), *_attribute_classes(part)]
             for candidate in candidates:
                 if _is_custom(candidate):
-                    found[candidate.__name__] = candidate
-                    found[keras.saving.get_registered_name(candidate)] = candidate
-    return {name: e for name, e in found.items() if not _is_found(e)} | dict(given or {})
+                    objects[candidate.__name__] = candidate
+                    objects[keras.saving.get_registered_name(candidate)] = candidate
+    return {name: e for name, e in objects.items() if not _is_found(e)} | dict(given or {})
 
 
 def _strings(value: Any) -> Iterator[str]:

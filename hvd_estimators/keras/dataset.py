@@ -20,8 +20,6 @@ from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.shuffle import Chunk
 
-__all__ = ["ColumnDatasets", "column_dataset", "naming_data", "reading_first"]
-
 Form = Callable[[dict[str, tf.Tensor]], Any]
 Step = Callable[[Any], Any]
 
@@ -163,8 +161,8 @@ def column_dataset(
             parts = [block] if len(group) == 1 else tf.unstack(tf.transpose(block))
             columns.update(zip(group, parts, strict=True))
         # Applied to all rows of the chunk, because a call per batch costs more than its work.
-        whole = columns if form is None else form(columns)
-        return keras.tree.map_structure(lambda tensor: stack(tensor, count, size), whole)
+        structure = columns if form is None else form(columns)
+        return keras.tree.map_structure(lambda tensor: stack(tensor, count, size), structure)
 
     def stack(tensor: tf.Tensor, count: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         shape = tensor.shape[1:]

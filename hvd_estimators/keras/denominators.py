@@ -13,8 +13,6 @@ from keras.src.backend.common.masking import get_keras_mask
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
 
-__all__ = ["LossDenominators", "states_denominator"]
-
 
 def states_denominator(loss: Any) -> bool:
     """Return whether a user's loss has a method ``denominator(y_true, y_pred)``."""
@@ -50,7 +48,7 @@ class LossDenominators:
         self._weight: Any = None
         self._is_training = False
         # Losses of the step that is traced, and those among them that are no means over rows.
-        self._calls = self._others = 0
+        self._calls = self._other_sums = 0
         self._after: list[Any] = []
         self._denominator: Any = None
 
@@ -99,14 +97,14 @@ class LossDenominators:
             The number of labels.
         """
         self._weight, self._is_training, self._is_single = weight, is_training, labels == 1
-        self._calls = self._others = 0
+        self._calls = self._other_sums = 0
         self._after, self._denominator = [], None
         try:
             yield
         finally:
             self._weight = self._denominator = None
             self._after = []
-        if is_training and self._passes > 1 and self._others and self._calls > 1:
+        if is_training and self._passes > 1 and self._other_sums and self._calls > 1:
             raise ParamError(
                 "loss: several losses need a step of one batch of each rank if one of them has a "
                 "mask, ignored classes, a denominator, or reduction='sum'. Set "
@@ -135,7 +133,7 @@ class LossDenominators:
         is_known = self._is_training and self._by_samples and not _has_mask(y_pred, elements[-1])
         if denominator is None or (is_known and not states_denominator(loss)):
             return value
-        self._others += 1
+        self._other_sums += 1
         if self._is_training and self._passes > 1:
             for averager in self._averagers:
                 averager.weight = denominator / self._full
@@ -150,7 +148,7 @@ class LossDenominators:
         return self._times(value, own * tf.math.divide_no_nan(weights, self._weight))
 
     def _sum(self, value: Any) -> Any:
-        self._others += 1
+        self._other_sums += 1
         if self._is_training and self._passes > 1:
             raise ParamError(
                 "loss: reduction='sum' needs a step of one batch of each rank. Set "
@@ -164,7 +162,7 @@ class LossDenominators:
         """Sum numbers over the ranks, one reduction after the other."""
         # In 64 bits, which Horovod does not fuse with gradients: sums never depend on timing.
         with tf.control_dependencies(self._after):
-            total = sum_tensors(tf.cast(own, tf.float64), f"denominators.{self._others}")
+            total = sum_tensors(tf.cast(own, tf.float64), f"denominators.{self._other_sums}")
         self._after = [total]
         return [tf.cast(number, tf.float32) for number in tf.unstack(total)]
 

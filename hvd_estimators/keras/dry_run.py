@@ -34,16 +34,6 @@ from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 from hvd_estimators.keras.user_callbacks import check_monitors, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
 
-__all__ = [
-    "LAMBDA_REMEDY",
-    "DryRun",
-    "check_batches",
-    "check_columns",
-    "check_lambdas",
-    "check_rows",
-    "text_remedy",
-]
-
 LAMBDA_REMEDY = (
     "Keras sends the code of a Lambda's lambda without the modules and variables that the lambda "
     "uses. Write a named function (def square(x): return ops.square(x)) and set "
@@ -233,7 +223,7 @@ class DryRun:
         self._inputs: Any = input_structure(model, feature_cols)
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._batch: tuple[Any, ...] | None = None
         outputs = symbolic(model, "output")
         if outputs is not None:
@@ -262,7 +252,7 @@ class DryRun:
         ParamError
             If only a call can build the model or determine the structure of its inputs.
         """
-        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
         self._go_without_call("dry_run is False")
         model, inputs = self.model, self._inputs
         is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
@@ -287,7 +277,7 @@ class DryRun:
         ParamError
             If the model is not built and cannot be called on the driver.
         """
-        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
         check_columns(self._input_fields(), columns, "feature_cols", "input")
         with tf.device("CPU:0"), contextlib.ExitStack() as stack:
             try:
@@ -489,8 +479,8 @@ class DryRun:
 
     def _note_shapes(self, outputs: Any) -> None:
         """Record the shapes of the labels' outputs; only real rows determine all sizes."""
-        known, flat = self.outputs, keras.tree.flatten(outputs)
-        flat = self._selected(outputs) if known is None else known.select(flat)
+        description, flat = self.outputs, keras.tree.flatten(outputs)
+        flat = self._selected(outputs) if description is None else description.select(flat)
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
 
     def _label_fields(self) -> list[Field]:
@@ -505,7 +495,7 @@ class DryRun:
             return [Field(name) for name in names]
         return [
             # A label with as many elements as its output is compared in the output's shape.
-            Field(name, _label_shape(shape, self._known.get(name)))
+            Field(name, _label_shape(shape, self._row_shapes.get(name)))
             for name, shape in zip(names, shapes, strict=True)
         ]
 

@@ -16,8 +16,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.collectives import broadcast_variables
 
-__all__ = ["KerasState"]
-
 
 class KerasState(ObjectState):
     """Elastic state of a model, its optimizer and other values, for ``hvd.elastic.run``.

@@ -31,8 +31,6 @@ from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["KerasEstimator", "model_fingerprint"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _KerasTrial(Trial):
@@ -254,10 +252,10 @@ def _plain_config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str
         config = given.get_config()
     except Exception:
         return {}
-    kept = {}
+    plain = {}
     for key, value in config.items():
         if key == "learning_rate" and isinstance(value, dict) and key not in left_out:
-            kept[key] = named(value.get("config"))
+            plain[key] = named(value.get("config"))
         elif key not in left_out and isinstance(value, (bool, int, float, str)):
-            kept[key] = value
-    return kept
+            plain[key] = value
+    return plain

@@ -13,8 +13,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import inner_optimizers, require_tensorflow
 from hvd_estimators.keras.collectives import GradientAverager
 
-__all__ = ["DistributedOptimizer", "distribute", "is_distributed"]
-
 
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,

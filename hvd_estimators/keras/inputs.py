@@ -14,17 +14,6 @@ from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.keras.tensors import Field, alike
 
-__all__ = [
-    "SHAPE_KINDS",
-    "call_on_zeros",
-    "called_with",
-    "input_keys",
-    "input_structure",
-    "kept_variables",
-    "other_structure",
-    "text_columns",
-]
-
 SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
 """TensorFlow's exceptions for wrong shapes, in addition to Python's own."""
 
@@ -176,5 +165,5 @@ def _positional(feature_cols: Sequence[str]) -> Any:
 
 def _input_field(column: str, tensor: Any) -> Field:
     shape = tuple(tensor.shape[1:])
-    known = all(size is not None for size in shape)
-    return Field(column, shape if known else None, keras.backend.standardize_dtype(tensor.dtype))
+    is_known = all(size is not None for size in shape)
+    return Field(column, shape if is_known else None, keras.backend.standardize_dtype(tensor.dtype))

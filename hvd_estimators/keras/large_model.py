@@ -30,17 +30,6 @@ from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.keras.model_file import loads_plainly, variable_value
 from hvd_estimators.keras.model_metadata import ModelMetadata
 
-__all__ = [
-    "LargeModel",
-    "has_only_values",
-    "raw_values",
-    "read_head",
-    "size_of",
-    "unwritten_zeros",
-    "value_locations",
-    "write_file",
-]
-
 # Memory alignment that TensorFlow's kernels expect.
 _ALIGNMENT = 64
 # Smaller variables are copied, since only whole pages can be shared.

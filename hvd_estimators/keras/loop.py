@@ -20,17 +20,6 @@ from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 from hvd_estimators.training.step_control import StepControl
 from hvd_estimators.training.tensorboard import EventWriter
 
-__all__ = [
-    "EpochEnd",
-    "NotFinite",
-    "ProgressReports",
-    "RankCallbacks",
-    "StatisticsCallback",
-    "StepEnd",
-    "StreamsCallback",
-    "scalars",
-]
-
 
 class NotFinite:
     """Detect NaN or infinite values in a model's loss and trainable variables.

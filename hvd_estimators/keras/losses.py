@@ -15,21 +15,6 @@ from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
 
-__all__ = [
-    "NO_LOSS",
-    "added_losses",
-    "check_loss",
-    "compares_elements",
-    "find_metric",
-    "has_any_loss",
-    "has_loss",
-    "losses_by_output",
-    "may_add_loss",
-    "pairs_labels",
-    "weights_by_samples",
-    "without_reduction",
-]
-
 NO_LOSS = (
     "loss is not set, and the model adds none. Set loss, compile the model with one, or call "
     "add_loss() in the model or in one of its layers."
@@ -47,9 +32,9 @@ def has_loss(model: keras.Model) -> bool:
 
 def added_losses(model: keras.Model) -> list[Any]:
     """Return the values of `add_loss` in the last call, except regularizers of weights."""
-    found = list(model.losses)
+    all_losses = list(model.losses)
     regularized = [v for v in model.trainable_variables if v.regularizer is not None]
-    return found[: len(found) - len(regularized)]
+    return all_losses[: len(all_losses) - len(regularized)]
 
 
 def may_add_loss(model: keras.Model) -> bool:
@@ -87,9 +72,9 @@ def weights_by_samples(loss: Any) -> bool:
     loss : object
         The ``loss`` argument of `compile`.
     """
-    found = losses(loss)
-    return bool(found) and all(
-        getattr(entry, "reduction", None) == "mean_with_sample_weight" for entry in found
+    entries = losses(loss)
+    return bool(entries) and all(
+        getattr(entry, "reduction", None) == "mean_with_sample_weight" for entry in entries
     )
 
 
@@ -171,7 +156,7 @@ def has_any_loss(model: keras.Model, x: Any) -> bool:
 
 def check_loss(
     model: keras.Model,
-    known: Outputs | None,
+    description: Outputs | None,
     x: Any,
     outputs: Any,
     labels: Any,
@@ -183,7 +168,7 @@ def check_loss(
     ----------
     model : keras.Model
         The compiled model.
-    known : Outputs or None
+    description : Outputs or None
         Pairing of outputs and labels; None if labels do not pair with outputs.
     x, outputs, labels, weights : tensors
         The model's input and output for some rows, labels in the structure of the outputs, and
@@ -194,7 +179,7 @@ def check_loss(
     ShapeError
         If the loss cannot take outputs and labels, or does not return a single number.
     """
-    compared = _compared(model, known, outputs, labels)
+    compared = _compared(model, description, outputs, labels)
     shapes = "; ".join(
         f"{name}: output {tuple(output.shape)}, label {tuple(label.shape)}"
         for name, output, label, _ in compared
@@ -223,18 +208,18 @@ def check_loss(
 
 
 def _compared(
-    model: keras.Model, known: Outputs | None, outputs: Any, labels: Any
+    model: keras.Model, description: Outputs | None, outputs: Any, labels: Any
 ) -> list[tuple[str, Any, Any, Any]]:
     """Return name, output, label and loss of each output that has a label."""
-    if known is None:
+    if description is None:
         return []
     return [
         (name, output, label, loss)
         for name, output, label, loss in zip(
-            known.labels,
+            description.labels,
             keras.tree.flatten(outputs),
             keras.tree.flatten(labels),
-            losses_by_output(model.loss, known),
+            losses_by_output(model.loss, description),
             strict=True,
         )
         if name is not None

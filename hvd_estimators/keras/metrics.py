@@ -13,16 +13,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import is_keras
 
-__all__ = [
-    "are_built",
-    "build_metrics",
-    "check_metrics",
-    "leaf_metrics",
-    "merge_states",
-    "metrics_with_merge_state",
-    "summed_variables",
-]
-
 logger = logging.getLogger(__name__)
 
 
@@ -118,19 +108,19 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
         return
     finally:
         model.reset_metrics()
-    for metric, together, first, second in zip(leaf_metrics(model), *measured, strict=True):
+    for metric, joint, first, second in zip(leaf_metrics(model), *measured, strict=True):
         if _is_known(metric):
             continue
-        expected, found = (
+        expected, merged = (
             _result(metric, state)
-            for state in (together, [a + b for a, b in zip(first, second, strict=True)])
+            for state in (joint, [a + b for a, b in zip(first, second, strict=True)])
         )
         metric.reset_state()
-        if not np.allclose(expected, found, rtol=1e-3, atol=1e-6, equal_nan=True):
+        if not np.allclose(expected, merged, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ParamError(
                 f"metrics: the state of {metric.name!r} ({type(metric).__name__}) cannot be added "
                 f"up over ranks: two batches after each other measure {expected}, and the sum of "
-                f"their states {found}. Give the class a method merge_state(self, metrics) that "
+                f"their states {merged}. Give the class a method merge_state(self, metrics) that "
                 "takes in the variables of other metrics of its kind, or make its variables with "
                 "add_variable(aggregation='mean') (the mean of the ranks') or 'only_first_replica' "
                 "(rank 0's)."

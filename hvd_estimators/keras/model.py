@@ -24,8 +24,6 @@ from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import param
 from hvd_estimators.saving.export import exported, is_installed
 
-__all__ = ["KerasModel"]
-
 
 class KerasModel(HorovodModel):
     """A fitted Keras model as a Spark ML Transformer.
@@ -150,9 +148,9 @@ class KerasModel(HorovodModel):
         return model_payload(model, self.getOrDefault("custom_objects")), load
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
-        known = self.getOrDefault("output_shapes")
-        if known is not None:
-            return [tuple(shape) for shape in known]
+        shapes = self.getOrDefault("output_shapes")
+        if shapes is not None:
+            return [tuple(shape) for shape in shapes]
         model = self.getOrDefault("model")
         if type(model).call is keras.Model.call:
             name = type(model).__name__
@@ -169,8 +167,8 @@ class KerasModel(HorovodModel):
         outputs = call_on_zeros(model, self._inputs())
         labels = self.getOrDefault("label_columns") or []
         selection = self.getOrDefault("outputs")
-        found = of_labels(model, outputs, labels, pairs_labels(model), selection)
-        return [tuple(output.shape[1:]) for output in found]
+        selected = of_labels(model, outputs, labels, pairs_labels(model), selection)
+        return [tuple(output.shape[1:]) for output in selected]
 
     def _inputs(self) -> Any:
         columns = self.getOrDefault("feature_columns") or []

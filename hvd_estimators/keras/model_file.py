@@ -32,27 +32,6 @@ from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras,
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.store.files import CHUNK_BYTES
 
-__all__ = [
-    "WEIGHTS",
-    "ModelCopy",
-    "load_folder",
-    "load_weights",
-    "loads_plainly",
-    "own_variables",
-    "read_content",
-    "read_files",
-    "read_rewritten",
-    "rewritten_variables",
-    "save_file",
-    "save_folder",
-    "save_plainly",
-    "snapshot",
-    "uncompiled",
-    "variable_value",
-    "write_files",
-    "write_rewritten",
-]
-
 logger = logging.getLogger(__name__)
 
 _MEMBER = "hvd_estimators.variables.npz"
@@ -83,11 +62,11 @@ def rewritten_variables(model: keras.Model) -> dict[int, Array]:
     layers = [layer for layer in all_layers(model) if not loads_plainly(layer)]
     if not layers:
         return {}
-    found = {id(variable) for layer in layers for variable in own_variables(layer)}
+    ids = {id(variable) for layer in layers for variable in own_variables(layer)}
     return {
         number: np.array(variable_value(variable))
         for number, variable in enumerate(model.variables)
-        if id(variable) in found
+        if id(variable) in ids
     }
 
 
@@ -195,7 +174,7 @@ def read_files(directory: str) -> dict[str, Array]:
     The content of files above 1 MiB stays on the disk until it is used, even after the folder is
     deleted.
     """
-    found = {}
+    contents = {}
     for folder, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(folder, name)
@@ -204,8 +183,8 @@ def read_files(directory: str) -> dict[str, Array]:
                 content: Array = np.asarray(np.memmap(path, np.uint8, mode="r"))
             else:
                 content = np.fromfile(path, np.uint8)
-            found[os.path.relpath(path, directory)] = content
-    return found
+            contents[os.path.relpath(path, directory)] = content
+    return contents
 
 
 def write_files(files: dict[str, Array], directory: str) -> None:
@@ -437,13 +416,13 @@ def read_content(
 
 
 def _weights(file: IO[bytes]) -> dict[str, Array]:
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
 
     def take(name: str, entry: Any) -> None:
         if isinstance(entry, h5py.Dataset):
-            found[name] = entry[()]
+            values[name] = entry[()]
 
     file.seek(0)
     with h5py.File(file, "r") as weights:
         weights.visititems(take)
-    return found
+    return values

@@ -20,8 +20,6 @@ from hvd_estimators.keras.custom_objects import (
 )
 from hvd_estimators.keras.model_file import own_variables, variable_value
 
-__all__ = ["ModelMetadata"]
-
 
 @dataclass(frozen=True)
 class ModelMetadata:
@@ -60,7 +58,7 @@ class ModelMetadata:
             [keras.dtype_policies.serialize(part.dtype_policy) for part in layers],
             [variable.trainable for variable in model.variables],
             {},
-            {number: found for number, found in attributes.items() if found},
+            {number: values for number, values in attributes.items() if values},
         )
 
     def paired(self, model: keras.Model, copy: keras.Model) -> tuple[ModelMetadata, list[Any]]:
@@ -163,12 +161,12 @@ def _pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
         if ours.keys() == theirs.keys():
             matched.update({id(theirs[name]): ours[name] for name in ours})
     pairs = [(matched[id(b)], b) for b in copy.variables]
-    known = {id(variable) for variable in model.variables}
+    ids = {id(variable) for variable in model.variables}
     for a, b in pairs:
-        found = [f"shape {tuple(v.shape)} and type {v.dtype}" for v in (a, b)]
-        if found[0] != found[1]:
-            raise UnequalCopyError(f"its variable {a.path!r} has {found[0]}; in a copy, {found[1]}")
-        if id(b) in known:
+        forms = [f"shape {tuple(v.shape)} and type {v.dtype}" for v in (a, b)]
+        if forms[0] != forms[1]:
+            raise UnequalCopyError(f"its variable {a.path!r} has {forms[0]}; in a copy, {forms[1]}")
+        if id(b) in ids:
             raise UnequalCopyError(f"its copies share the variable {a.path!r} with it")
     trainable = [id(a) for a, _ in pairs if a.trainable]
     optimizer = getattr(model, "optimizer", None)

@@ -10,14 +10,12 @@ import keras
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 
-__all__ = ["Outputs", "per_output", "symbolic"]
-
 
 def symbolic(model: keras.Model, side: str) -> Any:
     """Return the symbolic "input" or "output" of a model in its structure, or None."""
     if isinstance(model, keras.Sequential):
-        found = getattr(model, f"{side}s") if model.built else None
-        return found[0] if found else None
+        tensors = getattr(model, f"{side}s") if model.built else None
+        return tensors[0] if tensors else None
     try:
         return getattr(model, side)
     except (AttributeError, ValueError):
@@ -91,10 +89,10 @@ class Outputs:
             layers = tuple(getattr(model, "output_names", layers))
         keys = _keys(structure)
         names = (_fields(structure) or layers) if keys is None else keys
-        found = Outputs(structure, names, layers, (None,) * len(flat), tuple(range(len(flat))))
+        described = Outputs(structure, names, layers, (None,) * len(flat), tuple(range(len(flat))))
         if selection is not None:
-            return found._with_selection(list(label_cols), selection)
-        return found._with_labels(list(label_cols), has_keys=keys is not None)
+            return described._with_selection(list(label_cols), selection)
+        return described._with_labels(list(label_cols), has_keys=keys is not None)
 
     def _with_selection(self, label_cols: list[str], selection: Sequence[int | str]) -> Outputs:
         selected = tuple(map(self._position, selection))

@@ -37,8 +37,6 @@ from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dum
 from hvd_estimators.keras.user_callbacks import check_callbacks
 from hvd_estimators.params import integer, number, numbers, objects, param
 
-__all__ = ["KerasParams", "class_weights", "environment", "label_weights"]
-
 
 def environment(name: str, value: Any) -> dict[str, str | None]:
     """Accept a dict of variable names to values."""

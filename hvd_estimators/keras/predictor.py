@@ -24,15 +24,6 @@ from hvd_estimators.keras.serialization import load_model, load_uncompiled
 from hvd_estimators.keras.tensors import Field, alike
 from hvd_estimators.saving.saved import Saved
 
-__all__ = [
-    "CPU",
-    "KerasPredictor",
-    "choose_device",
-    "load_predictor",
-    "of_labels",
-    "reduce_precision",
-]
-
 CPU = "/CPU:0"
 
 
@@ -94,7 +85,7 @@ def _computing(layer: keras.Layer) -> list[keras.Layer]:
     if isinstance(layer, (keras.layers.InputLayer, keras.layers.Normalization)):
         return []
     if isinstance(layer, keras.Model) and symbolic(layer, "input") is not None:
-        return [found for part in layer.layers for found in _computing(part)]
+        return [computing for part in layer.layers for computing in _computing(part)]
     return all_layers(layer)
 
 
@@ -179,11 +170,11 @@ class KerasPredictor:
             outputs = self._start(x)
 
         def finish() -> list[Array]:
-            found = outputs
+            computed = outputs
             if self.overlaps:
                 with naming():
-                    found = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
-            chosen = of_labels(self._model, found, self._labels, self._compares, self._selection)
+                    computed = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+            chosen = of_labels(self._model, computed, self._labels, self._compares, self._selection)
             return [_as_numbers(output) for output in chosen]
 
         return finish
@@ -197,9 +188,11 @@ class KerasPredictor:
 
     def _expected(self) -> str:
         """Describe the inputs that the model declares."""
-        known: list[Field] = [f for f in keras.tree.flatten(self._structure) if f.shape is not None]
-        forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in known)
-        return f"{', '.join(forms)} per row" if known else ""
+        shaped: list[Field] = [
+            f for f in keras.tree.flatten(self._structure) if f.shape is not None
+        ]
+        forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in shaped)
+        return f"{', '.join(forms)} per row" if shaped else ""
 
 
 def of_labels(

@@ -52,18 +52,6 @@ from hvd_estimators.keras.model_file import (
 )
 from hvd_estimators.keras.model_metadata import ModelMetadata
 
-__all__ = [
-    "ModelPayload",
-    "OptimizerPayload",
-    "copy_model",
-    "dump",
-    "dump_model",
-    "load",
-    "load_model",
-    "load_uncompiled",
-    "model_payload",
-]
-
 logger = logging.getLogger(__name__)
 
 # For models above this size, unused copies are freed at once. The garbage collector does not know
@@ -328,11 +316,11 @@ def _saved_and_loaded(
     # Loading draws random numbers.
     with kept_random_state(), tempfile.TemporaryDirectory() as directory:
         with complete_configs(view, extras):
-            found = find_custom_objects([view], custom_objects)
+            named = find_custom_objects([view], custom_objects)
             save_folder(view, directory)
         files = _undated(read_files(directory))
         _collect(files)
-        found.update(extras)
+        named.update(extras)
         metadata, compiled = ModelMetadata.of(model), None
         if has_own_compile(model):
             compiled = _compiled_with(model)
@@ -340,12 +328,12 @@ def _saved_and_loaded(
                 optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
                 compiled["optimizer"] = optimizer
         # The copy gets its own objects.
-        document = dump((found, compiled, metadata), custom_objects)
+        document = dump((named, compiled, metadata), custom_objects)
         objects, arguments, given = load(document)
         copy = _load_folder(directory, objects, given)
         metadata = metadata.completed(model, copy)
         _compile(copy, arguments)
-    return (files, found, compiled, metadata), copy
+    return (files, named, compiled, metadata), copy
 
 
 def _undated(files: dict[str, Array]) -> dict[str, Array]:
@@ -418,8 +406,8 @@ class _Uncompiled(Unpickler):
     compiled: Mapping[str, Any] | None = None
 
     def find_class(self, module: str, name: str, /) -> Any:
-        found = super().find_class(module, name)
-        return self._load if found is _load_model else found
+        value = super().find_class(module, name)
+        return self._load if value is _load_model else value
 
     def _load(
         self,
@@ -504,8 +492,8 @@ class OptimizerPayload:
         """
         state = _State()
         optimizer.save_own_variables(state)
-        config, found = complete_config(optimizer, custom_objects)
-        return OptimizerPayload(type(optimizer), config, state, found)
+        config, objects = complete_config(optimizer, custom_objects)
+        return OptimizerPayload(type(optimizer), config, state, objects)
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return a new optimizer without state."""

@@ -16,8 +16,6 @@ from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 from hvd_estimators.training.shard_state import HostStreams, ShardStates
 
-__all__ = ["MicroBatches", "RandomStreams", "VariableState", "seed_states", "split_seed_states"]
-
 
 class RandomStreams(HostStreams):
     """Independent random streams for each shard and epoch, for all generators.
@@ -194,13 +192,13 @@ class MicroBatches:
 
     def begin(self, batch: int) -> int | None:
         """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
-        step, turn = divmod(batch, self.passes)
+        step, micro_batch = divmod(batch, self.passes)
         if self.passes > 1:
-            self.shards.enter(turn)
-            if turn >= len(self.shards.shards):
+            self.shards.enter(micro_batch)
+            if micro_batch >= len(self.shards.shards):
                 # The loss of an empty micro-batch is NaN.
                 self._measured = [variable.numpy() for variable in self._model.metrics_variables]
-        return step if not turn and not step % self._steps_per_call else None
+        return step if not micro_batch and not step % self._steps_per_call else None
 
     def end(self, batch: int) -> int | None:
         """End a micro-batch; return the step, counted from 0, if the step has ended."""
@@ -210,8 +208,8 @@ class MicroBatches:
             for variable, value in zip(self._model.metrics_variables, self._measured, strict=True):
                 variable.assign(value)
             self._measured = None
-        step, turn = divmod(batch, self.passes)
-        if turn + 1 < self.passes:
+        step, micro_batch = divmod(batch, self.passes)
+        if micro_batch + 1 < self.passes:
             return None
         self.shards.enter(0)
         return step

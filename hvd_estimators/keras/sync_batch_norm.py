@@ -16,8 +16,6 @@ import tensorflow as tf
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
 
-__all__ = ["SynchronizedMoments", "synchronized_layers"]
-
 
 def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """Return the layers of a model that must be synchronized."""
@@ -89,9 +87,9 @@ class SynchronizedMoments:
         squares = total(tf.square(inputs - tf.reshape(mean, shape)))
         # Separate entries for each rank's statistics give the precision of one process.
         own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
-        places = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
+        one_hot = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
         counts, means, squares = tf.split(
-            self._sum(places * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
+            self._sum(one_hot * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
         )
         rows = tf.reduce_sum(counts)
         if mask is not None:

@@ -14,8 +14,6 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.keras.compile_args import class_weights
 
-__all__ = ["ZEROS", "Field", "TensorSpec", "alike"]
-
 
 @dataclass(frozen=True)
 class Field:

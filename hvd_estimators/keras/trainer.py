@@ -62,8 +62,6 @@ from hvd_estimators.training.step_control import (
 )
 from hvd_estimators.training.tensorboard import EventWriter
 
-__all__ = ["KerasTrainSpec", "train"]
-
 
 @dataclass(frozen=True)
 class KerasTrainSpec(TrainSpec):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import pickle
 import types
+import warnings
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
@@ -16,18 +16,6 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.training.run_state import is_encodable
-
-__all__ = [
-    "CallbackStates",
-    "ScalarState",
-    "callback_state",
-    "check_callbacks",
-    "check_monitors",
-    "for_rank",
-    "judges_by_name",
-    "restore_callback",
-    "writes_files",
-]
 
 _WRITING = (
     keras.callbacks.CSVLogger,
@@ -150,10 +138,13 @@ def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> 
         If Keras cannot infer whether lower or higher values are better.
     """
     for callback in filter(judges_by_name, callbacks):
-        judge = copy.copy(callback)
+        judge = keras.callbacks.EarlyStopping(callback.monitor)
         judge.set_model(model)
         try:
-            judge._set_monitor_op()
+            with warnings.catch_warnings():
+                # Keras chooses the direction, and warns that there is no value.
+                warnings.simplefilter("ignore")
+                judge.on_epoch_end(0, {})
         except ValueError as error:
             name = f"{type(callback).__name__}(monitor={callback.monitor!r})"
             raise ParamError(
@@ -241,9 +232,9 @@ class CallbackStates:
                 {
                     name: value
                     for name, value in values.items()
-                    if name not in known or pickle.dumps(value) != pickle.dumps(known[name])
+                    if name not in of_first or pickle.dumps(value) != pickle.dumps(of_first[name])
                 }
-                for values, known in zip(of_rank, first, strict=True)
+                for values, of_first in zip(of_rank, first, strict=True)
             ]
             for of_rank in of_ranks
         ]
@@ -267,13 +258,13 @@ def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
     if isinstance(callback, keras.callbacks.CSVLogger):
         left_out = (*left_out, *_OF_FILES)
     attributes = {name: v for name, v in vars(callback).items() if name not in left_out}
-    plain = {name: _plain(value) for name, value in attributes.items()}
+    plain_values = {name: _plain(value) for name, value in attributes.items()}
     functions = {
         name: f"{value.__module__}:{value.__qualname__}"
         for name, value in attributes.items()
         if isinstance(value, types.FunctionType) and _function_of(value) is value
     }
-    values = {name: value for name, value in plain.items() if is_encodable(value)}
+    values = {name: value for name, value in plain_values.items() if is_encodable(value)}
     return {"values": values, "functions": functions}
 
 

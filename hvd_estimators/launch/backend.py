@@ -17,8 +17,6 @@ from hvd_estimators.launch.service.server import DriverService
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-__all__ = ["Backend", "as_backend"]
-
 
 class Backend(ABC):
     """Base class of backends, which run a function in one process per rank.

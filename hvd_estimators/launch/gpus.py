@@ -21,22 +21,6 @@ from collections.abc import Mapping, Sequence
 
 from hvd_estimators.exceptions import GpuError
 
-__all__ = [
-    "HIDDEN",
-    "VISIBLE_VARIABLE",
-    "assigned_gpus",
-    "check_assignment",
-    "check_gpus",
-    "describe_gpus",
-    "get_available_devices",
-    "gpu_hint",
-    "gpu_index",
-    "gpu_place",
-    "own_gpu",
-    "rank_gpus",
-    "visible_gpus",
-]
-
 Environment = Mapping[str, str | None]
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"

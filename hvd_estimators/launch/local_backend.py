@@ -43,8 +43,6 @@ from hvd_estimators.launch.validation import (
 from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, modules_of
 
-__all__ = ["LocalBackend"]
-
 
 class LocalBackend(Backend):
     """Backend that runs every rank as a subprocess on this machine.

@@ -19,8 +19,6 @@ from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
 if TYPE_CHECKING:
     from hvd_estimators.launch.spark_backend import SparkBackend
 
-__all__ = ["Launches", "await_relaunch_slots", "final_error", "summary"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.service.elastic_state import CommitStore
     from hvd_estimators.store import Store
 
-__all__ = ["SparkBackend"]
-
 
 class SparkBackend(Backend):
     """Backend that runs every rank as the child process of a Spark barrier task.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GLOO_TIMEOUT", "Patience"]
-
 GLOO_TIMEOUT = "120"
 """Seconds for which ranks wait for each other within Gloo, unless the user sets another value.
 

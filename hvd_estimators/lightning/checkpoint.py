@@ -56,8 +56,6 @@ from hvd_estimators.training.step_control import StepControl
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["RunCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 # Keys of a checkpoint, in addition to Lightning's.
@@ -208,11 +206,11 @@ class RunCheckpoint(Callback):
         for name, parameter in pl_module.named_parameters():
             if name in self._requires_grad:
                 parameter.requires_grad_(self._requires_grad[name])
-        known = _known_objects(trainer)
+        library_objects = _known_objects(trainer)
         given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
-        self._stateful = StatefulObjects(given, pl_module, known, self._base_attributes)
+        self._stateful = StatefulObjects(given, pl_module, library_objects, self._base_attributes)
         self._attributes = AttributeWatch(
-            pl_module, known, self._base_attributes, is_active=trainer.is_global_zero
+            pl_module, library_objects, self._base_attributes, is_active=trainer.is_global_zero
         )
         self._non_persistent = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
@@ -278,9 +276,7 @@ class RunCheckpoint(Callback):
         self._write(checkpoint, stopped=stopped)
 
     def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
-            weights_only=False
-        )
+        checkpoint = _dump_checkpoint(trainer)
         checkpoint[_BUFFERS] = ShardBuffers(
             trainer.lightning_module, self._shards, self._non_persistent
         )
@@ -486,8 +482,8 @@ def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
     given = param_group["params"]
     added = [given] if isinstance(given, torch.Tensor) else list(given)
     tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in added]
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not all(id(tensor) in known for tensor in tensors):
+    tensor_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not all(id(tensor) in tensor_ids for tensor in tensors):
         type(optimizer).add_param_group(optimizer, {**param_group, "params": added})
 
 
@@ -512,11 +508,11 @@ def _snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """
     tensors = snapshot({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
     try:
-        others = copy.deepcopy({n: value for n, value in checkpoint.items() if n not in tensors})
+        rest = copy.deepcopy({n: value for n, value in checkpoint.items() if n not in tensors})
     except Exception as error:
         logger.debug("A checkpoint is written while training waits: %s", error)
         return checkpoint, False
-    return {name: tensors.get(name, others.get(name)) for name in checkpoint}, True
+    return {name: tensors.get(name, rest.get(name)) for name in checkpoint}, True
 
 
 def _known_objects(trainer: Trainer) -> list[Any]:
@@ -543,8 +539,21 @@ def _averager(trainer: Trainer) -> GradientAverager:
 
 
 def _restarted(loop: Any) -> None:
-    """Make a loop and its nested loops continue as if they had not been interrupted."""
-    loop._restarting = False
-    for part in vars(loop).values():
-        if hasattr(part, "_restarting"):
-            _restarted(part)
+    """Make the loop of a fit, and its nested loops, continue as if they were not interrupted."""
+    # The outer loop's own setter ignores False with max_steps. Nested loops have the inherited one.
+    type(loop.epoch_loop).restarting.fset(loop, False)
+
+
+def _dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return the checkpoint that Lightning would write."""
+    checkpoint: dict[str, Any] = {}
+
+    def save(content: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        checkpoint.update(content)
+
+    with (
+        patch_attribute(trainer.strategy, "save_checkpoint", save),
+        patch_attribute(trainer.strategy, "barrier", lambda *args, **kwargs: None),
+    ):
+        trainer.save_checkpoint("", weights_only=False)
+    return checkpoint

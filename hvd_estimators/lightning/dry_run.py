@@ -19,14 +19,6 @@ from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
-__all__ = [
-    "check_shards_of_module",
-    "check_step",
-    "row_shapes",
-    "takes_tuple",
-    "unpacking_hint",
-]
-
 logger = logging.getLogger(__name__)
 
 _COUNTED_BATCHES = (
@@ -113,7 +105,7 @@ def check_step(
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
         return None
     parameters = list(inspect.signature(module.training_step).parameters)
-    trial = _copied(module)
+    trial = _trial_copy(module)
     if trial is None or "dataloader_iter" in parameters:
         return None
 
@@ -187,7 +179,7 @@ def row_shapes(
 
     A LightningModule can train without a ``forward`` that takes its features.
     """
-    trial: Any = _copied(module)
+    trial: Any = _trial_copy(module)
     if trial is None:
         return None
     try:
@@ -205,7 +197,7 @@ def row_shapes(
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def _copied(module: torch.nn.Module) -> Any:
+def _trial_copy(module: torch.nn.Module) -> Any:
     """Return a copy to try, or log a warning and return None if the copy fails."""
     try:
         return copied(module)

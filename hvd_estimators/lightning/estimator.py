@@ -42,8 +42,6 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["LightningEstimator", "TorchEstimator"]
-
 _OF_A_PART = frozenset(
     {
         *("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "callbacks", "logger"),

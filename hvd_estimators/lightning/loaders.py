@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.lightning.package import is_lightning
+from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import DataSpec
@@ -22,17 +22,6 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, Trainer
-
-__all__ = [
-    "BatchForm",
-    "TrainLoader",
-    "ValidationLoader",
-    "is_lightning_data",
-    "make_loaders",
-    "open_lightning_data",
-    "skip_batches",
-]
-
 
 TensorBatch = Mapping[str, torch.Tensor]
 
@@ -107,7 +96,9 @@ def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
         Sets the random numbers of the epoch's start, because the order of rows may depend on them.
     """
     fit: Any = trainer.fit_loop
-    if all(hasattr(loader, "load_state_dict") for loader in fit._combined_loader.flattened):
+    make: Any = flavor_of(trainer)
+    loaders = make.get("utilities.CombinedLoader")(trainer.train_dataloader).flattened
+    if all(hasattr(loader, "load_state_dict") for loader in loaders):
         return
     fetcher = fit._data_fetcher
     seed()
@@ -355,20 +346,20 @@ def make_loaders(
     # With `same`, the loader stores all batches of an epoch, which may exceed a GPU's memory.
     batches = tensor_batches(module.train_chunks(), "cpu" if same else device)
     sizes = module.global_train_sizes()
-    turns = data.passes_per_batch
+    micro_batches = data.passes_per_batch
     train = TrainLoader(
         WeightedBatches(batches, sizes, shards.size, 1, sum_over_ranks),
         form,
-        data.train_steps_per_epoch * turns,
+        data.train_steps_per_epoch * micro_batches,
         passes_per_step,
         shards,
         same,
-        done * turns,
+        done * micro_batches,
         totals,
     )
     if data.val_plan is None:
         return train, None
-    steps = data.validation_steps_per_epoch * turns
+    steps = data.validation_steps_per_epoch * micro_batches
     validation = ValidationLoader(module, form, steps, device)
     of_ranks = [virtual_shards(data.num_shards, rank, shards.size) for rank in range(shards.size)]
     if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import logging
 import os
@@ -14,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.lightning.package import FLAVORS, CheckpointIO, Flavor, is_lightning
+from hvd_estimators.lightning.package import (
+    FLAVORS,
+    CheckpointIO,
+    Flavor,
+    flavor_of,
+    is_lightning,
+)
 from hvd_estimators.store.base import Store
 from hvd_estimators.training.run_state import reading
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
-
-__all__ = ["StoreCheckpointIO", "make_loggers", "make_profiler", "quiet"]
 
 
 @contextlib.contextmanager
@@ -130,29 +133,29 @@ def make_loggers(
 
 def _redirect(logger: Any, path: str, rank: int) -> None:
     """Redirect a logger's files to a path."""
-    is_csv = is_lightning(logger, "loggers.CSVLogger")
-    if is_csv or is_lightning(logger, "loggers.TensorBoardLogger"):
-        logger._root_dir = path
-        if is_csv:
-            logger._save_dir = path
-        return
+    flavor: Any = flavor_of(logger)
+    for kind in ("loggers.CSVLogger", "loggers.TensorBoardLogger"):
+        if is_lightning(logger, kind):
+            _copy_location(logger, flavor.get(kind)(path), path)
+            return
     if is_lightning(logger, "loggers.MLFlowLogger"):
-        is_folder = str(logger._tracking_uri).startswith("file:")
-        if rank == 0 and is_folder:
-            _redirect_mlflow(logger, f"file:{path}/mlruns")
+        # The client creates its folders, which several ranks cannot do at the same time.
+        if rank == 0 and logger.save_dir is not None:
+            # The driver has allowed MLflow to write files; otherwise this logger could not exist.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = f"file:{path}/mlruns"
+            _copy_location(logger, flavor.get("loggers.MLFlowLogger")(tracking_uri=uri), uri)
         return
     # Loggers that write elsewhere have no save_dir, or one that is read-only.
     with contextlib.suppress(AttributeError):
         logger.save_dir = path
 
 
-def _redirect_mlflow(logger: Any, uri: str) -> None:
-    # The driver has allowed MLflow to write files; otherwise this logger could not exist.
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    client: Any = importlib.import_module("mlflow.tracking")
-    logger._tracking_uri = uri
-    # The client creates its folders, which several ranks cannot do at the same time.
-    logger._mlflow_client = client.MlflowClient(uri)
+def _copy_location(logger: Any, example: Any, location: str) -> None:
+    """Set the attributes that contain the location in another logger, and its MLflow client."""
+    for name, value in vars(example).items():
+        if value == location or type(value).__name__ == "MlflowClient":
+            vars(logger)[name] = value
 
 
 def make_profiler(profiler: Any, path: str | None, flavor: Flavor) -> Any:

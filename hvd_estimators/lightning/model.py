@@ -38,8 +38,6 @@ from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import module_payload, plain_module
 from hvd_estimators.torch.tensors import call_with_leading, with_form
 
-__all__ = ["LightningModel", "TorchModel"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -91,9 +89,9 @@ class LightningModel(torch_model.TorchModel):
     def _output_shapes_on(self, dataset: DataFrame | None) -> list[tuple[int, ...]]:
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
-        known = self.getOrDefault("output_shapes")
+        shapes = self.getOrDefault("output_shapes")
         # fit() stores the output shapes of forward(), which may differ from those of predict_step.
-        if known is not None and not self.getOrDefault("use_predict_step"):
+        if shapes is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
         applied = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
         document, load = self._make_predictor()
@@ -102,7 +100,7 @@ class LightningModel(torch_model.TorchModel):
             return tried
         if dataset is not None and not dataset.isStreaming:
             return self._try_on_first_row(dataset, applied, document, load)
-        if known is not None:
+        if shapes is not None:
             return self._output_shapes()
         raise ParamError(
             "output_shapes is not known for a model that was not fitted, or that predicts by its "
@@ -124,8 +122,8 @@ class LightningModel(torch_model.TorchModel):
         dtypes = self.getOrDefault("column_dtypes") or {}
         if name in dtypes:
             return super()._input_dtype(module, name)
-        known = (self._get_metadata() or {}).get(name, {}).get("dtype", "float32")
-        stored = torch.from_numpy(np.empty(0, known)).dtype
+        dtype = (self._get_metadata() or {}).get(name, {}).get("dtype", "float32")
+        stored = torch.from_numpy(np.empty(0, dtype)).dtype
         return floating_dtype(module) if stored.is_floating_point else stored
 
     def _predicts_rows(self) -> bool:

@@ -34,8 +34,6 @@ from hvd_estimators.torch.shard_state import reductions_of
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
-__all__ = ["LightningParams", "epochs_of_run"]
-
 _PROFILERS = ("simple", "advanced", "pytorch")
 
 

@@ -24,15 +24,6 @@ from hvd_estimators.torch.predictor import (
 from hvd_estimators.torch.serialization import load_module
 from hvd_estimators.torch.tensors import TensorSpec, call_with_leading, select_outputs
 
-__all__ = [
-    "LightningPredictor",
-    "RowFunction",
-    "RowPredictor",
-    "floating_dtype",
-    "forward_inputs",
-    "load_predictor",
-]
-
 RowFunction = Callable[[torch.nn.Module, Any], Any]
 """Maps a module and a row (a ``pyspark.sql.Row``) to an output or a list of outputs."""
 

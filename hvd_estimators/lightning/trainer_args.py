@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 
     from hvd_estimators.lightning.strategy import WeightedStrategy
 
-__all__ = [
-    "LightningTrainSpec",
-    "TrainerObjects",
-    "adapted_trainer_args",
-    "as_list",
-    "check_callbacks",
-    "check_module",
-    "check_objects",
-    "check_trainer_args",
-    "trainer_arguments",
-]
-
 
 @dataclass(frozen=True)
 class TrainerObjects:
@@ -266,7 +254,7 @@ def check_trainer_args(
                 f"trainer_args: {name}=False, and callbacks has a {type(of_kind[0]).__name__}. "
                 "Leave one of them out."
             )
-    plain = {
+    plain_args = {
         name: value
         for name, value in arguments.items()
         if isinstance(value, _PLAIN) and name not in (*_OF_DEVICES, "logger", "profiler")
@@ -280,7 +268,7 @@ def check_trainer_args(
         "enable_model_summary": False,
         "use_distributed_sampler": False,
     }
-    passes = plain.get("accumulate_grad_batches")
+    passes = plain_args.get("accumulate_grad_batches")
     if passes is not None and (not isinstance(passes, int) or passes < 1):
         raise ParamError(
             f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
@@ -288,10 +276,10 @@ def check_trainer_args(
     misconfigured = flavor.get("utilities.exceptions.MisconfigurationException")
     with traceless(), quiet():
         try:
-            flavor.get("Trainer")(**{**plain, **ours, "barebones": False})
+            flavor.get("Trainer")(**{**plain_args, **ours, "barebones": False})
         except (TypeError, ValueError, misconfigured) as error:
             raise ParamError(
-                f"trainer_args: Lightning's Trainer rejects them ({error}). Found {plain!r}. "
+                f"trainer_args: Lightning's Trainer rejects them ({error}). Found {plain_args!r}. "
                 "Change the argument that the error names."
             ) from error
 

@@ -14,8 +14,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["BlockLayout", "BufferPool", "Rows", "fresh_buffer", "row_bytes"]
-
 _ALIGNMENT = 64
 _MEASURED_ROWS = 1000
 _OBJECT_BYTES = 64
@@ -62,16 +60,16 @@ class BufferPool:
 
     Parameters
     ----------
-    kept : int
+    max_buffers : int
         Maximum number of buffers in the pool.
     new_buffer : callable, optional
         Allocates a buffer of a given number of bytes. Default: `fresh_buffer`.
     """
 
     def __init__(
-        self, kept: int = 8, new_buffer: Callable[[int], memoryview] | None = None
+        self, max_buffers: int = 8, new_buffer: Callable[[int], memoryview] | None = None
     ) -> None:
-        self._kept = kept
+        self._max_buffers = max_buffers
         self._new_buffer = new_buffer or fresh_buffer
         self._lock = threading.Lock()
         self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
@@ -94,7 +92,7 @@ class BufferPool:
             # own its memory.
             array = np.frombuffer(buffer, dtype, math.prod(shape))
             self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
-            del self._buffers[: -self._kept]
+            del self._buffers[: -self._max_buffers]
         return array.reshape(shape)
 
 
@@ -155,13 +153,13 @@ class Rows:
 
         All positions must be in range.
         """
-        taken = []
+        blocks = []
         for block in self.blocks:
             target = memory.empty((len(positions), *block.shape[1:]), block.dtype)
             # Without "clip", NumPy gathers into a temporary buffer first.
             np.take(_records(block), positions, axis=0, out=_records(target), mode="clip")
-            taken.append(target)
-        return Rows(self.layout, taken)
+            blocks.append(target)
+        return Rows(self.layout, blocks)
 
     def fill(self, columns: Columns) -> None:
         """Overwrite these rows with columns of the same length.
@@ -207,11 +205,11 @@ class Rows:
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
             for name in group:
                 row_shape = block.shape[1:] if len(group) == 1 else ()
-                found = columns[name]
-                if (found.shape[1:], found.dtype) != (row_shape, block.dtype):
+                column = columns[name]
+                if (column.shape[1:], column.dtype) != (row_shape, block.dtype):
                     raise DataError(
-                        f"Column {name!r} has rows of shape {found.shape[1:]} and type "
-                        f"{found.dtype} after others of shape {row_shape} and type {block.dtype}."
+                        f"Column {name!r} has rows of shape {column.shape[1:]} and type "
+                        f"{column.dtype} after others of shape {row_shape} and type {block.dtype}."
                     )
 
 

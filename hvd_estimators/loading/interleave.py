@@ -23,16 +23,6 @@ from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.data.remote_reads import RangeRead
 from hvd_estimators.exceptions import StoreError
 
-__all__ = [
-    "PART_BYTES",
-    "InterleaveGroup",
-    "Prefetch",
-    "interleave",
-    "mixed",
-    "one_per_group",
-    "range_tables",
-]
-
 T = TypeVar("T")
 
 

@@ -15,15 +15,6 @@ import numpy as np
 from hvd_estimators.data.manifest import ColumnSpec, RowGroup, RowRange
 from hvd_estimators.exceptions import DataError
 
-__all__ = [
-    "MOST_OPEN_GROUPS",
-    "ShardPlan",
-    "batch_sizes",
-    "order_warning",
-    "plan_shards",
-    "virtual_shards",
-]
-
 _ENOUGH_GROUPS = 8
 """Minimum number of row groups that must contribute to a global batch for good mixing."""
 

@@ -43,15 +43,6 @@ from hvd_estimators.loading.shuffle import (
 from hvd_estimators.loading.transform import RowFunction, Transformation, Transformed
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "ArrowDataModule",
-    "CheckedDataModule",
-    "ChunkedDataModule",
-    "DataModule",
-    "PlannedDataModule",
-    "VirtualShards",
-]
-
 Batch = dict[str, Array]
 
 
@@ -287,12 +278,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.memory = BufferPool()
         self._open: set[Generator[Chunk, None, None] | Prefetch[Chunk]] = set()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Stop all readers."""
         for source in list(self._open):
             source.close()
@@ -538,14 +524,9 @@ class CheckedDataModule(ChunkedDataModule):
         self.module.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Exit the user's data module."""
-        self.module.__exit__(exc_type, exc, traceback)
+        self.module.__exit__(*exc_info)
 
     def train_chunks(self) -> Iterator[Chunk]:
         """Return the training batches in chunks; raise `DataError` if they end."""
@@ -613,14 +594,9 @@ class VirtualShards(ChunkedDataModule):
             self._opened.enter_context(module)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Close all readers."""
-        self._opened.__exit__(exc_type, exc, traceback)
+        self._opened.__exit__(*exc_info)
 
     def train_chunks(self) -> Generator[Chunk, None, None]:
         """Return the training batches, each in its own chunk."""

@@ -12,15 +12,6 @@ from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, row_bytes
 
-__all__ = [
-    "CHUNK_BYTES",
-    "SHUFFLE_BUFFER_BYTES",
-    "Chunk",
-    "read_into_memory",
-    "shuffle_in_memory",
-    "stream_batches",
-]
-
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Default size of the shuffle buffer."""
 
@@ -184,7 +175,7 @@ class _Stream:
         self.memory = memory
         self._parts = iter(parts)
         self._part: Columns = next(self._parts, {})
-        self._taken = 0
+        self._position = 0
         self._in_pass = 0
         self._layout = BlockLayout.of(self._part)
 
@@ -224,12 +215,12 @@ class _Stream:
                 part = next(self._parts, None)
                 if part is None:
                     raise self._other_rows(self._in_pass)
-                self._part, self._taken = part, 0
+                self._part, self._position = part, 0
                 continue
             some = min(self._left, count)
-            taken = self._taken + some
-            yield take(self._part, slice(self._taken, taken))
-            self._taken = taken
+            end = self._position + some
+            yield take(self._part, slice(self._position, end))
+            self._position = end
             self._in_pass += some
             count -= some
         if self._in_pass == self.total:
@@ -240,7 +231,7 @@ class _Stream:
     @property
     def _left(self) -> int:
         """Number of remaining rows in the current part."""
-        return num_rows(self._part) - self._taken if self._part else 0
+        return num_rows(self._part) - self._position if self._part else 0
 
     def end(self) -> None:
         """Check that no rows are left."""
@@ -248,9 +239,9 @@ class _Stream:
         if left:
             raise self._other_rows(self.total + left)
 
-    def _other_rows(self, found: int) -> DataError:
+    def _other_rows(self, rows: int) -> DataError:
         return DataError(
-            f"Expected {self.total} rows in a pass over the data, found {found}: the files were "
+            f"Expected {self.total} rows in a pass over the data, found {rows}: the files were "
             "changed while they were read. Train again, and leave the files as they are."
         )
 

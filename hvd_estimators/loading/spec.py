@@ -27,15 +27,6 @@ from hvd_estimators.loading.readers import (
 from hvd_estimators.loading.transform import RowFunction, Transformation
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "DataSpec",
-    "ReaderOptions",
-    "check_data_module",
-    "check_shards",
-    "open_data_module",
-    "reads_several",
-]
-
 
 @dataclass(frozen=True)
 class ReaderOptions:
@@ -229,9 +220,9 @@ class DataSpec:
 
     def _rows_before(self, step: int) -> int:
         """Return the number of rows, over all shards, in the run's steps before ``step``."""
-        ends = self._ends
-        passes, left = divmod(step, len(ends) - 1)
-        return passes * ends[-1] + ends[left]
+        rows_after = self._ends
+        passes, left = divmod(step, len(rows_after) - 1)
+        return passes * rows_after[-1] + rows_after[left]
 
     @functools.cached_property
     def _ends(self) -> list[int]:

@@ -14,15 +14,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ParamError
 
-__all__ = [
-    "EditedField",
-    "RowFunction",
-    "Transformation",
-    "Transformed",
-    "edited_fields",
-    "make_transformation",
-]
-
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
 
@@ -198,11 +189,11 @@ class Transformed:
         if part.keys() != self._first.keys():
             raise _other_fields(self._name, self._first, part, where)
         for name, like in self._first.items():
-            found = part[name]
-            if (found.dtype, found.shape[1:]) != (like.dtype, like.shape[1:]):
+            array = part[name]
+            if (array.dtype, array.shape[1:]) != (like.dtype, like.shape[1:]):
                 raise DataError(
                     f"{self._name} returned {_form(like)} for {name!r} in the first rows, and "
-                    f"{_form(found)} in {where}. Return one type and shape for all rows, or name "
+                    f"{_form(array)} in {where}. Return one type and shape for all rows, or name "
                     "the field's type in transformation_edit_fields, which casts to it."
                 )
 
@@ -309,13 +300,13 @@ def _as_declared(array: Array, field: EditedField) -> Array:
 
 
 def _other_fields(
-    function: str, wanted: Iterable[str], found: Iterable[str], where: str
+    function: str, expected: Iterable[str], returned: Iterable[str], where: str
 ) -> DataError:
-    names, others = list(wanted), list(found)
-    lacking = [repr(name) for name in names if name not in others]
-    added = [repr(name) for name in others if name not in names]
+    names, returned_names = list(expected), list(returned)
+    missing = [repr(name) for name in names if name not in returned_names]
+    added = [repr(name) for name in returned_names if name not in names]
     differences = [
-        *([f"lack {', '.join(lacking)}"] if lacking else []),
+        *([f"lack {', '.join(missing)}"] if missing else []),
         *([f"have {', '.join(added)} besides"] if added else []),
     ]
     return DataError(

@@ -28,15 +28,6 @@ from hvd_estimators.training.monitoring import check_monitor, mode_of
 from hvd_estimators.training.shard_state import parse_buffer_reduction
 from hvd_estimators.training.spec import CheckpointOptions
 
-__all__ = [
-    "CheckpointParams",
-    "ColumnParams",
-    "RankParams",
-    "ReadingParams",
-    "TrainingParams",
-    "WritingParams",
-]
-
 _COLUMNS = (
     *("feature_cols", "label_cols", "sample_weight_col"),
     *("categorical_cols", "continuous_cols"),

@@ -8,7 +8,6 @@ only. An estimator unwraps the `GridValue` when the param is set.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from typing import Any, TypeVar
@@ -22,8 +21,6 @@ from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, param
 from hvd_estimators.saving.save import FileReadable, FileWritable, dump_param, is_json
-
-__all__ = ["GridParams", "GridValue"]
 
 Known = TypeVar("Known")
 
@@ -94,9 +91,8 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
             for model in _alive(_models):
                 if model._owner != self._owner:
                     continue
-                candidate = copy.copy(estimator)
-                values = {estimator.getParam("model"): model.value}
-                candidate._paramMap = {**estimator._paramMap, **values}
+                candidate = estimator.copy()
+                candidate._store_value("model", model.value)
                 with contextlib.suppress(ParamError):
                     return dump_param(candidate, name, self.value)
             raise
@@ -141,8 +137,8 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
         return self
 
 
-def _alive(known: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
-    return [value for reference in known.valuerefs() if (value := reference()) is not None]
+def _alive(references: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
+    return [value for reference in references.valuerefs() if (value := reference()) is not None]
 
 
 def _in_grid(cls: type[GridParams], owner: str, name: str, value: Any) -> Any:

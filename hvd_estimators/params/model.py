@@ -26,8 +26,6 @@ from hvd_estimators.params import (
     string,
 )
 
-__all__ = ["ClassificationParams", "HistoryParams", "InferenceParams", "TransformationParams"]
-
 _ONE_VS_REST = "mc2b$"
 """Prefix of the label columns that Spark's ``OneVsRest`` creates."""
 

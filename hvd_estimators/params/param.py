@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from pyspark.ml.param import Param, Params
+from pyspark.ml.util import Identifiable
 from typing_extensions import Self
 
 from hvd_estimators._util.to_python import to_python
@@ -26,24 +27,6 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
     did_you_mean,
 )
-
-__all__ = [
-    "Converter",
-    "DeclaredParams",
-    "boolean",
-    "column_names",
-    "functions",
-    "integer",
-    "number",
-    "numbers",
-    "objects",
-    "one_of",
-    "output_keys",
-    "param",
-    "shapes",
-    "string",
-    "type_names",
-]
 
 Converter = Callable[[str, Any], Any]
 
@@ -252,8 +235,14 @@ class param:
         self.stands_for = stands_for
 
 
-_CLASS_LEVEL = Params._dummy().uid
-"""Parent of a Param that is accessed on the class: ``TorchEstimator.epochs``."""
+class _ClassLevel(Identifiable):
+    """Parent of a Param that is accessed on the class: ``TorchEstimator.epochs``."""
+
+    def __init__(self) -> None:
+        self.uid = "undefined"  # as in Spark's own classes
+
+
+_CLASS_LEVEL = _ClassLevel()
 
 
 class DeclaredParams(Params):
@@ -263,13 +252,13 @@ class DeclaredParams(Params):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        found = {name: value for name, value in vars(cls).items() if isinstance(value, param)}
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, param)}
         inherited = [getattr(base, "_declarations", {}) for base in reversed(cls.__mro__[1:])]
-        cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
-        for name, declaration in found.items():
+        cls._declarations = {k: v for group in [*inherited, declared] for k, v in group.items()}
+        for name, declaration in declared.items():
             _install(cls, name, declaration)
         _prefer_others(cls)
-        if "__init__" in vars(cls) or found or vars(cls).get("__doc__"):
+        if "__init__" in vars(cls) or declared or vars(cls).get("__doc__"):
             _describe(cls)
 
     def __init__(self) -> None:
@@ -306,18 +295,32 @@ class DeclaredParams(Params):
             if value is None:
                 self.clear(self.getParam(name))
                 continue
-            param = self.getParam(name)
             value = to_python(value)
             if name in self._declarations:
-                value = self._converted(name, value)
-            else:
-                # A Param that a subclass defines in the style of Spark's own classes.
-                try:
-                    value = param.typeConverter(value)
-                except TypeError as error:
-                    raise ParamError(f"{name}: {error}") from error
-            self._paramMap[param] = value
+                self._store_value(name, self._converted(name, value))
+                continue
+            # A Param that a subclass defines in the style of Spark's own classes.
+            try:
+                super().set(self.getParam(name), value)
+            except (TypeError, ValueError) as error:
+                raise ParamError(f"{name}: {error}") from error
         return self
+
+    def _store_value(self, name: str, value: Any) -> None:
+        """Set a param to a value that was converted before."""
+        # Spark would call the param's own converter, which is the one for values of a grid.
+        super().set(Param(self, name, self.getParam(name).doc), value)
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values that are set, by name."""
+        return {p.name: Params.getOrDefault(self, p) for p in self.params if self.isSet(p)}
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the default values, by name."""
+        bare = super().copy()
+        for param in bare.params:
+            bare.clear(param)
+        return {p.name: bare.getOrDefault(p) for p in bare.params if bare.hasDefault(p)}
 
     def getOrDefault(self, param: Any) -> Any:
         """Return a param's value, set by any of its names, or its default.
@@ -400,7 +403,7 @@ class DeclaredParams(Params):
         values = {
             key if isinstance(key, str) else key.name: value
             for key, value in (extra or {}).items()
-            if isinstance(key, str) or key.parent in (self.uid, _CLASS_LEVEL)
+            if isinstance(key, str) or key.parent in (self.uid, _CLASS_LEVEL.uid)
         }
         copied = super().copy()
         for pair in self._other_names():
@@ -413,7 +416,7 @@ class DeclaredParams(Params):
 
 
 def _install(cls: type[DeclaredParams], name: str, declaration: param) -> None:
-    setattr(cls, name, Param(Params._dummy(), name, declaration.doc))
+    setattr(cls, name, Param(_CLASS_LEVEL, name, declaration.doc))
     accessor = declaration.accessor or "".join(part.capitalize() for part in name.split("_"))
 
     def getter(self: DeclaredParams) -> Any:

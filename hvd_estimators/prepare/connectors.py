@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 
 from hvd_estimators._util.install_hints import CONNECTORS
+from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
@@ -19,8 +20,6 @@ from hvd_estimators.store.registry import scheme_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = ["check_connector", "spark_url"]
 
 # These are enough to detect a server that does not answer. The connectors' defaults take many
 # minutes.
@@ -43,10 +42,9 @@ def spark_url(session: SparkSession, store: Store, path: str) -> str:
         If Spark has no connector for the path.
     """
     urls = store.spark_urls(path)
-    jvm: Any = getattr(session, "_jvm", None)  # None with Spark Connect: its server has the JVM
-    if jvm is None or scheme_of(urls[0]) == "file":
+    if is_connect(session) or scheme_of(urls[0]) == "file":
         return urls[0]
-    configuration = _configuration(session)
+    jvm, configuration = _jvm(session), _configuration(session)
     for url in urls:
         if _knows(jvm, scheme_of(url), configuration):
             return url
@@ -76,11 +74,10 @@ def check_connector(session: SparkSession, store: Store) -> None:
     name = f".probe-{uuid.uuid4().hex}"
     probe = f"{store.data_folder}/{name}"
     url = f"{spark_url(session, store, store.data_folder)}/{name}"
-    jvm: Any = getattr(session, "_jvm", None)
-    if jvm is None or scheme_of(url) == "file":
+    if is_connect(session) or scheme_of(url) == "file":
         return
+    jvm, configuration = _jvm(session), _configuration(session)
     hadoop = jvm.org.apache.hadoop.fs
-    configuration = _configuration(session)
     for name, value in _IMPATIENT.items():
         configuration.set(name, value)
     try:
@@ -106,10 +103,14 @@ def check_connector(session: SparkSession, store: Store) -> None:
         )
 
 
+def _jvm(session: SparkSession) -> Any:
+    return session.sparkContext._jvm
+
+
 def _configuration(session: SparkSession) -> Any:
     """Return a copy of Hadoop's configuration, including the session's settings."""
-    jsession: Any = session._jsparkSession
-    return jsession.sessionState().newHadoopConf()
+    frame: Any = session.range(0)
+    return frame._jdf.sparkSession().sessionState().newHadoopConf()
 
 
 def _knows(jvm: Any, scheme: str, configuration: Any) -> bool:

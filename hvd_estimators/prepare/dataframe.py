@@ -35,8 +35,6 @@ from hvd_estimators.prepare.write import ROW_GROUP_BYTES, Shuffle, Validation, w
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import require_store
 
-__all__ = ["prepare_data"]
-
 logger = logging.getLogger(__name__)
 
 _USUAL_WIDTH = 64
@@ -139,12 +137,14 @@ def prepare_data(
     require_columns(df, "sample_weight_col", extra) if extra else None
     names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
     columns: list[StoredColumn] = []
-    taken = set(names)
+    used_names = set(names)
     for name in names:
         text = text_options(allow_text, name)
-        column = stored_column(df, name, compress_sparse=compress_sparse, taken=taken, **text)
+        column = stored_column(
+            df, name, compress_sparse=compress_sparse, used_names=used_names, **text
+        )
         columns.append(column)
-        taken.update(column.spec.stored_names)
+        used_names.update(column.spec.stored_names)
     if extra and columns[names.index(extra[0])].spec.kind != "scalar":
         raise ColumnError(
             f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "

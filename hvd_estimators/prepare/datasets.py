@@ -36,26 +36,6 @@ from hvd_estimators.store.leases import (
 )
 from hvd_estimators.store.retries import at_exit
 
-__all__ = [
-    "PreparedDataset",
-    "SharedDatasets",
-    "acquire",
-    "clear_prepared_data",
-    "clear_training_cache",
-    "column_metadata",
-    "dataset_paths",
-    "delete_orphans",
-    "get_dataset_properties",
-    "list_prepared_data",
-    "load_manifest",
-    "manifest_path",
-    "new_pin_path",
-    "owner_path",
-    "pin",
-    "split_path",
-    "stored_indices",
-]
-
 logger = logging.getLogger(__name__)
 
 _SPLIT = ".split"
@@ -356,10 +336,10 @@ def _require_free_paths(store: Store, index: str) -> None:
     if path != store.get_train_data_path():
         return
     store.delete(split_path(store, index))
-    for taken in (path, store.get_val_data_path(index)):
-        if store.exists(taken):
+    for folder in (path, store.get_val_data_path(index)):
+        if store.exists(folder):
             raise StoreError(
-                f"store: there are files in {taken!r}, where the rows should be written. The "
+                f"store: there are files in {folder!r}, where the rows should be written. The "
                 "store's get_train_data_path and get_val_data_path return one path for all "
                 "datasets. Delete or move these files, train on them with fit_on_parquet(), or "
                 "let the store return other paths for each index."

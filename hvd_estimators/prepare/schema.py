@@ -21,39 +21,25 @@ from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 
-__all__ = [
-    "StoredColumn",
-    "cardinalities",
-    "clashing",
-    "feature_array",
-    "known_columns",
-    "quoted",
-    "require_columns",
-    "require_frame",
-    "stored_column",
-    "unused_name",
-    "vector_width",
-]
-
 
 def quoted(name: str) -> str:
     """Return a column's name quoted for Spark's functions, preserving dots and backticks."""
     return "`" + name.replace("`", "``") + "`"
 
 
-def unused_name(name: str, taken: Iterable[str]) -> str:
+def unused_name(name: str, used_names: Iterable[str]) -> str:
     """Return a name that is not taken, ignoring case: the given one or a similar one."""
-    folded = {other.casefold() for other in taken}
+    folded = {used.casefold() for used in used_names}
     while name.casefold() in folded:
         name += "_"
     return name
 
 
-def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:
-    """Return the names among ``others`` that Spark considers equal to a name."""
+def clashing(df: DataFrame, name: str, names: Sequence[str]) -> list[str]:
+    """Return the names of a list that Spark considers equal to a name."""
     if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
-        return [other for other in others if other == name]
-    return [other for other in others if _alike(other, name)]
+        return [candidate for candidate in names if candidate == name]
+    return [candidate for candidate in names if _alike(candidate, name)]
 
 
 def _alike(name: str, other: str) -> bool:
@@ -90,9 +76,9 @@ def require_frame(param: str, given: Any) -> None:
     if isinstance(given, DataFrame) or hasattr(given, "sparkSession"):
         is_connect(given.sparkSession)
         return
-    found = f"{type(given).__module__}.{type(given).__name__}"
+    type_name = f"{type(given).__module__}.{type(given).__name__}"
     raise ParamError(
-        f"{param}: expected a pyspark.sql.DataFrame, found {found}. Make one with "
+        f"{param}: expected a pyspark.sql.DataFrame, found {type_name}. Make one with "
         "spark.createDataFrame(...) or spark.read."
     )
 
@@ -283,7 +269,7 @@ def stored_column(
     compress_sparse: bool = False,
     allow_text: bool = False,
     bytes_as_text: bool = True,
-    taken: Collection[str] = (),
+    used_names: Collection[str] = (),
 ) -> StoredColumn:
     """Return the written form of a column.
 
@@ -300,7 +286,7 @@ def stored_column(
         Also accept strings and bytes.
     bytes_as_text : bool
         Whether ``allow_text`` includes bytes.
-    taken : collection of str
+    used_names : collection of str
         Names of other written columns.
 
     Raises
@@ -311,7 +297,7 @@ def stored_column(
     data_type = df.schema[name].dataType
     column = df[quoted(name)]
     if isinstance(data_type, VectorUDT):
-        return _sparse(name, column, taken) if compress_sparse else _dense(name, column)
+        return _sparse(name, column, used_names) if compress_sparse else _dense(name, column)
     if allow_text and isinstance(data_type, (*_TEXT, T.BinaryType) if bytes_as_text else _TEXT):
         return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
     if isinstance(data_type, T.ArrayType):
@@ -383,9 +369,9 @@ def _dense(name: str, column: Column) -> StoredColumn:
     return StoredColumn(spec, (array.alias(name),), F.size(array))
 
 
-def _sparse(name: str, column: Column, taken: Collection[str]) -> StoredColumn:
+def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredColumn:
     spec = ColumnSpec(name, "sparse", "float32", (-1,))
-    spec = replace(spec, stored=tuple(unused_name(part, taken) for part in spec.stored_names))
+    spec = replace(spec, stored=tuple(unused_name(part, used_names) for part in spec.stored_names))
     raw = F.unwrap_udt(column)
     values = raw["values"].cast("array<float>")
     size = F.when(raw["type"] == DENSE, F.size(values)).otherwise(raw["size"])

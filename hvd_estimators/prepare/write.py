@@ -28,8 +28,6 @@ from hvd_estimators.prepare.schema import StoredColumn, quoted, unused_name
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import scheme_of
 
-__all__ = ["ROW_GROUP_BYTES", "Shuffle", "Validation", "several_open_files", "write_dataset"]
-
 _OPTION = "spark.sql.maxConcurrentOutputFileWriters"
 
 

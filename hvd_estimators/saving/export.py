@@ -17,8 +17,6 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 
-__all__ = ["exported", "is_installed"]
-
 
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported."""

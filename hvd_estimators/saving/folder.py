@@ -24,8 +24,6 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.registry import require_path
 
-__all__ = ["Folder", "open_folder"]
-
 _RENAMING = ("abfs", "abfss", "hdfs", "ofs", "o3fs", "swebhdfs", "viewfs", "webhdfs")
 """Schemes with an atomic rename onto existing files; elsewhere a file appears when closed."""
 
@@ -93,8 +91,8 @@ def open_folder(session: SparkSession, path: str) -> Folder:
         if local is not None:
             return _LocalFolder(f"file://{local}", local)
         return _StoreFolder(store)
-    jvm: Any = session._jvm
-    configuration = session.sparkContext._jsc.hadoopConfiguration()
+    context: Any = session.sparkContext
+    jvm, configuration = context._jvm, context._jsc.hadoopConfiguration()
     with _errors(path):
         given = jvm.org.apache.hadoop.fs.Path(path)
         filesystem = given.getFileSystem(configuration)
@@ -176,6 +174,7 @@ class _LocalFolder(_StoreFolder):
 class _HadoopFolder(Folder):
     def __init__(self, jvm: Any, configuration: Any, filesystem: Any, root: Any) -> None:
         self.url = root.toString()
+        self._jvm = jvm
         self._fs = jvm.org.apache.hadoop.fs
         self._configuration = configuration
         self._filesystem = filesystem
@@ -217,10 +216,14 @@ class _HadoopFolder(Folder):
             if self._root.toUri().getScheme() in _RENAMING:
                 rename = getattr(self._fs, "Options$Rename")
                 # Java's variable arguments are an array, even for a single option.
+                options = self._jvm.java.lang.reflect.Array.newInstance(
+                    rename.OVERWRITE.getClass(), 1
+                )
+                options[0] = rename.OVERWRITE
                 context = self._fs.FileContext.getFileContext(
                     self._root.toUri(), self._configuration
                 )
-                context.rename(source, destination, _array(rename, [rename.OVERWRITE]))
+                context.rename(source, destination, options)
                 return
             self._fs.FileUtil.copy(
                 *(self._filesystem, source, self._filesystem, destination),
@@ -241,16 +244,6 @@ class _HadoopFolder(Folder):
 
     def _local(self, path: str) -> Any:
         return self._fs.Path(f"file://{path}")
-
-
-def _array(cls: Any, values: list[Any]) -> Any:
-    from pyspark import SparkContext
-
-    gateway: Any = SparkContext._gateway
-    array = gateway.new_array(cls, len(values))
-    for index, value in enumerate(values):
-        array[index] = value
-    return array
 
 
 @contextlib.contextmanager

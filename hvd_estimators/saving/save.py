@@ -20,14 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import cloudpickle
-from pyspark.ml.util import (
-    DefaultParamsReader,
-    DefaultParamsWriter,
-    MLReadable,
-    MLReader,
-    MLWritable,
-    MLWriter,
-)
+from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.unpickle_imports import loads
@@ -36,8 +29,6 @@ from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folder import Folder, open_folder
 from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
 from hvd_estimators.store import Store
-
-__all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]
 
 logger = logging.getLogger(__name__)
 
@@ -141,13 +132,17 @@ class _Writer(MLWriter):
                 folder.write(f"{params}/{name}.pkl", content)
             # Last, because a directory without metadata does not load: an incomplete save never
             # loads.
-            further = {
+            metadata = {
+                **document.metadata,
+                "timestamp": round(time.time() * 1000),
+                "sparkVersion": self.sparkSession.version,
                 "pickledParams": sorted(document.params),
-                "leftOutParams": document.left_out,
                 "paramsFolder": params,
                 "formatVersion": FORMAT_VERSION,
             }
-            self._write_metadata(folder, staging, document.bare, further)
+            target = f"{staging}/{_METADATA}" if staging else _METADATA
+            folder.write(f"{target}/part-00000.txt", f"{json.dumps(metadata)}\n".encode())
+            folder.write(f"{target}/_SUCCESS", b"")
         except BaseException:
             # Existing files are unchanged, so only new files are deleted.
             for name in (params, staging):
@@ -161,26 +156,6 @@ class _Writer(MLWriter):
         # Delete the old version's files, and files of saves that were killed.
         for name in set(folder.names()) - {params, _METADATA, *document.extra}:
             folder.delete(name)
-
-    def _write_metadata(self, folder: Folder, staging: str, bare: Any, further: Any) -> None:
-        prefix = f"{staging}/" if staging else ""
-        session: Any = self.sparkSession
-        if not is_connect(session):
-            url = f"{folder.url}/{staging}" if staging else folder.url
-            DefaultParamsWriter.saveMetadata(bare, url, session.sparkContext, extraMetadata=further)
-            return
-        # The server's writer would not work, because the client's path may not exist there.
-        metadata = {
-            "class": f"{type(bare).__module__}.{type(bare).__name__}",
-            "timestamp": round(time.time() * 1000),
-            "sparkVersion": session.version,
-            "uid": bare.uid,
-            "paramMap": {param.name: value for param, value in bare._paramMap.items()},
-            "defaultParamMap": {p.name: value for p, value in bare._defaultParamMap.items()},
-            **further,
-        }
-        folder.write(f"{prefix}{_METADATA}/part-00000.txt", f"{json.dumps(metadata)}\n".encode())
-        folder.write(f"{prefix}{_METADATA}/_SUCCESS", b"")
 
 
 def _move_metadata(folder: Folder, source: str) -> None:
@@ -204,25 +179,22 @@ class _Document:
 
     Attributes
     ----------
-    bare : DeclaredParams
-        A copy with the params that JSON can hold.
+    metadata : mapping
+        Class, uid, the params that JSON can hold, and the names of values that are not saved.
     params : mapping
         Name of each other param to its bytes.
     extra : mapping
         Name to content of further files.
-    left_out : list of str
-        Names of the values that are not saved.
     """
 
-    bare: Any
+    metadata: dict[str, Any]
     params: dict[str, bytes]
     extra: dict[str, bytes]
-    left_out: list[str]
 
     @staticmethod
     def of(instance: Any) -> _Document:
         declared = instance._declarations
-        values = {p.name: value for p, value in instance._paramMap.items()}
+        values = instance._values()
         left_out = [name for name in values if name in declared and not declared[name].saved]
         for name in left_out:
             del values[name]
@@ -236,10 +208,14 @@ class _Document:
             for name, value in values.items()
             if isinstance(value, Store) and value.storage_options and not value.save_storage_options
         ]
-        bare = instance.copy()
-        bare._paramMap = {p: v for p, v in instance._paramMap.items() if p.name in json_values}
-        bare._defaultParamMap = {p: v for p, v in instance._defaultParamMap.items() if is_json(v)}
-        return _Document(bare, documents, instance._extra_files(), sorted(left_out))
+        metadata = {
+            "class": f"{type(instance).__module__}.{type(instance).__name__}",
+            "uid": instance.uid,
+            "paramMap": json_values,
+            "defaultParamMap": {n: v for n, v in instance._defaults().items() if is_json(v)},
+            "leftOutParams": sorted(left_out),
+        }
+        return _Document(metadata, documents, instance._extra_files())
 
 
 def dump_param(instance: Any, name: str, value: Any) -> bytes:
@@ -286,7 +262,7 @@ class _Reader(MLReader[Any]):
             name: folder.read(f"{params}/{name}.pkl") for name in metadata["pickledParams"]
         }
         for name, value in instance._load_params(documents).items():
-            instance._paramMap[instance.getParam(name)] = value
+            instance._store_value(name, value)
         saved = {*metadata["paramMap"], *metadata.get("defaultParamMap", {}), *documents}
         instance._adapt(saved)
         for name in metadata.get("leftOutParams", ()):

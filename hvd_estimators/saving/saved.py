@@ -17,8 +17,6 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 
-__all__ = ["FORMAT_VERSION", "Saved", "check_format", "class_of", "read_saved"]
-
 _HOMES = {
     "KerasModel": "hvd_estimators.keras",
     "LightningModel": "hvd_estimators.lightning",

@@ -135,11 +135,11 @@ class Store(LeftOutNames, StorePaths):
             If no store class supports the prefix.
         """
         cls = store_class(prefix_path)
-        known = inspect.signature(cls).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-            for name in sorted(kwargs.keys() - known.keys()):
+        parameters = inspect.signature(cls).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            for name in sorted(kwargs.keys() - parameters.keys()):
                 raise ParamError(
-                    f"{cls.__name__} has no argument {name!r}.{did_you_mean(name, known)}"
+                    f"{cls.__name__} has no argument {name!r}.{did_you_mean(name, parameters)}"
                 )
         store: Store = cls(prefix_path, *args, **kwargs)
         return store
@@ -200,9 +200,9 @@ class Store(LeftOutNames, StorePaths):
 
     def without_options(self) -> Store:
         """Return a copy of the store without its ``storage_options``, which may contain secrets."""
-        copied = copy.copy(self)
-        copied.storage_options = {}
-        return copied
+        bare = copy.copy(self)
+        bare.storage_options = {}
+        return bare
 
     def list_runs(self) -> list[runs.RunInfo]:
         """Return information about all runs, most recently started first. Runs on the driver.

@@ -22,22 +22,6 @@ from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
 
-__all__ = [
-    "CheckpointInfo",
-    "DamagedCheckpoint",
-    "UnreadableCheckpoint",
-    "best_checkpoint",
-    "check_valid",
-    "checkpoint_path",
-    "delete_checkpoint",
-    "find_newest_valid",
-    "info_at",
-    "list_checkpoints",
-    "open_valid",
-    "positions",
-    "write_manifest",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

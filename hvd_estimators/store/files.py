@@ -19,8 +19,6 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import with_retries
 
-__all__ = ["CHUNK_BYTES", "Files", "HashingWriter", "copy_from", "fetch", "is_missing"]
-
 CHUNK_BYTES = 2**22
 """Bytes copied per read."""
 
@@ -355,8 +353,8 @@ class Files(ABC):
         """Drop cached listings of `fs`, because other processes may have changed the files."""
         self.fs.invalidate_cache(path)
 
-    def _retried(self, action: Callable[[], T], what: str) -> T:
-        return with_retries(action, what, self.secrets)
+    def _retried(self, action: Callable[[], T], description: str) -> T:
+        return with_retries(action, description, self.secrets)
 
 
 class HashingWriter(io.RawIOBase):

@@ -21,8 +21,6 @@ from hvd_estimators.store.base import Store
 from hvd_estimators.store.registry import scheme_of
 from hvd_estimators.store.retries import typed_errors, with_retries
 
-__all__ = ["FilesystemStore", "RemoteFile"]
-
 
 class RemoteFile(io.RawIOBase):
     """File reader that reopens the file and resumes reading after transient errors.
@@ -276,10 +274,10 @@ class FilesystemStore(Store):
         partial file, unless a subclass overrides this method.
         """
         temporary = tempfile.gettempdir()
-        what = f"writing {path!r} to a temporary file first, in {temporary!r} (set TMPDIR)"
+        description = f"writing {path!r} to a temporary file first, in {temporary!r} (set TMPDIR)"
         # Closing a file fails again if its disk is full; the folder is deleted nevertheless.
         with (
-            typed_errors(what),
+            typed_errors(description),
             tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder,
             open(os.path.join(folder, "content"), "w+b") as file,
         ):

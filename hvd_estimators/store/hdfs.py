@@ -24,8 +24,6 @@ from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.filesystem import FilesystemStore
 from hvd_estimators.store.registry import scheme_of
 
-__all__ = ["HDFSStore", "hadoop_settings"]
-
 _SCHEMES = ("hdfs", "viewfs")
 _READ_BUFFER = 2**18
 _CARRIED = re.compile(

@@ -19,8 +19,6 @@ from hdfs_native.fsspec import HdfsFileSystem
 
 from hvd_estimators.exceptions import ParamError, StoreError
 
-__all__ = ["ConfiguredHdfs", "principal_of"]
-
 _PATIENCE = {"dfs.client.failover.max.attempts": "4"}
 """The store has its own retries; by default, hdfs-native retries name nodes for minutes."""
 

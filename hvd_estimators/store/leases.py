@@ -61,24 +61,6 @@ from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
 from hvd_estimators.store.retries import at_exit
 
-__all__ = [
-    "HEARTBEAT_SECONDS",
-    "LAUNCH",
-    "SETTLE_SECONDS",
-    "STALE_SECONDS",
-    "FencingToken",
-    "Heartbeat",
-    "Lease",
-    "LeaseRecord",
-    "StoreClock",
-    "await_free",
-    "holder",
-    "is_abandoned",
-    "lease_path",
-    "read_lease_record",
-    "require_free",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.registry import dbfs_path
 from hvd_estimators.store.retries import typed_errors
 
-__all__ = ["DBFSLocalStore", "LocalStore", "VolumesStore"]
-
 
 class LocalStore(Store):
     """Store in a directory that the driver and all executors share.

@@ -18,18 +18,6 @@ from hvd_estimators.store.files import Files
 from hvd_estimators.store.redaction import holds_credentials, redacted
 from hvd_estimators.store.registry import require_path
 
-__all__ = [
-    "SUFFIX",
-    "Position",
-    "RunPaths",
-    "StorePaths",
-    "file_name",
-    "listed",
-    "manifest_of",
-    "orphans",
-    "with_manifest",
-]
-
 SUFFIX = ".ckpt"
 """Suffix of the framework's file."""
 

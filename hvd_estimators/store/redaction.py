@@ -6,8 +6,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["holds_credentials", "redacted", "secret_values"]
-
 _SECRET_NAMES = re.compile(
     r"(?i)key|secret|token|passw|credential|sas|signature|connection_string|anon_id"
 )

@@ -11,16 +11,6 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.redaction import redacted
 
-__all__ = [
-    "ENTRY_POINTS",
-    "dbfs_path",
-    "register_store",
-    "registered_schemes",
-    "require_path",
-    "scheme_of",
-    "store_class",
-]
-
 ENTRY_POINTS = "hvd_estimators.stores"
 """Group of entry points. The name of each entry point is a scheme; its value is a store class."""
 

@@ -21,8 +21,6 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnava
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of
 
-__all__ = ["RETRY_SECONDS", "at_exit", "typed_errors", "with_retries"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -39,7 +37,7 @@ _MOST_CHARACTERS = 400
 """Maximum characters of an error text in messages. HDFS data nodes send very long texts."""
 
 
-def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = ()) -> T:
+def with_retries(action: Callable[[], T], description: str, secrets: Collection[str] = ()) -> T:
     """Call a function, and retry it while its errors are transient.
 
     Refused, reset or timed-out connections, server errors and throttling are transient; see
@@ -52,7 +50,7 @@ def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = 
     ----------
     action : callable
         Called again after a failure; must be restartable.
-    what : str
+    description : str
         Description of the action with its path, for messages: ``"reading 's3://bucket/key'"``.
     secrets : collection of str
         Texts that messages must not contain.
@@ -75,16 +73,16 @@ def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = 
         except Exception as error:
             kind = kind_of(error)
             if kind is not Kind.TRANSIENT:
-                _raise_typed(error, kind, what, secrets)
+                _raise_typed(error, kind, description, secrets)
             now = time.monotonic()
             failed_at = now if failed_at is None else failed_at
             if now - failed_at >= RETRY_SECONDS:
-                _raise_typed(error, kind, what, secrets, tried_for=now - failed_at)
+                _raise_typed(error, kind, description, secrets, tried_for=now - failed_at)
             if not warned and now - failed_at >= _WARN_AFTER:
                 warned = True
                 logger.warning(
                     "%s fails (%s). It is tried again for up to %g seconds.",
-                    what[:1].upper() + what[1:],
+                    description[:1].upper() + description[1:],
                     redacted(_text(error), secrets),
                     RETRY_SECONDS,
                 )
@@ -93,7 +91,7 @@ def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = 
 
 
 @contextlib.contextmanager
-def typed_errors(what: str, secrets: Collection[str] = ()) -> Iterator[None]:
+def typed_errors(description: str, secrets: Collection[str] = ()) -> Iterator[None]:
     """Convert permission and disk-space errors of a block to `StoreError`.
 
     For blocks that cannot be retried because other code writes in them.
@@ -111,7 +109,7 @@ def typed_errors(what: str, secrets: Collection[str] = ()) -> Iterator[None]:
         kind = kind_of(error)
         if kind not in (Kind.PERMISSION, Kind.SPACE):
             raise
-        _raise_typed(error, kind, what, secrets)
+        _raise_typed(error, kind, description, secrets)
 
 
 def at_exit(function: Callable[[], None]) -> None:
@@ -138,7 +136,7 @@ def at_exit(function: Callable[[], None]) -> None:
 def _raise_typed(
     error: Exception,
     kind: Kind,
-    what: str,
+    description: str,
     secrets: Collection[str],
     tried_for: float | None = None,
 ) -> NoReturn:
@@ -149,11 +147,11 @@ def _raise_typed(
             raise error
         if kind is Kind.MISSING:
             raise FileNotFoundError(shown) from None
-        raise StoreError(f"The store failed at {what}: {shown}.") from None
+        raise StoreError(f"The store failed at {description}: {shown}.") from None
     tries = "" if tried_for is None else f", tried again for {tried_for:.0f} seconds"
     error_class = StoreUnavailableError if kind is Kind.TRANSIENT else StoreError
     typed = error_class(
-        f"The store failed at {what}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
+        f"The store failed at {description}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
     )
     # A traceback also prints the text of the cause.
     raise typed from (error if shown == text else None)

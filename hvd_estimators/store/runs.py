@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
 from hvd_estimators.store.paths import StorePaths
 
-__all__ = [
-    "COLUMNS",
-    "RunInfo",
-    "delete_run",
-    "history_text",
-    "list_runs",
-    "load_history",
-    "read_history",
-    "read_metadata",
-    "require_run",
-    "run_file",
-]
-
 COLUMNS = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
 """Columns of a history and their dtypes in pandas."""
 

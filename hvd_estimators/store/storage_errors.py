@@ -18,8 +18,6 @@ from typing import Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError
 
-__all__ = ["REMEDIES", "Kind", "kind_of"]
-
 
 class Kind(enum.Enum):
     """Kinds of storage errors."""

@@ -22,8 +22,6 @@ from typing_extensions import Self
 
 from hvd_estimators.store.base import Store
 
-__all__ = ["SyncedDirectory"]
-
 logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 30.0

@@ -31,8 +31,6 @@ from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["RunCheckpoints"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +79,7 @@ class RunCheckpoints:
         self._rank, self._size = rank, size
         self._module = module
         self._optimizer = optimizer
-        self._fleeting = non_persistent_buffers(module)
+        self._non_persistent = non_persistent_buffers(module)
         self._trainable = {name: p.requires_grad for name, p in module.named_parameters()}
         self._streams, self._buffers = TorchStreams(device), BufferState(module)
         parts = (self._streams, self._buffers)
@@ -181,7 +179,7 @@ class RunCheckpoints:
         """
         if self._spec.run.checkpoints_path is None:
             return False
-        buffers = ShardBuffers(self._module, self.shards, self._fleeting)
+        buffers = ShardBuffers(self._module, self.shards, self._non_persistent)
         own = measured, buffers.digests, is_adding_up
         state, of_ranks = gather_state(
             self._spec,

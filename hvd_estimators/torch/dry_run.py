@@ -32,18 +32,6 @@ from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
 from hvd_estimators.torch.tensors import Batch, Selected, TensorSpec, require_tensors
 
-__all__ = [
-    "check_batches",
-    "check_fit",
-    "check_modes",
-    "check_one_row",
-    "check_own_step",
-    "copied",
-    "output_shapes",
-    "takes_one_row",
-    "torch_traceless",
-]
-
 T = TypeVar("T")
 
 
@@ -359,8 +347,13 @@ def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool |
 
 
 def _batch_norms(module: torch.nn.Module) -> list[torch.nn.Module]:
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    return [layer for layer in module.modules() if isinstance(layer, kind)]
+    return [layer for layer in module.modules() if isinstance(layer, _BATCH_NORMS)]
+
+
+_BATCH_NORMS = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+    *(torch.nn.LazyBatchNorm1d, torch.nn.LazyBatchNorm2d, torch.nn.LazyBatchNorm3d),
+)
 
 
 def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:
@@ -485,8 +478,8 @@ def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
             return False
         raise ShapeError(message(f"{type(error).__name__}: {error}")) from error
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ShapeError(f"The loss must return a number, found {found}.")
+        form = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ShapeError(f"The loss must return a number, found {form}.")
     return True
 
 

@@ -30,8 +30,6 @@ from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["TorchEstimator"]
-
 
 class TorchEstimator(TorchParams):
     """Estimator that trains a torch module on a DataFrame with Horovod, one process per rank.

@@ -10,8 +10,6 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 
-__all__ = ["StepRate", "check_first_order", "set_optimizer_mode"]
-
 
 class StepRate:
     """Scaling of an optimizer's learning rates that is active only while the optimizer steps.

@@ -24,17 +24,6 @@ from torch.nn import functional
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_tensor
 
-__all__ = [
-    "Evaluation",
-    "Loss",
-    "LossPart",
-    "LossParts",
-    "StatedDenominators",
-    "StepShare",
-    "as_stated",
-    "check_weightable",
-]
-
 
 class StatedDenominators:
     """Stated denominators of a step's batches, summed over all ranks.

@@ -32,8 +32,6 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
-__all__ = ["TorchFiles", "TorchModel"]
-
 
 class TorchFiles(DeclaredParams, FileWritable, FileReadable):
     """Saved modules, and optimizers that refer to the module's parameters by name."""
@@ -174,16 +172,16 @@ class TorchModel(TorchFiles, HorovodModel):
 
     def _trained_shapes(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
         """Return the shapes of the training columns, -1 first; None if they are not known."""
-        known = self._get_metadata() or {}
-        shapes = [known[name].get("shape") for name in names if name in known]
+        metadata = self._get_metadata() or {}
+        shapes = [metadata[name].get("shape") for name in names if name in metadata]
         if len(shapes) != len(names) or any(shape is None or None in shape for shape in shapes):
             return None
         return [(-1, *shape) for shape in shapes]
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
-        known = self.getOrDefault("output_shapes")
-        if known is not None:
-            return [tuple(shape) for shape in known]
+        shapes = self.getOrDefault("output_shapes")
+        if shapes is not None:
+            return [tuple(shape) for shape in shapes]
         given = self.getOrDefault("input_shapes")
         if given is None:
             raise ParamError(
@@ -218,14 +216,14 @@ class TorchModel(TorchFiles, HorovodModel):
         }
 
     def _known_sizes(self) -> dict[str, int | None]:
-        known = super()._known_sizes()
+        sizes = super()._known_sizes()
         given = self.getOrDefault("input_shapes")
         if given is None or self.getOrDefault("apply_transformation"):
-            return known
+            return sizes
         rows = (shape[1:] for shape in given)
         shaped = zip(self.getOrDefault("feature_columns") or (), rows, strict=False)
         # A dimension of -1 may have any size.
-        return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **known}
+        return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **sizes}
 
     def _extra_files(self) -> dict[str, bytes]:
         """Return the weights as a plain ``torch.save`` file, for use without this package."""

@@ -28,16 +28,6 @@ from hvd_estimators.torch.loss import (
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
 
-__all__ = [
-    "LEAVES_BACKWARD",
-    "LOSS_FORMS",
-    "JointLoss",
-    "Objective",
-    "RankObjective",
-    "StepLoss",
-    "check_joint",
-]
-
 LOSS_FORMS = ("per_label", "joint")
 """Loss forms: one loss per output and label, or a single loss over all outputs and labels."""
 

@@ -13,8 +13,6 @@ from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.saving.export import exported, is_installed
 
-__all__ = ["export_onnx"]
-
 Call = Callable[[torch.nn.Module, "list[torch.Tensor]"], Any]
 """Function that calls a module with one input per feature column and returns the predictions."""
 

@@ -22,15 +22,6 @@ from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import TensorSpec, require_tensors
 from hvd_estimators.torch.transfer import Copy, cuda_copies
 
-__all__ = [
-    "Forward",
-    "TorchPredictor",
-    "autocast",
-    "limit_threads",
-    "load_predictor",
-    "transform_spec",
-]
-
 Finish = Callable[[], list[Array]]
 
 
@@ -138,10 +129,10 @@ def cuda_returns(device: torch.device) -> Callable[[Sequence[torch.Tensor]], Fin
                 copies.append(copy.copy_(tensor, non_blocking=True))
                 # Prevents reuse of the memory before this stream has read it.
                 tensor.record_stream(stream)
-            copied = stream.record_event()
+            copy_done = stream.record_event()
 
         def finish() -> list[Array]:
-            copied.synchronize()
+            copy_done.synchronize()
             return [copy.numpy() for copy in copies]
 
         return finish

@@ -34,30 +34,6 @@ from hvd_estimators._util.temp_files import LazyFile, LocalFile
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError, StoreError
 
-__all__ = [
-    "OptimizerPickler",
-    "Pickler",
-    "dump_module",
-    "dump_optimizer",
-    "dump_with_references",
-    "group_names",
-    "load_module",
-    "load_optimizer",
-    "load_optimizer_state",
-    "load_state",
-    "load_trained",
-    "load_with_references",
-    "module_file",
-    "module_payload",
-    "optimizer_content",
-    "plain_module",
-    "read_content",
-    "restore_optimizer",
-    "save_state",
-    "trained_file",
-    "without_compile_notes",
-]
-
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 2**25
@@ -112,8 +88,8 @@ def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes, without the hooks that belong to this process."""
-    plain = torch.optim.Optimizer([torch.zeros(1)], {})
-    bookkeeping = vars(plain).keys() - plain.__getstate__().keys()
+    optimizer_base = torch.optim.Optimizer([torch.zeros(1)], {})
+    bookkeeping = vars(optimizer_base).keys() - optimizer_base.__getstate__().keys()
     # A scheduler replaces step() on the object.
     left_out = bookkeeping | {"step"}
     return {name: value for name, value in vars(optimizer).items() if name not in left_out}
@@ -198,8 +174,8 @@ def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         torch.jit.save(module, file)
         return
-    plain = plain_module(module)
-    if plain is not module:
+    uncompiled = plain_module(module)
+    if uncompiled is not module:
         try:
             _pickle(module, file)
             return
@@ -212,7 +188,7 @@ def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
             )
             file.seek(0)
             file.truncate()
-    _pickle(without_compile_notes(plain), file)
+    _pickle(without_compile_notes(uncompiled), file)
 
 
 def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
@@ -220,11 +196,11 @@ def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
 
     If Lightning is imported, ``torch.compile`` stores these arguments on the module.
     """
-    plain = plain_module(module)
-    if "_compile_kwargs" in vars(plain):
-        plain = copy.copy(plain)
-        del vars(plain)["_compile_kwargs"]
-    return plain
+    bare = plain_module(module)
+    if "_compile_kwargs" in vars(bare):
+        bare = copy.copy(bare)
+        del vars(bare)["_compile_kwargs"]
+    return bare
 
 
 def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:

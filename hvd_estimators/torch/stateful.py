@@ -23,8 +23,6 @@ import torch
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.torch.serialization import load_state, save_state
 
-__all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable"]
-
 logger = logging.getLogger(__name__)
 
 _PLAIN = (
@@ -52,7 +50,7 @@ class StatefulObjects:
         Param name to the given object, or to a list of objects.
     module : torch.nn.Module
         The trained module. Its attributes and those of its layers are searched.
-    known : iterable of object
+    library_objects : iterable of object
         Objects with a state that is saved elsewhere, such as the optimizer.
     ignored : iterable of str
         Attributes of the module that do not belong to the user.
@@ -62,13 +60,13 @@ class StatefulObjects:
         self,
         given: Mapping[str, Any],
         module: torch.nn.Module,
-        known: Iterable[Any] = (),
+        library_objects: Iterable[Any] = (),
         ignored: Iterable[str] = (),
     ) -> None:
         self._given = given
         self._module = module
         self._ignored = frozenset(ignored)
-        self._known = {id(value): value for value in known}
+        self._library_objects = {id(value): value for value in library_objects}
         self._warned: set[str] = set()
 
     def capture(self) -> dict[str, Any]:
@@ -106,7 +104,7 @@ class StatefulObjects:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and object for each object that has a state."""
-        visited = {id(part) for part in self._module.modules()} | self._known.keys()
+        visited = {id(part) for part in self._module.modules()} | self._library_objects.keys()
         roots: list[tuple[str, Any]] = []
         for name, value in self._given.items():
             roots += _parts(name, value) if isinstance(value, _LISTS) else [(name, value)]
@@ -139,7 +137,7 @@ class AttributeWatch:
     ----------
     module : torch.nn.Module
         The trained module.
-    known : iterable of object
+    library_objects : iterable of object
         Objects that an attribute may refer to without owning them, such as the optimizer.
     ignored : iterable of str
         Attributes that do not belong to the user.
@@ -150,12 +148,12 @@ class AttributeWatch:
     def __init__(
         self,
         module: torch.nn.Module,
-        known: Iterable[Any] = (),
+        library_objects: Iterable[Any] = (),
         ignored: Iterable[str] = (),
         is_active: bool = True,
     ) -> None:
         self._module = module
-        self._known = tuple(known)
+        self._library_objects = tuple(library_objects)
         self._ignored = frozenset(ignored)
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
@@ -197,7 +195,7 @@ class AttributeWatch:
             )
 
     def _fingerprints(self) -> dict[str, Any]:
-        names = {id(value): f"known.{n}" for n, value in enumerate(self._known)}
+        names = {id(value): f"known.{n}" for n, value in enumerate(self._library_objects)}
         for path, part in self._module.named_modules():
             names[id(part)] = f"module.{path}"
         for tensors in (self._module.named_parameters(), self._module.named_buffers()):

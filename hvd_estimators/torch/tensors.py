@@ -21,19 +21,6 @@ from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.shuffle import Chunk
 from hvd_estimators.torch.transfer import ahead_of_use, cuda_copies
 
-__all__ = [
-    "INPUT_FORMS",
-    "Batch",
-    "Selected",
-    "TensorSpec",
-    "call_with_leading",
-    "require_tensors",
-    "select_outputs",
-    "snapshot",
-    "tensor_batches",
-    "with_form",
-]
-
 # Name of the prediction in Hugging Face models.
 _PREDICTION = "logits"
 

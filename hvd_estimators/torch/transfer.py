@@ -17,8 +17,6 @@ import torch
 from hvd_estimators.loading.blocks import BufferPool, fresh_buffer
 from hvd_estimators.loading.interleave import Prefetch
 
-__all__ = ["ahead_of_use", "cuda_copies", "gpu_memory"]
-
 # Blocks have a few MiB, or are one batch. Only the buffer for shuffling rows is larger.
 _MOST_LOCKED_BYTES = 64 * 2**20
 

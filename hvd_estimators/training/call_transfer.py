@@ -15,7 +15,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import IO, Any
 
 import cloudpickle
@@ -31,8 +30,6 @@ from hvd_estimators.store.files import CHUNK_BYTES, HashingWriter, copy_from, fe
 from hvd_estimators.store.leases import FencingToken
 from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult, TrainSpec
-
-__all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +127,7 @@ class Handover:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         with _logged("The files of a fit could not be deleted"):
             if exc is None or not self._is_only_copy():
                 self._store.delete(self._folder)

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 from typing_extensions import Self
@@ -46,8 +45,6 @@ from hvd_estimators.training.shard_state import (
 )
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics, TrainSpec
 
-__all__ = ["CheckpointWriter", "gather_state", "restore"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -81,12 +78,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         try:
             self.finish()
         except Exception as error:
@@ -249,10 +241,10 @@ class CheckpointWriter:
             if info is not None and position <= newest.position
         ]
         best = best_checkpoint(infos)
-        kept = {
+        kept_positions = {
             info.position for info in [*infos[-self._options.keep :], *([best] if best else [])]
         }
-        for position in stored.keys() - kept:
+        for position in stored.keys() - kept_positions:
             delete_checkpoint(self._store, self._run, position)
             del stored[position]
         while self._orphans:

@@ -9,8 +9,6 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = ["check_monitor", "measured", "mode_of", "monitored", "shown_values"]
-
 _VALIDATION = "val_"
 _CAPITALIZED = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z][a-z]*\d*")
 

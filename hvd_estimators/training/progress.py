@@ -24,8 +24,6 @@ from hvd_estimators.launch.rank.hang_detection import (
 from hvd_estimators.launch.service.events import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["Progress", "notify_driver", "stack_of", "warning_of_hangs"]
-
 logger = logging.getLogger(__name__)
 
 # Most steps and validation batches take less time. Horovod warns of stalled ranks after a minute.
@@ -51,14 +49,14 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
     notify : callable
         Called with a text, from another thread.
     """
-    ended = threading.Event()
+    finished = threading.Event()
     main = threading.get_ident()
     # Shorter than the time after which the parent ends the rank.
     patience = min(_HANG_SECONDS, hang_limit(os.environ) / 2)
 
     def watch() -> None:
         is_reported = False
-        while not ended.wait(min(_LOOK_SECONDS, patience / 2)):
+        while not finished.wait(min(_LOOK_SECONDS, patience / 2)):
             silent = seconds_without_progress()
             if silent < patience:
                 is_reported = False
@@ -77,7 +75,7 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
     try:
         yield
     finally:
-        ended.set()
+        finished.set()
         thread.join()
 
 

@@ -24,20 +24,6 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = [
-    "RunState",
-    "check_state",
-    "decode",
-    "describing_damage",
-    "encode",
-    "has_state",
-    "is_encodable",
-    "read_archive",
-    "read_state",
-    "reading",
-    "write_archive",
-]
-
 _REGISTERED = 2
 """Value of ``dtype.isbuiltin`` for types that other packages register with NumPy."""
 

@@ -20,17 +20,6 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.loading.plan import virtual_shards
 
-__all__ = [
-    "BUFFER_REDUCTIONS",
-    "HostStreams",
-    "ShardStates",
-    "StatePart",
-    "capture_by_shard",
-    "find_buffers",
-    "of_shards",
-    "parse_buffer_reduction",
-]
-
 T = TypeVar("T")
 
 

@@ -22,20 +22,6 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.leases import FencingToken
 
-__all__ = [
-    "CheckpointOptions",
-    "EpochMetrics",
-    "HistoryRow",
-    "TrainResult",
-    "TrainSpec",
-    "array_digest",
-    "check_equal_weights",
-    "combined_digest",
-    "named_weights",
-    "unequal_weights",
-    "weight_digest",
-]
-
 HistoryRow = tuple[int, str, str, float]
 """Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
 

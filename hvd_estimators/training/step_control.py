@@ -35,14 +35,6 @@ from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = [
-    "StepControl",
-    "StopRequest",
-    "interrupted",
-    "stopped_before",
-    "without_further_epochs",
-]
-
 # A sum over the ranks, to agree on stop requests, at most about this often.
 _SECONDS_BETWEEN = 1.0
 
@@ -237,7 +229,7 @@ class StopRequest:
     def __init__(self, sum_over_ranks: Callable[[float], float], ranks: int) -> None:
         self._sum = sum_over_ranks
         self._ranks = ranks
-        self._asked = False
+        self._is_stop_requested = False
         self._stack = contextlib.ExitStack()
         self._distance = self._left = 1
         self._agreed_at = time.monotonic()
@@ -260,7 +252,7 @@ class StopRequest:
 
     def ask(self) -> None:
         """Ask all ranks to stop, like SIGTERM. Any thread of any rank may call it."""
-        self._asked = True
+        self._is_stop_requested = True
 
     def after_step(self) -> bool:
         """Return whether to save a checkpoint and stop here. The result is the same on all ranks.
@@ -277,16 +269,18 @@ class StopRequest:
         # A slow first step does not predict the next steps, and neither does a fast one.
         distance = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
         own = min(max(int(distance), 1), _MOST_STEPS)
-        asked, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
+        num_requests, steps = divmod(
+            self._sum(own + (_ASKED if self._is_stop_requested else 0.0)), _ASKED
+        )
         self._distance = self._left = max(int(steps) // self._ranks, 1)
         self._agreed_at = time.monotonic()
-        if asked:
+        if num_requests:
             self._settled.set()
             mute_if_unheard()
-        return asked > 0
+        return num_requests > 0
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> Any:
-        self._asked = True
+        self._is_stop_requested = True
         # The sender may have ended, together with the reader of this process's output.
         mute_if_unheard()
 

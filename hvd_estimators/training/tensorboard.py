@@ -17,8 +17,6 @@ from typing_extensions import Self
 
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = ["EventWriter", "epoch_scalars"]
-
 logger = logging.getLogger(__name__)
 
 

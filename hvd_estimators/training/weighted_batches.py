@@ -8,8 +8,6 @@ from typing import Any
 
 from hvd_estimators.data.arrays import num_rows
 
-__all__ = ["WeightedBatches"]
-
 
 class WeightedBatches:
     """Training batches, each with the factor by which its rank's gradient is weighted.

@@ -31,7 +31,6 @@ class Private(NamedTuple):
 
 
 _LOGGING = "trainer.connectors.logger_connector"
-_LOGGERS = "pytorch_lightning.loggers"
 
 TABLE = (
     # Python
@@ -40,7 +39,6 @@ TABLE = (
         "_run_exitfuncs",
         "A rank ends without tearing the interpreter down, which takes a second.",
     ),
-    Private("sys", "_current_frames", "It gives the stacks of a rank that makes no progress."),
     Private("threading", "_register_atexit", "Stores are written once more when Python exits."),
     # cloudpickle
     Private(
@@ -52,26 +50,22 @@ TABLE = (
     Private(
         "pyspark.sql.classic.dataframe.DataFrame pyspark.sql.DataFrame",
         "_jdf",
-        "Its plan shows whether it gives the same rows twice.",
-    ),
-    Private(
-        "pyspark.sql.SparkSession",
-        "_jvm _jsparkSession",
-        "They give Hadoop's filesystems and all settings of a session.",
+        "Its plan shows whether it gives the same rows twice, and its session has all settings.",
     ),
     Private(
         "pyspark.SparkContext",
-        "_jsc _jvm _gateway",
-        "They give task slots, jobs by tag, failed tasks, weak references and Java arrays.",
+        "_jsc _jvm",
+        "They give Hadoop's filesystems, task slots, jobs by tag, failed tasks and weak "
+        "references.",
     ),
     Private(
         "pyspark.Broadcast",
-        "_jbroadcast _path _value",
+        "_jbroadcast _path",
         "A model's variable lives as long as plans need it, and exists once per worker.",
     ),
     Private(
         "pyspark.ml.param.Params",
-        "_dummy _paramMap _defaultParamMap _set _setDefault _resetUid",
+        "_set _setDefault _resetUid",
         "Params are declared once. PySpark's stages and those of third parties are built with "
         "these.",
     ),
@@ -90,11 +84,6 @@ TABLE = (
         "It is the graph of a functional model in files of earlier versions.",
     ),
     Private(
-        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
-        "_eval_epoch_iterator",
-        "evaluate() leaves this iterator on a model. It cannot be pickled and is omitted.",
-    ),
-    Private(
         "keras.Optimizer",
         "_learning_rate",
         "It contains a schedule; the public property gives the current value.",
@@ -105,14 +94,9 @@ TABLE = (
         "These are the variables that a wrapped optimizer was built for.",
     ),
     Private(
-        "keras.callbacks.EarlyStopping",
-        "_set_monitor_op",
-        "It decides as Keras does whether less or more of a metric is better.",
-    ),
-    Private(
         "keras.Layer",
-        "_auto_config _build_shapes_dict",
-        "They contain constructor arguments that a config omits, and the shapes of build().",
+        "_auto_config",
+        "It contains constructor arguments that a config omits.",
     ),
     Private(
         "keras.layers.BatchNormalization",
@@ -148,8 +132,8 @@ TABLE = (
     ),
     Private(
         "torch.nn.modules.batchnorm",
-        "_BatchNorm _NormBase",
-        "They find batch normalization of any dimension, and user classes of it.",
+        "_NormBase",
+        "It finds batch normalization of any dimension, and user classes of it.",
     ),
     # torchmetrics
     Private(
@@ -185,19 +169,13 @@ TABLE = (
     ),
     Private(
         "pytorch_lightning.Trainer",
-        "_results _logger_connector _checkpoint_connector _signal_connector",
-        "They serve the same purpose, write a checkpoint at a chosen moment, and let ranks stop "
-        "together.",
+        "_results _logger_connector _signal_connector",
+        "They serve the same purpose, and let ranks stop together.",
     ),
     Private(
         "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
         "_results _batches_that_stepped",
         "They are the results of training, and the step of its logs.",
-    ),
-    Private(
-        "pytorch_lightning.loops.loop._Loop",
-        "_restarting",
-        "A resumed run steps schedulers and validates like an uninterrupted one.",
     ),
     Private(
         "pytorch_lightning.loops.evaluation_loop._EvaluationLoop",
@@ -206,7 +184,7 @@ TABLE = (
     ),
     Private(
         "pytorch_lightning.loops.fit_loop._FitLoop",
-        "_skip_backward _combined_loader _data_fetcher",
+        "_skip_backward _data_fetcher",
         "They show whether a backward pass follows, and skip the trained batches of a user's "
         "loader.",
     ),
@@ -219,13 +197,6 @@ TABLE = (
         "pytorch_lightning.strategies.ParallelStrategy",
         "_layer_sync",
         "sync_batchnorm=True is rejected with a remedy.",
-    ),
-    Private(f"{_LOGGERS}.TensorBoardLogger", "_root_dir", "Logs go to the run's directory."),
-    Private(f"{_LOGGERS}.CSVLogger", "_root_dir _save_dir", "Logs go to the run's directory."),
-    Private(
-        f"{_LOGGERS}.MLFlowLogger",
-        "_tracking_uri _mlflow_client",
-        "Logs go to the run's directory.",
     ),
     Private(
         "lightning_fabric.wrappers",
@@ -251,34 +222,8 @@ TABLE = (
     Private("horovod.tensorflow.mpi_ops", "_basics", "They serve the same purpose."),
     # Petastorm
     Private(
-        "petastorm.reader.Reader",
-        "_filter_row_groups _create_ventilator _workers_pool",
-        "The plan's row ranges replace Petastorm's sharding.",
-    ),
-    Private(
-        "petastorm.workers_pool.ventilator.Ventilator",
-        "_ventilate_fn",
-        "The plan's row ranges replace Petastorm's sharding.",
-    ),
-    Private(
-        "petastorm.arrow_reader_worker.ArrowReaderWorker",
-        "_local_cache",
-        "Row ranges are stored in its disk cache.",
-    ),
-    Private(
-        "petastorm.workers_pool.thread_pool.ThreadPool",
-        "_workers _ventilator_queues _ventilator _results_queues _stop_event _stop_aware_put",
-        "Idle threads sleep.",
-    ),
-    Private(
-        "petastorm.workers_pool.thread_pool.WorkerThread",
-        "_ventilator_queue",
-        "Idle threads sleep.",
-    ),
-    Private(
         "petastorm.workers_pool.process_pool.ProcessPool",
-        "_workers _results_receiver_poller _ventilated_items _ventilator_send "
-        "_wait_for_workers_to_start _results_receiver _context",
+        "_workers _results_receiver_poller _wait_for_workers_to_start",
         "A worker process that died or did not start is an error.",
     ),
 )

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.cluster.resources import Task
 
-__all__ = ["DYNAMIC_ALLOCATION", "Cluster", "FailedTask", "await_slots", "expected_executors"]
-
 logger = logging.getLogger(__name__)
 
 

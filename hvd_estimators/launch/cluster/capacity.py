@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.launch.cluster.resources import TaskResources
 
-__all__ = ["ask_for_executors", "check_slots", "most_slots"]
-
 
 def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
     """Return the maximum number of tasks that can run at the same time, or None if unknown."""

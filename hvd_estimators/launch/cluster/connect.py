@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.cluster.resources import Task, TaskResources
 
-__all__ = ["ConnectCluster", "current_cluster"]
-
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.launch.task.job import Job
 
-__all__ = [
-    "BackgroundJob",
-    "barrier_job",
-    "importing",
-    "interruptible",
-    "jobs_on",
-    "spark_job",
-    "waits_its_turn",
-]
-
 _TAG = "hvd_estimators"
 
 

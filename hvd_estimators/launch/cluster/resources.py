@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-__all__ = ["TaskResources", "collect_from_tasks", "rows_of_task"]
-
 _MASTERS = ("spark://", "local-cluster", "yarn", "k8s")
 
 

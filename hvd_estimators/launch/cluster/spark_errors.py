@@ -27,8 +27,6 @@ from hvd_estimators.launch.task.run import LESS_RESULTS
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
 
-__all__ = ["typed_failure"]
-
 _MESSAGE_CHARS = 4000
 
 

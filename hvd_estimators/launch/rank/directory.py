@@ -22,8 +22,6 @@ from hvd_estimators._util.temp_files import delete_folders
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
 
-__all__ = ["make_rank_folder", "sweep", "use_own_temporary_folder"]
-
 _PREFIX = "hvd-estimators-rank-"
 _OWNER_FILE = "owner.json"
 # A socket path has at most 107 characters; the names that Python and torch append take up to 36.

@@ -20,17 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DIRECTORY_VARIABLE",
-    "GRACE_VARIABLE",
-    "AwaitedRanks",
-    "asking_for_grace",
-    "cancel_grace",
-    "grace_asked",
-    "grace_seconds",
-    "mute_if_unheard",
-]
-
 GRACE_VARIABLE = "HVD_ESTIMATORS_GRACE_SECONDS"
 """Environment variable of ranks: the grace period in seconds; 0 disables it."""
 

@@ -34,24 +34,6 @@ from pathlib import Path
 from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 
-__all__ = [
-    "HANG_VARIABLE",
-    "PATIENCE_VARIABLE",
-    "HangWatch",
-    "StallWatch",
-    "hang_limit",
-    "is_stopped",
-    "leave_stack",
-    "leaving_signs",
-    "made_progress",
-    "seconds_without_progress",
-    "sign_left",
-    "stack_left",
-    "stall_environment",
-    "stall_limit",
-    "stalled_ranks",
-]
-
 PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
 """Environment variable of ranks: seconds a rank may hold up others if the user sets no limit."""
 

@@ -22,16 +22,6 @@ from hvd_estimators.launch.gpus import gpu_hint
 from hvd_estimators.launch.rank.hang_detection import stalled_ranks
 from hvd_estimators.launch.rank.output import shortened
 
-__all__ = [
-    "ABORTED",
-    "NOT_STARTED",
-    "ErrorReport",
-    "RankOutcome",
-    "fold_frames",
-    "report_error",
-    "results_in_order",
-]
-
 logger = logging.getLogger(__name__)
 
 ABORTED = "aborted"

@@ -19,17 +19,6 @@ from typing_extensions import Self
 
 from hvd_estimators.launch.gpus import visible_gpus
 
-__all__ = [
-    "LOG_LEVEL_VARIABLE",
-    "LineHandler",
-    "OutputReader",
-    "RateLimiter",
-    "Relay",
-    "lines_left_out",
-    "log_filter",
-    "shortened",
-]
-
 LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 """Environment variable with TensorFlow's minimum log level; 0 logs all lines."""
 

@@ -22,15 +22,6 @@ import cloudpickle
 from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
 from hvd_estimators.launch.rank.outcome import ErrorReport, report_error
 
-__all__ = [
-    "OUTCOME_FILE",
-    "NoNotifications",
-    "call_with",
-    "call_without_notifications",
-    "main",
-    "of_first_rank",
-]
-
 OUTCOME_FILE = "outcome.pkl"
 
 

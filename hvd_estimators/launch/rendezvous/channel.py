@@ -28,19 +28,6 @@ from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
 
-__all__ = [
-    "BACKLOG",
-    "RANKS_KEY_VARIABLE",
-    "AuthenticationError",
-    "Channel",
-    "Listener",
-    "bound_socket",
-    "new_secret",
-    "ranks_key",
-    "receive_exactly",
-    "retry",
-]
-
 RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
 """Environment variable of a rank: the key by which it proves that it belongs to the job."""
 

@@ -15,8 +15,6 @@ from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channe
 from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
-__all__ = ["LocalRendezvousClient", "PeerLostError", "RemoteRendezvousClient", "RendezvousClient"]
-
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
@@ -188,7 +186,7 @@ class RemoteRendezvousClient:
             is_used = False
         try:
             channel.send(message, body, self._patience.attempt)
-            answer = channel.receive(self._patience.attempt, self._patience.attempt)
+            reply = channel.receive(self._patience.attempt, self._patience.attempt)
         # Also on interrupts: an unread answer would be mistaken for the next message's answer.
         except BaseException as error:
             channel.close()
@@ -197,15 +195,15 @@ class RemoteRendezvousClient:
                 return self._attempt(message, body)
             raise
         self._idle.put(channel)
-        return answer
+        return reply
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._patience.beat):
             try:
-                answer, _ = self.request("alive")
+                reply, _ = self.request("alive")
             except PeerLostError as error:
                 if not self._ended.is_set():
                     self._failure = error.failure
                 return
-            if answer["failure"] is not None:
-                self._failure = Failure(**answer["failure"])
+            if reply["failure"] is not None:
+                self._failure = Failure(**reply["failure"])

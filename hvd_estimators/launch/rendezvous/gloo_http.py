@@ -22,8 +22,6 @@ from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-__all__ = ["INTERFACE_VARIABLE", "LOOPBACK", "GlooProxy", "listening_environment"]
-
 LOOPBACK = "127.0.0.1"
 
 INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
@@ -95,12 +93,12 @@ class GlooProxy:
                 status = _BAD_REQUEST
             else:
                 content = receive_exactly(connection, int(length), deadline)
-                status, body = self._answer(method, path, content)
+                status, body = self._reply(method, path, content)
         connection.settimeout(timeouts.GLOO_REQUEST)
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
 
-    def _answer(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
+    def _reply(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
         named = _PATH.fullmatch(path)
         kind = _KINDS.get(method)
         if named is None or kind is None:

@@ -16,8 +16,6 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Channel, Listener
 from hvd_estimators.launch.timeouts import Patience
 
-__all__ = ["Answer", "Failure", "JobStore", "RendezvousServer"]
-
 Answer = tuple[dict[str, Any], bytes]
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 

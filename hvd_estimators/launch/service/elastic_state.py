@@ -41,15 +41,6 @@ from hvd_estimators.launch.service.server import (
     connect_to_driver,
 )
 
-__all__ = [
-    "CommitStore",
-    "StateKeeper",
-    "StatePickler",
-    "commit",
-    "fetch",
-    "run_in_rank",
-]
-
 
 class StatePickler(cloudpickle.Pickler):
     """Pickler that serializes torch tensors as NumPy arrays that share their memory.
@@ -117,14 +108,14 @@ class CommitStore:
         service : DriverService
             The launch's service.
         """
-        ended = threading.Event()
+        launch_ended = threading.Event()
         before = dict(self._files)
 
         def fetch(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
             _send_file(channel, before.get(request["state"]))
 
         def commit(channel: Channel, request: Mapping[str, Any], _: bytes) -> None:
-            self._receive(channel, request["state"], ended)
+            self._receive(channel, request["state"], launch_ended)
 
         service.add_handler("fetch", fetch)
         service.add_handler("commit", commit)
@@ -132,9 +123,9 @@ class CommitStore:
             yield
         finally:
             with self._lock:
-                ended.set()
+                launch_ended.set()
 
-    def _receive(self, channel: Channel, state: int, ended: threading.Event) -> None:
+    def _receive(self, channel: Channel, state: int, launch_ended: threading.Event) -> None:
         """Receive a state; replace the previous one when the new one is complete."""
         file: IO[bytes] = _unnamed_file()
         problem = ""
@@ -156,7 +147,7 @@ class CommitStore:
             _send(channel, {"kind": "rejected", "why": f"{tempfile.gettempdir()}: {problem}"})
             return
         with self._lock:
-            if ended.is_set():
+            if launch_ended.is_set():
                 return
             self._files[state] = file
             self.count += 1
@@ -213,10 +204,10 @@ def commit(address: str, state: int, value: Any) -> None:
         parts = _Parts(channel)
         StatePickler(parts, protocol=5).dump(value)
         parts.end()
-        answer, _ = _receive(channel)
-        if answer["kind"] != "stored":
+        reply, _ = _receive(channel)
+        if reply["kind"] != "stored":
             raise StoreError(
-                f"The driver cannot store the committed state ({answer['why']}). Set TMPDIR on the "
+                f"The driver cannot store the committed state ({reply['why']}). Set TMPDIR on the "
                 "driver to a folder with more space."
             )
 
@@ -231,8 +222,8 @@ def fetch(address: str, state: int) -> Any:
 
     def receive(channel: Channel) -> Any:
         _send(channel, {"kind": "fetch", "state": state})
-        answer, _ = _receive(channel)
-        if answer["kind"] == "none":
+        reply, _ = _receive(channel)
+        if reply["kind"] == "none":
             return None
         return load(io.BufferedReader(_Stream(channel), 2**20))
 

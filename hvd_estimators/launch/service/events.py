@@ -22,22 +22,6 @@ from hvd_estimators.launch.service.server import (
     connect_to_driver,
 )
 
-__all__ = [
-    "Event",
-    "EventSender",
-    "Handler",
-    "RankEpoch",
-    "RankMessage",
-    "RankOutput",
-    "RankProgress",
-    "RankStage",
-    "decoded",
-    "encoded",
-    "log_to_driver",
-    "receive_events",
-    "serialized",
-]
-
 
 @dataclass(frozen=True)
 class RankProgress:
@@ -227,7 +211,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
         Called with one event at a time, from another thread.
     """
     lock = threading.Lock()
-    ended = threading.Event()
+    finished = threading.Event()
     awaited = AwaitedRanks()
     handled = 0
 
@@ -235,7 +219,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
         nonlocal handled
         for event in message["events"] if message.get("kind") == _SEVERAL else [message]:
             with lock:
-                if ended.is_set():
+                if finished.is_set():
                     return
                 handled += 1
                 try:
@@ -245,7 +229,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
 
     def receive(channel: Channel, *request: Any) -> None:
         try:
-            while not ended.is_set():
+            while not finished.is_set():
                 message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
                 if message.get("kind") == _AWAITED:
                     awaited.add(id(channel), message["seconds"])
@@ -278,7 +262,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
         # Ended ranks have closed their connections, so handle all pending events.
         drain()
         with lock:
-            ended.set()
+            finished.set()
 
 
 class EventSender:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.task.job import Job
 
-__all__ = ["Exchange", "ExchangeServer"]
-
 _KIND = "exchange"
 
 # Applications with tasks that cannot reach the driver.
@@ -109,8 +107,8 @@ class Exchange:
                 channel.send(request, json.dumps(message).encode(), attempt_seconds)
                 self._on_sent()
                 left = max(deadline - time.monotonic(), attempt_seconds)
-                answer, body = channel.receive(left, attempt_seconds)
-                return json.loads(body) if answer["complete"] else None
+                reply, body = channel.receive(left, attempt_seconds)
+                return json.loads(body) if reply["complete"] else None
 
         def is_final(error: OSError) -> bool:
             is_refused = isinstance(error, ConnectionRefusedError) and not is_heard
@@ -152,11 +150,11 @@ class ExchangeServer:
         self._application = application
         self._changed = threading.Condition()
         self._messages: dict[int, dict[int, Any]] = {}
-        self._heard: set[int] = set()
+        self._received_from: set[int] = set()
         self._deadline: float | None = None
         self._is_given_up = self._has_ended = False
         self.is_used = application not in _UNREACHABLE_FROM
-        service.add_handler(_KIND, self._answer)
+        service.add_handler(_KIND, self._reply)
 
     def __enter__(self) -> Self:
         return self
@@ -166,20 +164,20 @@ class ExchangeServer:
             self._has_ended = True
             self._changed.notify_all()
             # Tasks that were only late have connected by now.
-            if exc_type is None and self._is_given_up and len(self._heard) < self._tasks:
+            if exc_type is None and self._is_given_up and len(self._received_from) < self._tasks:
                 _UNREACHABLE_FROM.add(self._application)
 
-    def _answer(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
+    def _reply(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
         messages = self._gather(request["number"], request["task"], json.loads(body))
-        answer = b"" if messages is None else json.dumps(messages).encode()
-        channel.send({"complete": messages is not None}, answer, timeouts.EXCHANGE_ATTEMPT)
+        reply = b"" if messages is None else json.dumps(messages).encode()
+        channel.send({"complete": messages is not None}, reply, timeouts.EXCHANGE_ATTEMPT)
 
     def _gather(self, number: int, task: int, message: Any) -> Sequence[Any] | None:
         """Record a task's message; return all tasks' messages, or None if some are missing."""
         with self._changed:
             messages = self._messages.setdefault(number, {})
             messages[task] = message
-            self._heard.add(task)
+            self._received_from.add(task)
             self._changed.notify_all()
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeouts.EXCHANGE_FIRST

@@ -14,8 +14,6 @@ from typing import Any, TextIO
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.service.events import Event, Handler, RankMessage, RankOutput
 
-__all__ = ["LineHandler", "Outlets", "print_event", "write_text"]
-
 LineHandler = Callable[[list[str]], None]
 """Called with lines of a rank."""
 

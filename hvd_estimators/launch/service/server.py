@@ -16,8 +16,6 @@ from typing_extensions import Self
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Channel, Listener, new_secret
 
-__all__ = ["SERVICE_VARIABLE", "DriverService", "RequestHandler", "connect_to_driver"]
-
 SERVICE_VARIABLE = "HVD_ESTIMATORS_SERVICE"
 """Environment variable of a rank: the address of its launch's `DriverService`."""
 

@@ -20,8 +20,6 @@ from typing_extensions import Self
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
 
-__all__ = ["LaunchWatch", "RunningTask", "Stage", "StageReporter"]
-
 logger = logging.getLogger(__name__)
 
 # Each further warning about the same ranks waits this many times longer than the one before.
@@ -201,7 +199,7 @@ class LaunchWatch:
         }
         self._warned: list[RankStage] = []
         self._pause = self._next_warning = 0.0
-        self._ended = threading.Event()
+        self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def asking(self, running_tasks: Callable[[], Sequence[RunningTask] | None]) -> Self:
@@ -242,11 +240,11 @@ class LaunchWatch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._ended.set()
+        self._finished.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(timeouts.STAGE_POLL):
+        while not self._finished.wait(timeouts.STAGE_POLL):
             if self._is_complete():
                 return
             self._ask_spark()

@@ -17,87 +17,48 @@ pytest.importorskip(
     "petastorm", reason="not installable beside today's PyArrow", exc_type=ImportError
 )
 
+from petastorm.workers_pool import EmptyResultError
+
 from hvd_estimators.exceptions import ReaderError
 from hvd_estimators.loading import interleave
-from hvd_estimators.loading.petastorm import (
-    _NEXT,
-    _PART,
-    PetastormDataModule,
-    _in_sequence,
-    _RangeVentilator,
-)
+from hvd_estimators.loading.petastorm import _NEXT, _PART, PetastormDataModule, _in_sequence
 from hvd_estimators.loading.plan import plan_shards
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Ventilator(_RangeVentilator):
-    """Asks for three row ranges; the pool is the test."""
+class Pool:
+    """Answers requests in a given order, each with tables of one row."""
 
-    def __init__(self, in_flight, on_item):
-        items = [{"sequence": index} for index in range(3)]
-        super().__init__(lambda **item: on_item(item), iter(items), in_flight)
+    def __init__(self, order):
+        self.order = list(order)
+        self.requested = []
 
+    def ventilate(self, sequence):
+        self.requested.append(sequence)
 
-def test_reading_is_not_over_before_the_last_range_has_been_processed():
-    """Pools ask this when they are out of work, and stop if so: a range too early or too late."""
-    over = []
-
-    def process_at_once(item):
-        over.append(ventilator.completed())
-        ventilator.processed_item()
-        over.append(ventilator.completed())
-        ventilator.make_room()
-
-    ventilator = Ventilator(1, process_at_once)
-    ventilator.start()
-    ventilator._thread.join(10)
-
-    assert over == [False, False, False, False, False, True]
-
-
-def test_reading_runs_ahead_by_a_bounded_number_of_ranges():
-    items = []
-    both = threading.Event()
-
-    def note(item):
-        items.append(item["sequence"])
-        if len(items) == 2:
-            both.set()
-
-    ventilator = Ventilator(2, note)
-    ventilator.start()
-    assert both.wait(10)
-    ventilator._thread.join(0.1)
-    assert items == [0, 1]
-
-    # What comes too early waits for the range before it, and takes its room.
-    ventilator.processed_item()
-    ventilator._thread.join(0.1)
-    assert items == [0, 1]
-
-    ventilator.make_room()
-    ventilator._thread.join(10)
-    assert items == [0, 1, 2]
-    assert not ventilator.completed()
-
-
-def test_tables_that_come_out_of_order_wait_for_those_before_them():
-    def table(sequence, part, following):
+    def get_results(self):
+        if not self.order:
+            raise EmptyResultError
+        sequence, part, following = self.order.pop(0)
+        assert sequence in self.requested
         numbers = {_PART: f"{sequence} {part}", _NEXT: f"{following[0]} {following[1]}"}
-        return pa.table({"x": [10 * sequence + part]}).replace_schema_metadata(numbers)
+        table = pa.table({"x": [10 * sequence + part]})
+        return table.replace_schema_metadata(numbers)
 
-    def arriving():
-        for numbers in ((1, 0, (2, 0)), (0, 1, (1, 0)), (2, 0, (3, 0)), (0, 0, (0, 1))):
-            log.append(f"in {numbers[0]}.{numbers[1]}")
-            yield table(*numbers)
 
-    log = []
-    for found in _in_sequence(arriving(), lambda: log.append("room")):
-        log.append(found["x"][0].as_py())
+def test_tables_that_come_out_of_order_wait_and_workers_are_a_bounded_number_of_ranges_ahead():
+    first_arrivals = [(1, 0, (2, 0)), (0, 1, (1, 0)), (0, 0, (0, 1))]
+    pool = Pool([*first_arrivals, (2, 0, (3, 0)), (3, 0, (3, 1)), (3, 1, (4, 0))])
+    items = ({"sequence": number} for number in range(4))
 
-    assert log[:4] == ["in 1.0", "in 0.1", "in 2.0", "in 0.0"]
-    assert log[4:] == [0, "room", 1, "room", 10, "room", 20]
+    tables = [
+        (table["x"][0].as_py(), len(pool.requested)) for table in _in_sequence(pool, items, 2)
+    ]
+
+    # A range is requested when the last table of an earlier one can be read.
+    assert tables == [(0, 2), (1, 3), (10, 4), (20, 4), (30, 4), (31, 4)]
+    assert pool.requested == [0, 1, 2, 3]
 
 
 def opened(folder, rows, **options):
@@ -184,7 +145,7 @@ def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
             before = wake_ups(own)
             time.sleep(0.1)
             after = wake_ups(own)
-            # Petastorm looks every 0.1 s whether there is more to come; its own threads, every ms.
+            # Petastorm's consumer looks every 0.1 s whether there is more to come.
             if after - before < 10:
                 break
         else:

@@ -22,6 +22,7 @@ import hvd_estimators
 
 PUBLIC = {
     "_asdict": "Named tuples document it.",
+    "_current_frames": "sys documents it.",
     "_exit": "os documents it.",
     "_fields": "Named tuples document it.",
     "_module_available": "compat restores this name of Lightning 1, and uses none of Lightning 2.",
@@ -30,7 +31,7 @@ PUBLIC = {
 """Names with an underscore that are not private names of other packages."""
 
 SHARED = {
-    *("_declarations", "_load_params", "_metadata"),
+    *("_declarations", "_defaults", "_load_params", "_metadata", "_store_value", "_values"),
     *("_floatx", "_input_keys", "_input_pairing"),  # keys of saved Keras models
     *("_from", "_hidden", "_is_row"),  # columns of `transform`
     "_loss",  # a loss in Lightning's loggers
