@@ -113,16 +113,22 @@ _shared: dict[tuple[int, str], StandingBackend] = {}
 
 
 def shared_ranks(ranks: int, framework: str = "torch") -> StandingBackend:
-    """Return ranks that all fits of a test module share; conftest.py ends them after the module."""
-    if (ranks, framework) not in _shared:
-        backend = StandingBackend(ranks, Path(tempfile.mkdtemp(prefix="ranks-")), framework)
-        _shared[ranks, framework] = backend.__enter__()
-    return _shared[ranks, framework]
+    """Return ranks that all fits of a test module share; conftest.py ends them after the module.
+
+    The ranks of at most one other number or framework stay: idle ones need 7 % of a core each.
+    """
+    backend = _shared.pop((ranks, framework), None)
+    if backend is None:
+        end_shared_ranks(but=1)
+        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        backend = StandingBackend(ranks, folder, framework).__enter__()
+    _shared[ranks, framework] = backend
+    return backend
 
 
-def end_shared_ranks() -> None:
-    """End all shared ranks, and delete their folders."""
-    while _shared:
-        _, backend = _shared.popitem()
+def end_shared_ranks(but: int = 0) -> None:
+    """End all shared ranks but those that were used last, and delete their folders."""
+    while len(_shared) > but:
+        backend = _shared.pop(next(iter(_shared)))
         backend.__exit__()
         shutil.rmtree(backend.directory)

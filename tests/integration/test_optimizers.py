@@ -36,8 +36,12 @@ ROWS, BATCH, EPOCHS = 37, 8, 2
 def ranks() -> StandingBackend:
     cloudpickle.register_pickle_by_value(optimizers)
     backend = shared_ranks(2)
-    backend.run(import_timm_optimizers)
+    backend.run(import_timm_optimizers_there)
     return backend
+
+
+def import_timm_optimizers_there() -> None:
+    import_timm_optimizers()
 
 
 def settings(backend: Any, store: Any, run_id: str, epochs: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.jobs import jobs_on
+from hvd_estimators.launch.rank.graceful_stop import GRACE_VARIABLE
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
@@ -88,6 +89,8 @@ def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
         feature_cols=["x"],
         label_cols=["y"],
         input_shapes=[[-1, 1]],
+        # No step of these ranks ends.
+        backend_env={GRACE_VARIABLE: "1"},
         verbose=0,
     )
 
