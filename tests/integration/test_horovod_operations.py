@@ -82,7 +82,9 @@ def torch_program():
     rows = [values(r, "rows", (r + 1, 2)) for r in range(RANKS)]
     equal(hvd.allgather(torch.from_numpy(rows[rank]), name="rows"), np.concatenate(rows))
     equal(hvd.broadcast(own("root"), root_rank=1, name="root"), values(1, "root"))
-    received, splits = hvd.alltoall(own("parts", (6,)), torch.tensor([1, 2, 3]), name="parts")
+    received, splits = hvd.alltoall(
+        own("parts", (6,)), torch.tensor([1, 2, 3], dtype=torch.int32), name="parts"
+    )
     start = [0, 1, 3, 6]
     parts = [values(r, "parts", (6,))[start[rank] : start[rank + 1]] for r in range(RANKS)]
     equal(received, np.concatenate(parts))
