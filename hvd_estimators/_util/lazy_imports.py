@@ -37,7 +37,8 @@ def lazy_names(
     Raises
     ------
     DependencyError
-        By ``__getattr__``, if a package listed in `hvd_estimators._util.install_hints` is missing.
+        By ``__getattr__``, if a package listed in `hvd_estimators._util.install_hints` is missing,
+        or if the installed Horovod was built for another framework.
     """
 
     def get(name: str) -> Any:
@@ -46,8 +47,12 @@ def lazy_names(
         try:
             home, _, other = homes[name].partition(":")
             return getattr(importlib.import_module(home), other or name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             missing = (error.name or "").split(".")[0]
+            if not isinstance(error, ModuleNotFoundError):
+                if missing == "horovod":
+                    raise DependencyError(f"{package} needs horovod. {error}") from error
+                raise
             remedy = INSTALL.get(missing)
             if remedy is None:
                 raise
@@ -89,6 +94,8 @@ class _TritonFinder(importlib.abc.MetaPathFinder):
 
 
 def _bind_own_symbols(triton: Path) -> None:
+    if not hasattr(os, "RTLD_DEEPBIND"):  # systems that triton does not support
+        return
     for library in sorted(triton.glob("_C/libtriton*.so")):
         try:
             # Python reuses a library that is already loaded.

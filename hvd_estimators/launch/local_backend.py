@@ -13,8 +13,10 @@ from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvd_estimators._util.system import available_cores
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
+from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import (
     DEFAULTS,
     assign_ranks,
@@ -40,7 +42,6 @@ from hvd_estimators.launch.validation import (
     environment_given,
     whole_number,
 )
-from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, modules_of
 
 __all__ = ["LocalBackend"]
@@ -94,7 +95,7 @@ class LocalBackend(Backend):
         if num_proc is not None:
             num_proc = whole_number("num_proc", num_proc)
         check_further_arguments(LocalBackend, further)
-        self._num_proc = num_proc or _cores()
+        self._num_proc = num_proc or available_cores()
         self._env = environment_given(env or {})
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
         self._warm_start = warm_start
@@ -182,8 +183,3 @@ def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]
             handler(RankOutput(rank, line, stream))
 
     return show
-
-
-def _cores() -> int:
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -25,6 +25,7 @@ from hvd_estimators.launch.cluster.jobs import (
     waits_its_turn,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
+from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
@@ -46,7 +47,6 @@ from hvd_estimators.launch.validation import (
     seconds_given,
     whole_number,
 )
-from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import allows_warm_start, modules_of
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from reference import fit, write_rows
 from resuming import DataDependent
 
 from hvd_estimators.fitting import restarts
+from hvd_estimators.launch.horovod_build import installed_patches
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE
-from hvd_estimators.launch.versions import installed_patches
 from hvd_estimators.store.runs import read_metadata
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

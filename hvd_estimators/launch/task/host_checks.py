@@ -18,13 +18,8 @@ from hvd_estimators.launch.gpus import (
     gpu_place,
     rank_gpus,
 )
-from hvd_estimators.launch.versions import (
-    check_builds,
-    differences,
-    horovod_build,
-    installed_versions,
-    require_patches,
-)
+from hvd_estimators.launch.horovod_build import check_builds, horovod_build, require_patches
+from hvd_estimators.launch.versions import differences, installed_versions
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo

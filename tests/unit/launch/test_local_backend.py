@@ -93,7 +93,7 @@ def test_ranks_reduce_with_each_other_and_again_and_let_no_stranger_in():
 
 
 def test_a_horovod_that_shows_no_token_is_refused_before_ranks_start(monkeypatch):
-    monkeypatch.setattr("hvd_estimators.launch.versions.installed_patches", lambda: 0)
+    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
 
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
         LocalBackend(1).run(rank)
