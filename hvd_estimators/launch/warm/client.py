@@ -5,8 +5,8 @@ ends with its owner, or after some idle minutes. Clients find it by a socket in 
 only this user can access. The socket's name contains the owner and a digest of everything that may
 affect imports: Python, environment, working directory, limits and modules.
 
-The server is in `hvd_estimators.launch.warm.server`. Linux only. If anything fails, the rank starts
-in a fresh process.
+The server is in `hvd_estimators.launch.warm.server`. Both use calls of Linux, see
+`has_warm_start_calls`. If anything fails, the rank starts in a fresh process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_estimators._util.process_identity import process_stat
+from hvd_estimators._util.system import has_warm_start_calls
 
 __all__ = [
     "ANSWER_SECONDS",
@@ -213,7 +213,7 @@ class ForkedRank:
 
 def allows_warm_start(env: Mapping[str, str]) -> bool:
     """Return whether the system and the given environment allow warm starts."""
-    return sys.platform == "linux" and env.get(WARM_START_VARIABLE, "1") != "0"
+    return has_warm_start_calls() and env.get(WARM_START_VARIABLE, "1") != "0"
 
 
 def warm_environment(env: Mapping[str, str]) -> dict[str, str]:
