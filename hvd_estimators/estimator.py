@@ -266,6 +266,7 @@ class HorovodEstimator(EstimatorHooks):
         store: Store = self.getOrDefault("store")
         self._check_restarts(backend)
         backend.check()
+        backend.check_horovod()
         store.check()
         backend.check_store(store)
         return backend

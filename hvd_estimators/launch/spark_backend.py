@@ -213,13 +213,21 @@ class SparkBackend(Backend):
         SlotsError
             If it has fewer. With dynamic allocation, executors are requested first.
         DependencyError
-            If a local session's Python tasks run another Python, or if Horovod was not built by
-            ``hvd-estimators build-horovod``.
+            If a local session's Python tasks run another Python.
         """
         cluster = current_cluster(self._resources)
         cluster.check_python()
-        require_patches()
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
+
+    def check_horovod(self) -> None:
+        """Check that the ranks can use Horovod, judging by the driver's installation.
+
+        Raises
+        ------
+        DependencyError
+            If Horovod was not built by ``hvd-estimators build-horovod``.
+        """
+        require_patches()
 
     def check_store(self, store: Store) -> None:
         """Check that the ranks' machines see the files that the driver writes to the store.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import (
     DependencyError,
@@ -208,6 +209,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         logger.info("The traceback of rank %d:\n%s", first.rank, first.report.full_traceback)
         lines.append(first.report.traceback.rstrip())
     lines.append(gpu_hint(first.error).strip())
+    if "No module named 'horovod'" in first.error:
+        lines.append(f"Horovod is not installed on {first.host}. Run there: {BUILD_HOROVOD}")
     if first.output_tail.strip():
         lines += ["The end of its output:", first.output_tail.rstrip()]
     raise WorkerFailedError(

@@ -109,6 +109,8 @@ class RankProcess:
         Called once when the process runs this package's code; by `stalled`.
     on_end : callable
         Called when the process has ended; by `outcome`.
+    problem : callable
+        Returns the reason why the running process cannot continue; empty without a problem.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class RankProcess:
         warm: WarmStart | None = None,
         on_start: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
+        problem: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank = rank
+        self.problem = problem
         self.host = host
         self._call = call
         self._env = {**env, **stall_environment(env)}

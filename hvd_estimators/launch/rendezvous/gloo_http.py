@@ -11,6 +11,7 @@ import hmac
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -22,12 +23,21 @@ from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-__all__ = ["INTERFACE_VARIABLE", "LOOPBACK", "GlooProxy", "listening_environment"]
+__all__ = [
+    "INTERFACE_VARIABLE",
+    "LOOPBACK",
+    "TORCH_INTERFACE_VARIABLE",
+    "GlooProxy",
+    "listening_environment",
+]
 
 LOOPBACK = "127.0.0.1"
 
 INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
 """Environment variable of Horovod: the network interface to use."""
+
+TORCH_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of torch: the network interface that its Gloo uses."""
 
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
@@ -51,6 +61,13 @@ class GlooProxy:
         Called with each request of the rank's ``hvd.init()``.
     on_joined : callable
         Called with the last of these requests.
+    rejects : bool
+        Whether the rank cannot use Horovod. Its requests are then not answered.
+
+    Attributes
+    ----------
+    was_rejected : bool
+        Whether a request was not answered for this reason.
     """
 
     def __init__(
@@ -58,7 +75,11 @@ class GlooProxy:
         client: RendezvousClient,
         on_init: Callable[[], None] = lambda: None,
         on_joined: Callable[[], None] = lambda: None,
+        rejects: bool = False,
     ) -> None:
+        self.was_rejected = False
+        self._rejects = rejects
+        self._ended = threading.Event()
         self._client = client
         self._on_init = on_init
         self._on_joined = on_joined
@@ -78,11 +99,17 @@ class GlooProxy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
         self._listener.close()
 
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers = _head(connection, deadline)
+        if self._rejects:
+            # An answer could end the rank with an error that does not name the reason.
+            self.was_rejected = True
+            self._ended.wait()
+            return
         given = headers.get("authorization", "")
         body = b""
         # Check the token before any data of the job is read or sent.
@@ -134,7 +161,13 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[st
 def listening_environment(address: str) -> dict[str, str]:
     """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
     # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
-    return {ADDRESS_VARIABLE: address, INTERFACE_VARIABLE: _interface_of(address)}
+    # The last is for torch's Gloo, which has no variable for an address.
+    interface = _interface_of(address)
+    return {
+        ADDRESS_VARIABLE: address,
+        INTERFACE_VARIABLE: interface,
+        TORCH_INTERFACE_VARIABLE: interface,
+    }
 
 
 def _interface_of(address: str) -> str:
