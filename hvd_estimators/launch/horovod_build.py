@@ -41,7 +41,6 @@ __all__ = [
     "is_horovod_installed",
     "patches_of",
     "read_record",
-    "require_horovod",
     "require_patches",
 ]
 
@@ -208,29 +207,6 @@ def horovod_problem(framework: str) -> str | None:
     if installed is None:
         return f"{TITLES[framework]} is not installed"
     return difference(installed_record(), framework, installed, cuda_of(framework))
-
-
-def require_horovod(framework: str, user: str) -> None:
-    """Check that Horovod is installed and fits a framework.
-
-    Parameters
-    ----------
-    framework : {'torch', 'tensorflow'}
-        The framework's module.
-    user : str
-        Name of the feature that needs Horovod, for the error.
-
-    Raises
-    ------
-    DependencyError
-        If it is not, or does not.
-    """
-    problem = horovod_problem(framework)
-    if problem is not None:
-        raise DependencyError(
-            f"{user} trains with Horovod, and {problem}. Build and install it on the driver and "
-            f"on every machine that runs ranks: {BUILD_HOROVOD}"
-        )
 
 
 def installed_version(*distributions: str) -> str | None:

@@ -74,6 +74,8 @@ class LightningTrainSpec(TrainSpec):
         Lightning's package.
     module : bytes
         The LightningModule, see `module_file`.
+    collectives : str
+        ``"horovod"`` or ``"torch"``, see `choose_collectives`.
     objects : bytes
         A pickled `TrainerObjects`.
     form : BatchForm
@@ -88,6 +90,7 @@ class LightningTrainSpec(TrainSpec):
 
     flavor: Flavor
     module: LocalFile
+    collectives: str
     objects: bytes
     form: BatchForm
     batch_hint: str

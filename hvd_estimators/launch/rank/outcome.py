@@ -242,9 +242,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
-    """Raise an error that names the stalled rank, if Horovod shut down because of it."""
+    """Raise an error that names the stalled rank, if others have ended because of it."""
     for outcome in outcomes:
-        shutdown = stalled_ranks(outcome.output_tail)
+        shutdown = stalled_ranks(f"{outcome.output_tail}\n{outcome.error}")
         if shutdown is None:
             continue
         seconds, tensors = shutdown
@@ -270,5 +270,5 @@ def _blame(outcome: RankOutcome) -> tuple[int, float]:
 
     The end of a peer only breaks collectives, so such errors are consequences.
     """
-    consequence = {ABORTED: 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
-    return consequence, outcome.ended_at
+    consequences = {ABORTED: 3, "HorovodInternalError": 2, "CollectiveError": 2, "lost": 1}
+    return consequences.get(outcome.error_type, 0), outcome.ended_at

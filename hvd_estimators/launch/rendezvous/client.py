@@ -17,6 +17,8 @@ from hvd_estimators.launch.timeouts import Patience
 
 __all__ = ["LocalRendezvousClient", "PeerLostError", "RemoteRendezvousClient", "RendezvousClient"]
 
+# These messages change nothing, so repetitions need no number.
+_READS = ("get", "wait", "count", "alive")
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
@@ -140,7 +142,7 @@ class RemoteRendezvousClient:
             If connections were refused, or no answer arrived, for longer than the time limits.
         """
         message = {"kind": kind, "rank": self._rank, **values}
-        if kind not in ("get", "alive"):
+        if kind not in _READS:
             message["number"] = next(self._numbers)
         # The server ends when all ranks are done, so a refusal of "done" counts as an answer.
         longest_refusal = 0.0 if kind == "done" else self._patience.refused

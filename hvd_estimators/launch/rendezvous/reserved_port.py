@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 
 from typing_extensions import Self
+
+from hvd_estimators._util.system import PLATFORM
 
 __all__ = ["ReservedPort"]
 
@@ -30,7 +31,7 @@ class ReservedPort:
     def __init__(self) -> None:
         self._socket = _bound_on_all_addresses()
         self.number = int(self._socket.getsockname()[1])
-        if sys.platform != "linux":
+        if PLATFORM != "linux":
             self._socket.close()
 
     def __enter__(self) -> Self:

@@ -77,10 +77,19 @@ _OF_A_RANK = re.compile(
 # trainers always create one.
 _OPTIMIZERS = "torch._dynamo"
 
+# Either may reduce gradients. A module that is not installed is skipped.
+_COLLECTIVES = ("horovod.torch", "hvd_estimators.torch.distributed_collectives")
+
 _MODULES = {
     "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer",),
-    "hvd_estimators.lightning.trainer": ("hvd_estimators.lightning.trainer", _OPTIMIZERS),
-    "hvd_estimators.torch.trainer": ("hvd_estimators.torch.trainer", _OPTIMIZERS),
+    "hvd_estimators.lightning.trainer": (
+        *("hvd_estimators.lightning.trainer", _OPTIMIZERS),
+        *_COLLECTIVES,
+    ),
+    "hvd_estimators.torch.trainer": (
+        *("hvd_estimators.torch.trainer", _OPTIMIZERS),
+        *_COLLECTIVES,
+    ),
     "horovod.keras": ("horovod.keras",),
     "horovod.tensorflow": ("horovod.tensorflow",),
     "horovod.torch": ("horovod.torch",),

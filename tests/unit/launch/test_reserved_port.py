@@ -111,6 +111,6 @@ def test_without_ipv6_it_is_a_port_of_all_ipv4_addresses(monkeypatch: Any) -> No
 
 
 def test_elsewhere_it_is_free_at_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(reserved_port.sys, "platform", "darwin")
+    monkeypatch.setattr(reserved_port, "PLATFORM", "darwin")
     with ReservedPort() as port:
         listening(port.number, reuse=False).close()
