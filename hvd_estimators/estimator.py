@@ -264,6 +264,8 @@ class HorovodEstimator(EstimatorHooks):
         store: Store = self.getOrDefault("store")
         self._check_restarts(backend)
         backend.check()
+        if self._uses_horovod():
+            backend.check_horovod()
         store.check()
         backend.check_store(store)
         return backend

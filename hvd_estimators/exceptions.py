@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BuildError",
+    "CollectiveError",
     "ColumnError",
     "DataError",
     "DependencyError",
@@ -108,6 +109,14 @@ class TrainingInterruptedError(HvdEstimatorsError, RuntimeError):
 
 class UnreachableError(HvdEstimatorsError, ConnectionError):
     """Failed network connection between the hosts of a job."""
+
+
+class CollectiveError(HvdEstimatorsError, RuntimeError):
+    """Failure of an operation over all ranks, usually because another rank has ended or stalls.
+
+    Raised on the ranks, with ``collectives="torch"``. Horovod raises its own
+    ``HorovodInternalError``.
+    """
 
 
 class ResultsError(HvdEstimatorsError, RuntimeError):

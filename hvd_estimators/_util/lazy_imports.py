@@ -1,14 +1,15 @@
-"""Lazy imports of a package's public names, and a safe import of triton beside TensorFlow."""
+"""Lazy imports of public names, and hooks on the imports of other packages."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.abc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,8 @@ def lazy_names(
     Raises
     ------
     DependencyError
-        By ``__getattr__``, if a package listed in `hvd_estimators._util.install_hints` is missing.
+        By ``__getattr__``, if a package listed in `hvd_estimators._util.install_hints` is missing,
+        or if the installed Horovod was built for another framework.
     """
 
     def get(name: str) -> Any:
@@ -44,8 +46,12 @@ def lazy_names(
         try:
             home, _, other = homes[name].partition(":")
             return getattr(importlib.import_module(home), other or name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             missing = (error.name or "").split(".")[0]
+            if not isinstance(error, ModuleNotFoundError):
+                if missing == "horovod":
+                    raise DependencyError(f"{package} needs horovod. {error}") from error
+                raise
             remedy = INSTALL.get(missing)
             if remedy is None:
                 raise
@@ -54,6 +60,56 @@ def lazy_names(
             ) from error
 
     return get, lambda: sorted({*homes, *vars(sys.modules[package])})
+
+
+@contextlib.contextmanager
+def after_import(name: str, action: Callable[[ModuleType], None]) -> Iterator[None]:
+    """Call a function with a module as soon as the module has been imported.
+
+    If the module is imported already, the function is called at once. The hook ends with the block.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the module.
+    action : callable
+        Called with the module, before any other code sees it.
+    """
+    if name in sys.modules:
+        action(sys.modules[name])
+        yield
+        return
+    finder = _AfterImport(name, action)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Import hook of `after_import`."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the awaited module, whose loader then calls the function."""
+        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return None
+        execute = loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            self._action(module)
+
+        loader.exec_module = execute_and_act
+        return spec
 
 
 def make_triton_import_safe() -> None:
@@ -87,6 +143,8 @@ class _TritonFinder(importlib.abc.MetaPathFinder):
 
 
 def _bind_own_symbols(triton: Path) -> None:
+    if not hasattr(os, "RTLD_DEEPBIND"):  # systems that triton does not support
+        return
     for library in sorted(triton.glob("_C/libtriton*.so")):
         try:
             # Python reuses a library that is already loaded.

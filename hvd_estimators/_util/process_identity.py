@@ -1,31 +1,38 @@
 """Identify processes, such as owners of leases and temporary folders, and check if they are alive.
 
 The operating system reports on processes of this machine only. Processes on other machines write
-heartbeats, see `hvd_estimators.store.leases`.
+heartbeats, see `hvd_estimators.store.leases`. Linux reports in ``/proc``. On other systems psutil
+asks the system.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = [
     "ProcessIdentity",
     "ProcessStat",
+    "boot_id",
+    "descendants",
     "is_dead",
     "is_here",
+    "namespace_id",
     "pid_exists",
     "process_stat",
+    "related_processes",
     "this_process",
 ]
 
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Status of a process from ``/proc/PID/stat``; see proc(5).
+    """Status of a process, as in ``/proc/PID/stat``; see proc(5).
 
     Attributes
     ----------
@@ -36,7 +43,7 @@ class ProcessStat:
     parent : int
         Process ID of the parent.
     started : str
-        Start time in ticks of the machine's clock.
+        Start time as a whole number, in ticks of the machine's clock.
     """
 
     name: str
@@ -46,18 +53,106 @@ class ProcessStat:
 
 
 def process_stat(pid: int) -> ProcessStat:
-    """Read the status of a process of this machine. Linux only.
+    """Return the status of a process of this machine.
 
     Raises
     ------
     OSError
-        If there is no such process, or no ``/proc``.
+        If there is no such process, or this process may not see it.
     """
+    if not _has_proc():
+        return _stat_of_psutil(pid)
     # PID (name) state parent ...; the name may contain any character.
     with open(f"/proc/{pid}/stat", errors="replace") as file:
         before, _, after = file.read().rpartition(")")
     fields = after.split()
     return ProcessStat(before.partition("(")[2], fields[0], int(fields[1]), fields[19])
+
+
+def _stat_of_psutil(pid: int) -> ProcessStat:
+    import psutil
+
+    started = ""
+    states = {psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "X", psutil.STATUS_STOPPED: "T"}
+    try:
+        process = psutil.Process(pid)
+        # In microseconds, as a whole number.
+        started = str(round(process.create_time() * 1e6))
+        state = states.get(process.status(), "S")
+        return ProcessStat(process.name(), state, process.ppid(), started)
+    except psutil.ZombieProcess:
+        return ProcessStat("", "Z", 0, started)
+    except psutil.NoSuchProcess as error:
+        raise ProcessLookupError(f"no process {pid}") from error
+    except psutil.AccessDenied as error:
+        raise PermissionError(f"no access to process {pid}") from error
+
+
+def descendants(ancestor: int) -> dict[int, str]:
+    """Return the IDs of all descendants of a process, and when they started."""
+    if not _has_proc():
+        import psutil
+
+        try:
+            found = psutil.Process(ancestor).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return {}
+        pids = [process.pid for process in found]
+        return {pid: stat.started for pid in pids if (stat := _stat_or_none(pid))}
+    children: dict[int, dict[int, str]] = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        stat = _stat_or_none(pid)
+        if stat is not None:
+            children.setdefault(stat.parent, {})[pid] = stat.started
+    all_of_them: dict[int, str] = {}
+    latest = children.get(ancestor, {})
+    while latest:
+        all_of_them |= latest
+        latest = {
+            pid: started
+            for parent in latest
+            for pid, started in children.get(parent, {}).items()
+            if pid not in all_of_them
+        }
+    return all_of_them
+
+
+def related_processes(variable: str, value: str) -> dict[int, str]:
+    """Return the processes that an environment variable or the session relates to this one.
+
+    Parameters
+    ----------
+    variable, value : str
+        The variable, and its value in processes that descend from this one. A system may hide the
+        variables of some programs.
+
+    Returns
+    -------
+    dict
+        IDs of processes, and when they started. Those of this session are included only if this
+        process leads it.
+    """
+    import psutil
+
+    own, related = os.getpid(), {}
+    is_leader = os.getsid(0) == own
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            in_session = is_leader and os.getsid(process.pid) == own
+            if process.pid != own and (in_session or process.environ().get(variable) == value):
+                related[process.pid] = process_stat(process.pid).started
+    return related
+
+
+def _stat_or_none(pid: int) -> ProcessStat | None:
+    with contextlib.suppress(OSError):
+        return process_stat(pid)
+    return None
+
+
+@functools.cache
+def _has_proc() -> bool:
+    return os.path.exists("/proc/self/stat")
 
 
 def pid_exists(pid: int) -> bool:
@@ -78,12 +173,12 @@ class ProcessIdentity:
     Attributes
     ----------
     machine : str
-        Boot ID of the machine and namespace of its PIDs; empty if unknown. Host names can be
-        shared, and so can the machine IDs in images.
+        Boot ID of the machine and namespace of its PIDs, if any; empty if unknown. Host names can
+        be shared, and so can the machine IDs in images.
     pid : int
         Its PID.
     started : str
-        Start time in ticks of the machine's clock, since PIDs are reused.
+        Start time as a whole number, since PIDs are reused.
     host : str
         Host name, for messages.
     """
@@ -121,10 +216,42 @@ def is_here(owner: ProcessIdentity) -> bool:
     return bool(owner.machine) and owner.machine == _machine()
 
 
-@functools.lru_cache(maxsize=1)
-def _machine() -> str:
+def boot_id() -> str:
+    """Return an ID of this boot of the machine; empty if the system has none."""
+    if not _has_proc():
+        return _macos_boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def namespace_id(kind: str) -> str:
+    """Return an ID of a namespace of this process; empty on systems without namespaces.
+
+    Parameters
+    ----------
+    kind : {'mnt', 'net', 'pid'}
+        The kind of the namespace; see namespaces(7).
+    """
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+@functools.lru_cache(maxsize=1)
+def _machine() -> str:
+    boot, namespace = boot_id(), namespace_id("pid")
+    if _has_proc() and not namespace:
+        return ""
+    return f"{boot} {namespace}".strip() if boot else ""
+
+
+def _macos_boot_id() -> str:
+    command = ["sysctl", "-n", "kern.bootsessionuuid"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

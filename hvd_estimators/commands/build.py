@@ -2,7 +2,7 @@
 
 ``hvd-estimators build-horovod`` is the command. This module runs the build: the cache, pip and
 progress reports. `toolchain` determines the requirements of a build and finds them on the machine.
-`source_patches` changes the source before the build, and `wheel_redirect` changes the wheel after
+`source_patches` changes the source before the build, and `finished_wheel` changes the wheel after
 it.
 """
 
@@ -14,11 +14,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
+from hvd_estimators.commands.finished_wheel import finish_wheel, finished_folder, record_module
 from hvd_estimators.commands.source_patches import patch_source, unpack_source
 from hvd_estimators.commands.toolchain import (
     NCCL_LIBRARY,
@@ -39,12 +42,9 @@ from hvd_estimators.commands.toolchain import (
     find_nccl,
     missing_build_packages,
 )
-from hvd_estimators.commands.wheel_redirect import (
-    finished_folder,
-    installed_horovod_spark,
-    redirect_horovod_spark,
-)
+from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
 from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.launch.horovod_build import BUILD_FILE
 
 __all__ = [
     "Report",
@@ -125,6 +125,7 @@ def build_horovod(
     *,
     gpu: str = "auto",
     cache_dir: Path | None = None,
+    wheel_dir: Path | None = None,
     force: bool = False,
     install: bool = True,
     jobs: int | None = None,
@@ -139,6 +140,8 @@ def build_horovod(
         ``auto`` builds for CUDA if torch was built with it and a CUDA toolkit is found.
     cache_dir : Path, optional
         The cache folder for wheels; `default_cache_dir` by default.
+    wheel_dir : Path, optional
+        Folder that receives a copy of the wheel, for example to upload it to an index.
     force : bool
         Build even if the cache has the wheel.
     install : bool
@@ -155,7 +158,7 @@ def build_horovod(
     Returns
     -------
     Path
-        The wheel, in the cache.
+        The wheel: in `wheel_dir` if it is given, otherwise in the cache.
 
     Raises
     ------
@@ -187,21 +190,43 @@ def build_horovod(
             wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
         if with_compat is None:
             with_compat = installed_horovod_spark() == "compat"
-        wheel = _finished(wheel, with_compat)
+        wheel = _finished(wheel, recipe, with_compat)
     if with_compat:
         report("with hvd_estimators' horovod.spark")
+    if wheel_dir is not None:
+        wheel = _copied(wheel, wheel_dir.expanduser().absolute())
+        report(f"wrote {wheel}")
     if install:
         install_wheel(wheel, recipe, report=report)
     return wheel
 
 
-def _finished(wheel: Path, with_compat: bool) -> Path:
+def _finished(wheel: Path, recipe: BuildRecipe, with_compat: bool) -> Path:
     """Return the wheel to install, and create it from the compiled wheel if necessary."""
-    finished = wheel.parent / finished_folder(with_compat) / wheel.name
-    if not finished.exists() or finished.stat().st_mtime_ns < wheel.stat().st_mtime_ns:
-        finished.parent.mkdir(exist_ok=True)
-        redirect_horovod_spark(wheel, finished, with_compat)
+    folder = wheel.parent / finished_folder(with_compat)
+    folder.mkdir(exist_ok=True)
+    finished = _wheel_in(folder)
+    if finished is None or finished.stat().st_mtime_ns < wheel.stat().st_mtime_ns:
+        finished = finish_wheel(wheel, folder, recipe.record(), with_compat)
     return finished
+
+
+def _copied(wheel: Path, folder: Path) -> Path:
+    """Copy a wheel into a folder atomically, and return the copy."""
+    partial = folder / f".{uuid.uuid4().hex}.whl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(wheel, partial)
+        os.replace(partial, folder / wheel.name)
+    except OSError as error:
+        raise BuildError(
+            f"Cannot write the wheel into {folder}: {error}. Name a folder that can be written: "
+            "--wheel-dir DIR"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return folder / wheel.name
 
 
 def default_cache_dir() -> Path:
@@ -255,6 +280,7 @@ def build_wheel(
                 command = [*pip, "install", "--target", str(work / _TOOLS), *missing]
                 run_logged(command, environment, output, report, "Fetching the build tools")
             source = _fetch_source(work, recipe, pip, environment, output, report)
+            (source / BUILD_FILE).write_text(record_module(recipe.record(compiler)))
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
                 report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEM_NCCL}")

@@ -22,18 +22,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from importlib import metadata
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
 
 from packaging.version import Version
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
-from hvd_estimators.commands.toolchain import DISTRIBUTIONS, cuda_of, installed_version
 from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
 from hvd_estimators.exceptions import HvdEstimatorsError, WorkerFailedError
-from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES, installed_patches
+from hvd_estimators.launch.horovod_build import (
+    DISTRIBUTIONS,
+    cuda_of,
+    difference,
+    installed_patches,
+    installed_record,
+    installed_version,
+)
+from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES
 
 __all__ = [
     "Facts",
@@ -72,6 +77,15 @@ print(json.dumps({{name: bool(getattr(hvd, name + "_built")()) for name in {feat
 """
 
 _HOROVOD_FEATURES = ("gloo", "mpi", "nccl", "cuda")
+
+_TORCH_SCRIPT = """\
+import json
+import torch.distributed as dist
+names = [n for n in ("gloo", "nccl") if getattr(dist, f"is_{n}_available", bool)()]
+print(json.dumps(names if dist.is_available() else []))
+"""
+
+_HOROVOD, _TORCH = "Horovod", "torch.distributed"
 
 _IMPORT_SECONDS = 120.0
 
@@ -115,13 +129,13 @@ def run_python(*arguments: str, seconds: float, what: str = "process") -> str:
         return _last_line(output)
 
 
-def two_rank_allreduce(framework: str, *, seconds: float) -> float:
+def two_rank_allreduce(module: str, *, seconds: float) -> float:
     """Let two ranks of a `LocalBackend` reduce a tensor, and return the duration in seconds.
 
     Parameters
     ----------
-    framework : {'torch', 'tensorflow'}
-        The framework of the tensor.
+    module : {'horovod.torch', 'horovod.tensorflow', 'torch.distributed'}
+        The module that reduces.
     seconds : float
         Time limit.
 
@@ -132,22 +146,26 @@ def two_rank_allreduce(framework: str, *, seconds: float) -> float:
     """
     started = time.monotonic()
     # A separate program, which can be killed after the timeout.
-    script = f"from hvd_estimators.commands import doctor; doctor.print_sums({framework!r})"
-    sums = run_python("-c", script, seconds=seconds, what="an allreduce")
+    script = f"from hvd_estimators.commands import doctor; doctor.print_sums({module!r})"
+    sums = run_python("-c", script, seconds=seconds, what=f"an allreduce with {module}")
     if sums.split() != _SUMS:
-        raise ProbeError(f"two ranks that gave 1 and 2 got the sums {sums}")
+        raise ProbeError(f"two ranks that gave 1 and 2 to {module} got the sums {sums}")
     return time.monotonic() - started
 
 
-def print_sums(framework: str) -> None:
+def print_sums(module: str) -> None:
     """Print the sums that two ranks of this machine reduce, or exit with the cause of a failure."""
-    # Otherwise the command line would import Horovod.
+    # Otherwise the command line would import the launcher.
     from hvd_estimators.launch.local_backend import LocalBackend
 
-    # The check is for Horovod only, and the GPUs may be in use.
+    # The GPUs may be in use.
     backend = LocalBackend(2, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
-        print(*backend.run(_sum_over_ranks, (framework,)))
+        with TemporaryDirectory() as folder:
+            if module == _TORCH:
+                print(*backend.run(_sum_with_torch, (f"file://{folder}/store",)))
+            else:
+                print(*backend.run(_sum_with_horovod, (module,)))
     except WorkerFailedError as error:
         traceback = str(error).partition("\nThe end of its output:")[0]
         sys.exit(f"rank {error.rank}: {traceback.splitlines()[-1]}")
@@ -155,13 +173,25 @@ def print_sums(framework: str) -> None:
         sys.exit(str(error))
 
 
-def _sum_over_ranks(framework: str) -> float:
+def _sum_with_horovod(module: str) -> float:
     """Add up a number of each rank. Runs on the ranks."""
-    hvd = importlib.import_module(f"horovod.{framework}")
-    library = importlib.import_module(framework)
+    hvd = importlib.import_module(module)
+    library = importlib.import_module(module.partition(".")[2])
     hvd.init()
     tensor = getattr(library, "tensor", None) or library.constant
     return float(hvd.allreduce(tensor([hvd.rank() + 1.0]), op=hvd.Sum)[0])
+
+
+def _sum_with_torch(meeting_point: str) -> float:
+    """Add up a number of each rank. Runs on the ranks."""
+    dist = importlib.import_module(_TORCH)
+    torch = importlib.import_module(_TORCH.partition(".")[0])
+    rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return float(tensor)
 
 
 @contextlib.contextmanager
@@ -196,15 +226,12 @@ class HorovodFacts:
 
     Parameters
     ----------
-    built_for : str or None
-        The framework's version that the wheel was compiled against.
     features : tuple of str
         The features of the build, out of gloo, mpi, nccl and cuda.
     error : str or None
         The error of the import, if it failed.
     """
 
-    built_for: str | None = None
     features: tuple[str, ...] = ()
     error: str | None = None
 
@@ -225,16 +252,20 @@ class Facts:
         Last line of the error of each installed component that cannot be imported.
     horovod : mapping of str to HorovodFacts
         Per installed framework; empty without Horovod.
+    horovod_record : mapping
+        What the installed Horovod was built for, see `installed_record`.
     horovod_patches : int
         Revision of the source patches of the installed Horovod; 0 without patches.
     horovod_spark : str or None
         The kind of ``horovod.spark``, see `installed_horovod_spark`.
-    allreduce : float or ProbeError or None
-        Seconds that two ranks took to start and reduce, or the error; None if not tried.
+    torch_backends : tuple of str
+        The backends of ``torch.distributed``, out of gloo and nccl.
+    allreduce : mapping of str to float or ProbeError
+        Seconds that two ranks took to start and reduce, or the error, with each library.
     gpus : tuple of str
         Names of NVIDIA GPUs.
-    torch_cuda : bool
-        Whether torch was built for CUDA.
+    torch_cuda : str or None
+        The CUDA version that torch was built with.
     """
 
     python: str
@@ -242,11 +273,13 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     import_errors: Mapping[str, str] = field(default_factory=dict)
     horovod: Mapping[str, HorovodFacts] = field(default_factory=dict)
+    horovod_record: Mapping[str, Any] = field(default_factory=dict)
     horovod_patches: int = 0
     horovod_spark: str | None = None
-    allreduce: float | ProbeError | None = None
+    torch_backends: tuple[str, ...] = ()
+    allreduce: Mapping[str, float | ProbeError] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
-    torch_cuda: bool = False
+    torch_cuda: str | None = None
 
 
 def collect() -> Facts:
@@ -266,25 +299,41 @@ def collect() -> Facts:
         horovod = {
             name: pool.submit(_horovod_facts, name) for name in frameworks if "horovod" in versions
         }
+        torch_backends = pool.submit(_torch_backends) if "torch" in versions else None
     builds = {name: future.result() for name, future in horovod.items()}
     works = next((name for name, build in builds.items() if build.error is None), None)
+    backends = torch_backends.result() if torch_backends else ()
+    allreduce = {_HOROVOD: _try_allreduce(f"horovod.{works}")} if works else {}
+    if "gloo" in backends:
+        allreduce[_TORCH] = _try_allreduce(_TORCH)
     return Facts(
         python=platform.python_version(),
         java=_java_version(),
         versions=versions,
         import_errors={name: text for name, future in imports.items() if (text := future.result())},
         horovod=builds,
+        horovod_record=installed_record(),
         horovod_patches=installed_patches(),
         horovod_spark=installed_horovod_spark(),
-        allreduce=_try_allreduce(works) if works else None,
+        torch_backends=backends,
+        allreduce=allreduce,
         gpus=_gpu_facts(),
-        torch_cuda="torch" in versions and cuda_of("torch") is not None,
+        torch_cuda=cuda_of("torch") if "torch" in versions else None,
     )
 
 
-def _try_allreduce(framework: str) -> float | ProbeError:
+def _torch_backends() -> tuple[str, ...]:
+    what = "import torch.distributed"
     try:
-        return two_rank_allreduce(framework, seconds=_ALLREDUCE_SECONDS)
+        names = run_python("-c", _TORCH_SCRIPT, seconds=_IMPORT_SECONDS, what=what)
+    except ProbeError:
+        return ()
+    return tuple(json.loads(names))
+
+
+def _try_allreduce(module: str) -> float | ProbeError:
+    try:
+        return two_rank_allreduce(module, seconds=_ALLREDUCE_SECONDS)
     except ProbeError as error:
         return error
 
@@ -299,24 +348,13 @@ def _import_error(module: str) -> str | None:
 
 def _horovod_facts(framework: str) -> HorovodFacts:
     script = _HOROVOD_SCRIPT.format(framework=framework, features=_HOROVOD_FEATURES)
-    built_for = _built_for(framework)
     try:
         what = f"import horovod.{framework}"
         output = run_python("-c", script, seconds=_IMPORT_SECONDS, what=what)
     except ProbeError as error:
-        return HorovodFacts(built_for, error=str(error))
+        return HorovodFacts(error=str(error))
     features = json.loads(output)
-    return HorovodFacts(built_for, tuple(name for name, built in features.items() if built))
-
-
-def _built_for(framework: str) -> str | None:
-    """Return the framework version that Horovod's build stored in its package."""
-    note = Path(str(metadata.distribution("horovod").locate_file("horovod/metadata.json")))
-    if not note.is_file():
-        return None
-    versions = json.loads(note.read_text())
-    version: str | None = versions.get({"torch": "pytorch"}.get(framework, framework))
-    return version
+    return HorovodFacts(tuple(name for name, built in features.items() if built))
 
 
 def _java_version() -> str | None:
@@ -396,6 +434,7 @@ def diagnose(facts: Facts) -> list[Row]:
         *_frameworks(facts),
         *_horovod(facts),
         *_horovod_spark(facts),
+        *_training(facts),
         *_allreduce(facts),
         _gpus(facts),
     ]
@@ -475,26 +514,52 @@ def _framework(facts: Facts, component: str, name: str, minimum: str = "0") -> R
 def _horovod(facts: Facts) -> Iterator[Row]:
     version = facts.versions.get("horovod")
     if version is None:
-        yield Row("Horovod", "not installed", Status.PROBLEM, BUILD_HOROVOD)
+        found = "torch and Lightning train without it" if "torch" in facts.versions else ""
+        yield Row("Horovod", found, Status.ABSENT, BUILD_HOROVOD)
     for framework, build in facts.horovod.items():
         component = f"Horovod for {framework}"
-        installed = facts.versions[framework]
-        if build.built_for is not None and not _same_version(build.built_for, installed):
-            found = f"{version}, built for {framework} {build.built_for}, not {installed}"
-            yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
-        elif build.error:
-            yield Row(component, f"{version}: {build.error}", Status.PROBLEM, BUILD_HOROVOD)
-        elif "gloo" not in build.features:
-            found = f"{version}, built without Gloo"
-            yield Row(component, found, Status.PROBLEM, f"{BUILD_HOROVOD} --force")
-        elif facts.horovod_patches < REQUIRED_PATCHES:
-            found = f"{version}, built without a patch that ranks need to reach each other"
-            yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
+        problem = _horovod_problem(facts, framework)
+        if problem is not None:
+            rebuilds = not build.error and "gloo" not in build.features
+            remedy = f"{BUILD_HOROVOD} --force" if rebuilds else BUILD_HOROVOD
+            yield Row(component, f"{version}: {problem}", Status.PROBLEM, remedy)
         elif facts.horovod_patches < PATCHES_REVISION:
-            found = f"{version}, built without the patch that detects stalled ranks"
+            found = f"{version}, built without the newest patches"
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
+
+
+def _horovod_problem(facts: Facts, framework: str) -> str | None:
+    """Return why Horovod cannot serve an installed framework; None if it can."""
+    build = facts.horovod[framework]
+    cuda = facts.torch_cuda if framework == "torch" else None
+    other = difference(facts.horovod_record, framework, facts.versions[framework], cuda)
+    if other or build.error:
+        return other or build.error
+    if "gloo" not in build.features:
+        return "built without Gloo"
+    if facts.horovod_patches < REQUIRED_PATCHES:
+        return "built without a patch that ranks need to reach each other"
+    return None
+
+
+def _training(facts: Facts) -> Iterator[Row]:
+    """Yield the libraries with which the ranks of each estimator can reduce."""
+    trained = (("torch", "torch"), ("lightning", "torch"), ("keras", "tensorflow"))
+    for name, framework in trained:
+        if not {name, framework} <= facts.versions.keys():
+            continue
+        component = f"Training, {name.capitalize() if name != framework else name}"
+        found = []
+        if framework in facts.horovod and _horovod_problem(facts, framework) is None:
+            found.append(f"{_HOROVOD} ({', '.join(facts.horovod[framework].features)})")
+        if framework == "torch" and facts.torch_backends:
+            found.append(f"{_TORCH} ({', '.join(facts.torch_backends)})")
+        if found:
+            yield Row(component, " or ".join(found))
+        else:
+            yield Row(component, "needs Horovod", Status.PROBLEM, BUILD_HOROVOD)
 
 
 def _horovod_spark(facts: Facts) -> Iterator[Row]:
@@ -509,19 +574,14 @@ def _horovod_spark(facts: Facts) -> Iterator[Row]:
         yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
 
 
-def _same_version(built_for: str, installed: str) -> bool:
-    """Return whether two versions are equal in the parts that both specify."""
-    a, b = Version(built_for), Version(installed)
-    # A package index may list 2.11.0 for a package whose own version is 2.11.0+cu130.
-    return a.public == b.public and (a.local == b.local or None in (a.local, b.local))
-
-
 def _allreduce(facts: Facts) -> Iterator[Row]:
-    if isinstance(facts.allreduce, ProbeError):
-        remedy = f"{BUILD_HOROVOD} --force"
-        yield Row("Allreduce", str(facts.allreduce), Status.PROBLEM, remedy)
-    elif facts.allreduce is not None:
-        yield Row("Allreduce", f"two processes in {facts.allreduce:.1f} s")
+    errors = {name: e for name, e in facts.allreduce.items() if isinstance(e, ProbeError)}
+    if errors:
+        remedy = f"{BUILD_HOROVOD} --force" if _HOROVOD in errors else INSTALL["torch"]
+        yield Row("Allreduce", "; ".join(map(str, errors.values())), Status.PROBLEM, remedy)
+    elif facts.allreduce:
+        times = [f"{seconds:.1f} s with {name}" for name, seconds in facts.allreduce.items()]
+        yield Row("Allreduce", f"two processes in {', '.join(times)}")
 
 
 def _gpus(facts: Facts) -> Row:

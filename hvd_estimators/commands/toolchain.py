@@ -20,6 +20,7 @@ takes seconds and would hold GPU memory while the compiler runs.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -30,30 +31,33 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.tags import sys_tags
 from packaging.version import Version
 
 from hvd_estimators._util.install_hints import INSTALL_A_FRAMEWORK
+from hvd_estimators._util.system import available_cores
 from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.launch.horovod_build import DISTRIBUTIONS, cuda_of, installed_version
+from hvd_estimators.launch.versions import PATCHES_REVISION
 
 __all__ = [
-    "DISTRIBUTIONS",
     "GPU_CHOICES",
     "HOROVOD_VERSION",
     "NCCL_LIBRARY",
     "BuildRecipe",
     "build_path",
     "check_system",
-    "cuda_of",
+    "compiler_version",
     "default_jobs",
     "detect_recipe",
     "find_compiler",
     "find_cuda_toolkit",
     "find_nccl",
-    "installed_version",
     "missing_build_packages",
+    "nccl_version",
 ]
 
 HOROVOD_VERSION = "0.28.1"
@@ -82,19 +86,9 @@ GPU_CHOICES = ("auto", "none", "cuda")
 NCCL_LIBRARY = "libnccl.so.2"
 """File name of NCCL's shared library, as ranks load it."""
 
-# TensorFlow is distributed under several names; all of them install the module `tensorflow`.
-DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
-}
-
-# The file of each framework with the CUDA version of its build, and a pattern for the version.
-_CUDA_NOTES = {
-    "torch": ("version.py", r"^cuda\b.*?=\s*'([\d.]+)'"),
-    "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
-}
-
 _CUDA_FOLDER = Path("/usr/local/cuda")
+
+_SYSTEM_INCLUDES = (Path("/usr/include"), Path("/usr/local/include"))
 
 _MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a little less
 
@@ -137,6 +131,33 @@ class BuildRecipe:
         """Modules of Horovod that the wheel makes importable."""
         versions = (("torch", self.torch), ("tensorflow", self.tensorflow))
         return tuple(name for name, version in versions if version)
+
+    def record(self, compiler: str | None = None) -> dict[str, Any]:
+        """Return the record of a wheel that is built now, as plain values.
+
+        Parameters
+        ----------
+        compiler : str or None
+            The compiler's command; None if the wheel was compiled before wheels had records.
+        """
+        versions = {"torch": self.torch, "tensorflow": self.tensorflow}
+        return {
+            "horovod": self.horovod,
+            **versions,
+            "cuda": self.cuda,
+            "nccl": nccl_version(self.cuda) if self.cuda else None,
+            "python": platform.python_version(),
+            "tag": self.tag,
+            "libc": " ".join(platform.libc_ver()) or None,
+            "compiler": compiler_version(compiler) if compiler else None,
+            "patches": PATCHES_REVISION,
+            "recipe": RECIPE_REVISION,
+            "requires": [
+                f"{_distribution(framework)}=={Version(version).public}"
+                for framework, version in versions.items()
+                if version
+            ],
+        }
 
     @property
     def cxx_standard(self) -> int:
@@ -243,14 +264,10 @@ def detect_recipe(gpu: str = "auto") -> BuildRecipe:
     )
 
 
-def installed_version(*distributions: str) -> str | None:
-    """Return the version of the first of `distributions` that is installed."""
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+def _distribution(framework: str) -> str:
+    """Return the installed distribution that provides a framework."""
+    names = DISTRIBUTIONS[framework]
+    return next((name for name in names if installed_version(name)), names[0])
 
 
 def _choose_cuda(gpu: str, versions: dict[str, str | None]) -> str | None:
@@ -275,17 +292,6 @@ def _choose_cuda(gpu: str, versions: dict[str, str | None]) -> str | None:
             f"CUDA toolkit {cuda} and set CUDA_HOME to its folder, or use --gpu none."
         )
     return cuda if toolkit else None
-
-
-def cuda_of(framework: str) -> str | None:
-    """Return the CUDA version that an installed framework was built with; None without CUDA."""
-    spec = find_spec(framework)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    file_name, pattern = _CUDA_NOTES[framework]
-    note = Path(spec.submodule_search_locations[0], file_name)
-    match = re.search(pattern, note.read_text(), re.MULTILINE) if note.is_file() else None
-    return match.group(1) if match else None
 
 
 def find_cuda_toolkit() -> Path | None:
@@ -329,6 +335,25 @@ def find_nccl(cuda: str) -> Path | None:
     return folder if complete else None
 
 
+def nccl_version(cuda: str) -> str | None:
+    """Return the version in the header of the NCCL that a CUDA build uses; None without one."""
+    home = find_nccl(cuda)
+    named = [
+        Path(os.environ["HOROVOD_NCCL_" + part], *below)
+        for part, below in (("INCLUDE", ()), ("HOME", ("include",)))
+        if os.environ.get(f"HOROVOD_NCCL_{part}")
+    ]
+    folders = [home / "include"] if home else [*named, *_SYSTEM_INCLUDES]
+    for folder in folders:
+        header = folder / "nccl.h"
+        if header.is_file():
+            numbers = dict(
+                re.findall(r"#define NCCL_(MAJOR|MINOR|PATCH) (\d+)", header.read_text())
+            )
+            return ".".join(numbers.get(part, "0") for part in ("MAJOR", "MINOR", "PATCH"))
+    return None
+
+
 def find_compiler() -> str:
     """Return the C++ compiler's command: ``$CXX`` if it is set, else g++, c++ or clang++.
 
@@ -346,6 +371,12 @@ def find_compiler() -> str:
         f"No C++ compiler found (looked for {', '.join(candidates)}). "
         "On Debian or Ubuntu: apt-get install g++"
     )
+
+
+def compiler_version(compiler: str) -> str:
+    """Return the first line that a compiler prints about its version."""
+    done = subprocess.run([*shlex.split(compiler), "--version"], text=True, capture_output=True)
+    return (done.stdout.splitlines() or [compiler])[0]
 
 
 def check_system(recipe: BuildRecipe, compiler: str) -> None:
@@ -394,5 +425,4 @@ def build_path(*first: Path) -> str:
 def default_jobs() -> int:
     """Return the number of parallel compilers that this machine's cores and free memory allow."""
     by_memory = int(psutil.virtual_memory().available // _MEMORY_PER_COMPILER)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(cores or 1, by_memory))
+    return max(1, min(available_cores(), by_memory))

@@ -92,6 +92,10 @@ class EstimatorHooks(
             for function in functions_in(get(name)):
                 check_sendable(name, function)
 
+    def _uses_horovod(self) -> bool:
+        """Return whether the ranks of this fit use Horovod."""
+        return True
+
     def _can_dry_run(self) -> bool:
         """Return whether the driver may call the model on rows from the readers."""
         return bool(self.getOrDefault("dry_run"))

@@ -52,7 +52,10 @@ _LEAVING_PAUSE = 10.0
 _LEAVING = "TrainingInterruptedError"
 # Exceptions that a rank raises for external reasons: a lost peer, a machine that is about to shut
 # down, a store that does not respond, or a killed reader process.
-_TEMPORARY = {"HorovodInternalError", "ReaderError", "StoreUnavailableError", _LEAVING}
+_TEMPORARY = {
+    *("HorovodInternalError", "CollectiveError", "ReaderError", "StoreUnavailableError"),
+    _LEAVING,
+}
 # Horovod's messages for mismatched calls.
 _MISMATCH = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 

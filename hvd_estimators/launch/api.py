@@ -6,16 +6,13 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.worker import call_without_notifications, of_first_rank
 from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["HorovodRunner", "run", "run_elastic"]
 
@@ -42,11 +39,16 @@ def run(
     cpus_per_task: int | None = None,
     warm_start: bool = True,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` on the ranks of a Horovod job, one rank per Spark task.
+    """Run ``fn(*args, **kwargs)`` on the ranks of a job, one rank per Spark task.
 
     Replaces ``horovod.spark.run``, with the same arguments in the same order. All ranks start
-    together, or no rank does. If one fails, the others end soon after. ``fn`` may use any framework
-    that Horovod supports: it calls ``hvd.init()`` and then works with the other ranks.
+    together, or no rank does. If one fails, the others end soon after.
+
+    ``fn`` may use Horovod with any framework: it calls ``hvd.init()`` and then works with the other
+    ranks. It may also be a program for ``torchrun``, which needs no Horovod. Ranks have the
+    variables that such programs read: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. So
+    ``torch.distributed.init_process_group``, Lightning's strategies and Accelerate work unchanged.
 
     ``run`` can be called from any thread and from several threads at once. Each call is a Spark job
     in its thread's job group. No process is left after the call returns, raises or is cancelled.
@@ -73,7 +75,7 @@ def run(
         Environment variables of the ranks, on top of the executor's; None deletes a variable.
         Default: none. As in ``horovod.spark.run``, and unlike in `SparkBackend`, the driver's
         environment is not passed on. The file that ``HOROVOD_TIMELINE`` names is written on rank
-        0's machine.
+        0's machine. Variables that differ between ranks, such as ``RANK``, can only be deleted.
     stdout, stderr
         Destinations of the ranks' output on the driver; see `SparkBackend`.
     verbose : int
@@ -98,6 +100,8 @@ def run(
         If an argument is invalid, or the call cannot be pickled.
     SlotsError
         If the ranks cannot run at the same time, or their tasks have not started in time.
+    DependencyError
+        If a rank calls ``hvd.init()`` and the machines have no usable or different Horovods.
     WorkerFailedError
         If a rank failed; the attributes contain the rank, the host and the cause.
     JobCancelledError
@@ -141,7 +145,9 @@ _VERBOSITIES = ("all", "log_callback_only")
 
 
 class HorovodRunner:
-    """Runner of a training function with Horovod; replaces ``sparkdl.HorovodRunner``.
+    """Runner of a training function on ranks; replaces ``sparkdl.HorovodRunner``.
+
+    As in `run`, the function may use Horovod, or be a program for ``torchrun``.
 
     Parameters
     ----------
@@ -206,9 +212,9 @@ class HorovodRunner:
         Parameters
         ----------
         main : callable
-            The training code, which calls ``hvd.init()``. It is sent to the ranks with cloudpickle,
-            and should import packages itself. It cannot use Spark. Changes made on the driver, such
-            as a logger's level, do not apply on the ranks.
+            The training code, which usually calls ``hvd.init()``. It is sent to the ranks with
+            cloudpickle, and should import packages itself. It cannot use Spark. Changes made on the
+            driver, such as a logger's level, do not apply on the ranks.
         **kwargs
             Arguments of ``main``, also sent with cloudpickle.
 
@@ -278,7 +284,8 @@ def run_elastic(
     are new processes, in which ``fn`` restarts. When ``fn`` calls the function under
     ``hvd.elastic.run``, the state has the values of its last ``commit()`` (or ``save()``). Its
     reset callbacks have been called by then. Several states are identified by the order in which
-    they reach such functions. Without a state, ``fn`` simply restarts.
+    they reach such functions. Without a state, as in a program for ``torchrun``, ``fn`` simply
+    restarts. ``TORCHELASTIC_RESTART_COUNT`` is then the number of relaunches.
 
     A commit sends rank 0's state to the driver, and returns when the state is stored there. The
     driver stores it in the temporary folder (``TMPDIR``), in a file that no other process can open.

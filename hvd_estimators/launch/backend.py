@@ -69,6 +69,9 @@ class Backend(ABC):
     def check(self) -> None:  # noqa: B027 - not every backend can tell
         """Raise `SlotsError` if the ranks cannot run at the same time; by default, do nothing."""
 
+    def check_horovod(self) -> None:  # noqa: B027 - not every backend can tell
+        """Raise `DependencyError` if ranks cannot use Horovod; by default, do nothing."""
+
     def check_store(self, store: Store) -> None:  # noqa: B027 - not every backend can tell
         """Raise `StoreError` if the ranks cannot access the store; by default, do nothing."""
 
@@ -168,6 +171,9 @@ class _Foreign(Backend):
 
     def check(self) -> None:
         getattr(self._given, "check", super().check)()
+
+    def check_horovod(self) -> None:
+        getattr(self._given, "check_horovod", super().check_horovod)()
 
     def check_store(self, store: Store) -> None:
         getattr(self._given, "check_store", super().check_store)(store)

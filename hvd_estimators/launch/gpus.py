@@ -19,6 +19,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from hvd_estimators._util.process_identity import namespace_id
 from hvd_estimators.exceptions import GpuError
 
 Environment = Mapping[str, str | None]
@@ -131,12 +132,7 @@ def gpu_place(executor: str) -> str:
     executor : str
         Identifier of the task's executor, unique on its host.
     """
-    if visible_gpus({}) is None:
-        return executor
-    try:
-        return str(os.stat("/proc/self/ns/mnt").st_ino)
-    except OSError:
-        return ""
+    return executor if visible_gpus({}) is None else namespace_id("mnt")
 
 
 def check_assignment(places: Sequence[tuple[str, str]], gpus: Sequence[Sequence[str]]) -> None:

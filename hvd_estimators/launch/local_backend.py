@@ -8,15 +8,19 @@ import functools
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod.runner.common.util.hosts import SlotInfo
-
+from hvd_estimators._util.system import available_cores
+from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
+from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import (
     DEFAULTS,
+    Master,
+    SlotInfo,
     assign_ranks,
     child_environment,
     python_path,
@@ -28,6 +32,7 @@ from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
+from hvd_estimators.launch.rendezvous.reserved_port import ReservedPort
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
@@ -40,7 +45,6 @@ from hvd_estimators.launch.validation import (
     environment_given,
     whole_number,
 )
-from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, modules_of
 
 
@@ -92,7 +96,7 @@ class LocalBackend(Backend):
         if num_proc is not None:
             num_proc = whole_number("num_proc", num_proc)
         check_further_arguments(LocalBackend, further)
-        self._num_proc = num_proc or _cores()
+        self._num_proc = num_proc or available_cores()
         self._env = environment_given(env or {})
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
         self._warm_start = warm_start
@@ -100,6 +104,16 @@ class LocalBackend(Backend):
     def num_processes(self) -> int:
         """Return the number of ranks."""
         return self._num_proc
+
+    def check_horovod(self) -> None:
+        """Check that the ranks can use Horovod.
+
+        Raises
+        ------
+        DependencyError
+            If Horovod was not built by ``hvd-estimators build-horovod``.
+        """
+        require_patches()
 
     def resized(self, num_proc: int) -> LocalBackend:
         """Return a backend like this one for another number of ranks."""
@@ -118,7 +132,6 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         check_run_arguments(self.run, unknown)
-        require_patches()
         environment_given(env or {})
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
@@ -139,8 +152,15 @@ class LocalBackend(Backend):
                 for slot in slots
             ]
             stack.enter_context(watch)
-            environment = functools.partial(self._environment, service, env or {})
-            launcher = RankLauncher(call, new_secret(), environment, warm=warm)
+            port = stack.enter_context(ReservedPort())
+            launcher = RankLauncher(
+                call,
+                new_secret(),
+                functools.partial(self._environment, service, env or {}),
+                Master(LOOPBACK, port.number, uuid.uuid4().hex),
+                _horovod_problem(),
+                warm=warm,
+            )
             given = {**os.environ, **self._env, **(env or {})}
 
             def start(slot: SlotInfo, relay: Relay) -> RankProcess:
@@ -164,7 +184,7 @@ class LocalBackend(Backend):
         self,
         service: DriverService,
         env: Mapping[str, str | None],
-        *of_rank: Mapping[str, str],
+        *of_rank: Mapping[str, str | None],
     ) -> dict[str, str]:
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
         return child_environment(
@@ -182,6 +202,10 @@ def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]
     return show
 
 
-def _cores() -> int:
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+def _horovod_problem() -> str:
+    """Return the reason why ranks cannot use Horovod; empty without a problem."""
+    try:
+        require_patches()
+    except DependencyError as error:
+        return str(error)
+    return ""

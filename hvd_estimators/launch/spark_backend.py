@@ -25,6 +25,7 @@ from hvd_estimators.launch.cluster.jobs import (
     waits_its_turn,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
+from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
@@ -46,7 +47,6 @@ from hvd_estimators.launch.validation import (
     seconds_given,
     whole_number,
 )
-from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import allows_warm_start, modules_of
 
 if TYPE_CHECKING:
@@ -211,13 +211,21 @@ class SparkBackend(Backend):
         SlotsError
             If it has fewer. With dynamic allocation, executors are requested first.
         DependencyError
-            If a local session's Python tasks run another Python, or if Horovod was not built by
-            ``hvd-estimators build-horovod``.
+            If a local session's Python tasks run another Python.
         """
         cluster = current_cluster(self._resources)
         cluster.check_python()
-        require_patches()
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
+
+    def check_horovod(self) -> None:
+        """Check that the ranks can use Horovod, judging by the driver's installation.
+
+        Raises
+        ------
+        DependencyError
+            If Horovod was not built by ``hvd-estimators build-horovod``.
+        """
+        require_patches()
 
     def check_store(self, store: Store) -> None:
         """Check that the ranks' machines see the files that the driver writes to the store.

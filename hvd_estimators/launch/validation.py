@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
 
 __all__ = [
     "call_of",
@@ -143,13 +144,19 @@ def environment_given(env: Any) -> dict[str, str | None]:
     Raises
     ------
     ParamError
-        If it is not a mapping with names of variables as keys.
+        If it is not a mapping with names of variables as keys, or gives all ranks the same rank.
     """
     if not isinstance(env, Mapping) or not all(isinstance(name, str) for name in env):
         raise ParamError(
             "env: expected a dict of environment variables by their names, such as "
             f"{{'OMP_NUM_THREADS': '1'}}, found {env!r}."
         )
+    for name in IDENTITY_VARIABLES:
+        if env.get(name) is not None:
+            raise ParamError(
+                f"env: {name} differs between ranks and is set for each of them; found "
+                f"{name}={env[name]!r} for all ranks. Leave it out, or set it to None to delete it."
+            )
     return dict(env)
 
 

@@ -10,18 +10,11 @@ framework.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
-import re
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
 
 import hvd_estimators
-from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.exceptions import DependencyError
 
 __all__ = [
     "ADDRESS_VARIABLE",
@@ -29,12 +22,8 @@ __all__ = [
     "PATCHES_REVISION",
     "REQUIRED_PATCHES",
     "TOKEN_VARIABLE",
-    "check_builds",
     "differences",
-    "horovod_build",
-    "installed_patches",
     "installed_versions",
-    "require_patches",
 ]
 
 ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
@@ -51,35 +40,6 @@ REQUIRED_PATCHES = 1
 
 MARKER = "horovod/hvd_estimators_mends.py"
 """File that marks a wheel as compiled with the patches."""
-
-
-def installed_patches() -> int:
-    """Return the patch revision of the installed Horovod; 0 without patches or without Horovod.
-
-    Does not import Horovod.
-    """
-    for folder in _horovod_folders():
-        marker = folder / Path(MARKER).name
-        if marker.is_file():
-            revision = re.search(r"^REVISION = (\d+)$", marker.read_text(), re.MULTILINE)
-            return int(revision.group(1)) if revision else 0
-    return 0
-
-
-def require_patches() -> None:
-    """Check that the installed Horovod was compiled with the patches.
-
-    Raises
-    ------
-    DependencyError
-        If it was not.
-    """
-    if installed_patches() < REQUIRED_PATCHES:
-        raise DependencyError(
-            "The installed Horovod was built without the changes that ranks need to choose the "
-            "address on which they listen, and to authenticate with the rendezvous server. "
-            f"Build it again on every machine: {BUILD_HOROVOD}"
-        )
 
 
 _PACKAGES = (
@@ -123,46 +83,3 @@ def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
         f"has {', '.join(different)}. Install the same versions on all machines, or give executors "
         "the driver's environment (spark.archives, or PYSPARK_PYTHON with a Python that all share)."
     )
-
-
-@functools.cache
-def horovod_build() -> str:
-    """Return the fingerprint of the installed build of Horovod, computed from its files."""
-    digest = hashlib.sha256(installed_versions().get("horovod", "").encode())
-    for folder in _horovod_folders():
-        libraries = [*folder.glob("torch/mpi_lib*.so"), *folder.glob("tensorflow/mpi_lib*.so")]
-        for path in sorted(libraries):
-            digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
-    return digest.hexdigest()[:12]
-
-
-def _horovod_folders() -> list[Path]:
-    spec = find_spec("horovod")
-    return list(map(Path, (spec.submodule_search_locations or ()) if spec else ()))
-
-
-def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:
-    """Check that all ranks have the same build of Horovod.
-
-    If only some builds have NCCL, ranks would wait for each other indefinitely.
-
-    Parameters
-    ----------
-    hosts, builds : sequence of str
-        The host of each task, and the result of `horovod_build` there; empty if it was not called.
-
-    Raises
-    ------
-    DependencyError
-        If the builds differ.
-    """
-    of_builds: dict[str, list[str]] = defaultdict(list)
-    for host, build in zip(hosts, builds, strict=True):
-        if build and host not in of_builds[build]:
-            of_builds[build].append(host)
-    if len(of_builds) > 1:
-        groups = "; ".join(f"{build} on {', '.join(of)}" for build, of in of_builds.items())
-        raise DependencyError(
-            f"The ranks have different builds of Horovod: {groups}. Install one wheel on all "
-            f"machines: {BUILD_HOROVOD}"
-        )

@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torchmetrics import Metric
 
 from hvd_estimators.lightning.package import LightningModule
-from hvd_estimators.torch.collectives import PendingSum, exchange
+from hvd_estimators.torch.collectives import PendingSum, current, exchange
 from hvd_estimators.torch.loss import Evaluation, StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates
 from hvd_estimators.torch.objective import Objective, RankObjective
@@ -100,8 +99,8 @@ class ModuleAdapter(LightningModule):
             self.device,
             model=self.module,
             optimizer=self.optimizers(),
-            rank=hvd.rank(),
-            size=hvd.size(),
+            rank=current().rank,
+            size=current().size,
             spec=self.train_spec,
         )
 

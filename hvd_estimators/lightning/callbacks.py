@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import horovod.torch as hvd
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
@@ -26,7 +25,7 @@ from hvd_estimators.lightning.package import (
     patch_method,
 )
 from hvd_estimators.lightning.results import results_of
-from hvd_estimators.torch.collectives import not_finite, sum_over_ranks
+from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.shard_state import BufferReducer
 from hvd_estimators.training.progress import Progress
@@ -256,7 +255,7 @@ class _Mean:
 
     def reduce(self) -> None:
         sums = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)
-        self._sum, self._weight = hvd.allreduce(sums, op=hvd.Sum).tolist()
+        self._sum, self._weight = current().reduce(sums, "sum").tolist()
 
     def as_dict(self, name: str) -> dict[str, float]:
         weight = float(self._weight)

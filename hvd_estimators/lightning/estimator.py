@@ -177,6 +177,7 @@ class LightningEstimator(LightningParams):
             **vars(common),
             flavor=flavor,
             module=module_file(self._lightning_module(flavor)),
+            collectives=self._chosen_collectives(),
             objects=cloudpickle.dumps(objects),
             form=(
                 BatchForm(get("column_dtypes"), self._batch_shapes())

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import horovod.torch as hvd
 import torch
 from torchmetrics import Metric
 
@@ -17,7 +16,7 @@ from hvd_estimators.lightning.package import (
     of_flavor,
     patch_method,
 )
-from hvd_estimators.torch.collectives import exchange
+from hvd_estimators.torch.collectives import current, exchange
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -115,7 +114,7 @@ class RankResults(ResultCollection):
             Whether to skip values of the epoch, because it has not ended.
         """
         own = self._own(only_steps)
-        ranks = [own] if hvd.size() == 1 else exchange.gather(own, "lightning.results")
+        ranks = [own] if current().size == 1 else exchange.gather(own, "lightning.results")
         for key in sorted(self):
             if not (only_steps and self[key].meta.on_epoch):
                 self._reduce_value(key, self[key], [o[key] for o in ranks if key in o], len(ranks))

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on Horovod's ranks.
+"""Lightning's Trainer on ranks of Horovod or ``torch.distributed``.
 
 `HorovodStrategy` works in any Trainer. The estimator uses `WeightedStrategy`, with which ranks with
 unequal batches train and measure as one process would.
@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import horovod.torch as hvd
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -39,6 +38,8 @@ from hvd_estimators.lightning.results import (
 from hvd_estimators.torch.collectives import (
     average_batch_norm,
     broadcast_tensors,
+    connect,
+    current,
     exchange,
     gather_tensor,
     reduce_tensor,
@@ -86,25 +87,25 @@ class HorovodEnvironment(ClusterEnvironment):
 
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return int(hvd.size())
+        return current().size
 
     def set_world_size(self, size: int) -> None:
         """Do nothing, because Horovod determines the number of ranks."""
 
     def global_rank(self) -> int:
         """Return this rank."""
-        return int(hvd.rank())
+        return current().rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing, because Horovod determines the rank."""
 
     def local_rank(self) -> int:
         """Return this rank's number on its machine."""
-        return int(hvd.local_rank())
+        return current().local_rank
 
     def node_rank(self) -> int:
         """Return the machine's number."""
-        return int(hvd.cross_rank())
+        return current().node_rank
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -174,8 +175,8 @@ class HorovodStrategy(ParallelStrategy):
         self._undo = contextlib.ExitStack()
 
     def set_world_ranks(self) -> None:
-        """Initialise Horovod before Lightning asks for the rank."""
-        hvd.init()
+        """Connect to the other ranks before Lightning asks for the rank."""
+        connect()
         rank_zero: Any = rank_zero_only
         rank_zero.rank = self.global_rank
 
@@ -201,8 +202,9 @@ class HorovodStrategy(ParallelStrategy):
         """Broadcast rank 0's parameters to all ranks, and prepare gradient averaging."""
         if self._layer_sync is not None:
             raise ValueError(
-                "sync_batchnorm=True needs torch.distributed, which Horovod does not use. Put "
-                "horovod.torch.SyncBatchNorm layers into the module instead."
+                "sync_batchnorm=True needs a default process group of torch.distributed, which "
+                "this strategy does not create. Put horovod.torch.SyncBatchNorm layers into the "
+                "module instead, with collectives='horovod'."
             )
         super().setup(trainer)
         module = self.lightning_module
@@ -383,7 +385,7 @@ class HorovodStrategy(ParallelStrategy):
         if sync_grads:
             gathered = gather_tensor(tensor)
             if gathered.requires_grad:
-                # Horovod averages over the ranks in the backward pass.
+                # The backward pass averages over the ranks.
                 gathered.register_hook(lambda gradient: gradient * self.world_size)
             return gathered
         with torch.no_grad():
@@ -396,7 +398,7 @@ class HorovodStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            hvd.barrier()
+            current().barrier()
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

@@ -6,7 +6,6 @@ import contextlib
 import tempfile
 from typing import IO, TYPE_CHECKING, Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
@@ -39,12 +38,18 @@ from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.synced_directory import SyncedDirectory
-from hvd_estimators.torch.collectives import choose_device, exchange, sum_over_ranks, weight_digests
+from hvd_estimators.torch.collectives import (
+    choose_device,
+    current,
+    exchange,
+    session,
+    sum_over_ranks,
+    weight_digests,
+)
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
 from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
-from hvd_estimators.training.horovod_session import horovod_session
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
@@ -73,7 +78,7 @@ def train(spec: LightningTrainSpec) -> TrainResult:
         The trained module, from rank 0.
     """
     ranks = spec.data.num_ranks
-    with horovod_session(hvd, spec.mp_start_method, ranks), quiet(spec.verbose):
+    with session(spec.collectives, spec.mp_start_method, ranks), quiet(spec.verbose):
         if spec.random_seed is not None:
             spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
         return _Trainer(spec).train()
@@ -82,7 +87,7 @@ def train(spec: LightningTrainSpec) -> TrainResult:
 class _Trainer:
     def __init__(self, spec: LightningTrainSpec) -> None:
         self.spec = spec
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module: LightningModule = load_module(spec.module)  # type: ignore[assignment]
         if isinstance(self.module, ModuleAdapter):

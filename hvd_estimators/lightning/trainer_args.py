@@ -62,6 +62,8 @@ class LightningTrainSpec(TrainSpec):
         Lightning's package.
     module : bytes
         The LightningModule, see `module_file`.
+    collectives : str
+        ``"horovod"`` or ``"torch"``, see `choose_collectives`.
     objects : bytes
         A pickled `TrainerObjects`.
     form : BatchForm
@@ -76,6 +78,7 @@ class LightningTrainSpec(TrainSpec):
 
     flavor: Flavor
     module: LocalFile
+    collectives: str
     objects: bytes
     form: BatchForm
     batch_hint: str

@@ -1,13 +1,22 @@
-"""Collectives for torch ranks: objects, tensors, numbers and statistics."""
+"""Collectives for torch ranks: their interface, and functions for objects, numbers and statistics.
+
+There are two implementations, which `session` imports when ranks connect:
+`hvd_estimators.torch.horovod_collectives` and `hvd_estimators.torch.distributed_collectives`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import abc
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
-import horovod.torch as hvd
 import torch
 
+from hvd_estimators._util.install_hints import BUILD_HOROVOD
+from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
@@ -16,26 +25,203 @@ from hvd_estimators.training.spec import check_equal_weights, weight_digest
 
 __all__ = [
     "CARRIED_AS",
+    "COLLECTIVES",
+    "Collectives",
     "PendingSum",
     "average_batch_norm",
     "batch_norm_statistics",
     "bits_of",
     "broadcast_tensors",
     "check_same_weights",
+    "choose_collectives",
     "choose_device",
+    "connect",
+    "current",
     "exchange",
     "gather_tensor",
     "not_finite",
     "reduce_tensor",
+    "session",
     "sum_over_ranks",
     "sum_tensor",
+    "using",
     "weight_digests",
 ]
 
+logger = logging.getLogger(__name__)
+
+COLLECTIVES = ("auto", "horovod", "torch")
+"""Values of the param ``collectives``."""
+
+
+class Collectives(abc.ABC):
+    """Interface between a rank and the other ranks of its job.
+
+    All ranks call the same methods in the same order, from one thread at a time. Methods whose
+    names end in ``_async`` only start an operation. They return a function that waits for the
+    operation and returns its result. Operations are ``"mean"``, ``"sum"``, ``"min"`` and ``"max"``.
+    Tensors are contiguous and of dtypes that `CARRIED_AS` does not convert, on the CPU or on the
+    rank's GPU. ``name`` identifies a reduction in messages, and is the same on all ranks.
+
+    Attributes
+    ----------
+    library : str
+        The library's name in messages.
+    rank, size : int
+        This rank's number and the number of ranks.
+    local_rank, local_size : int
+        This rank's number among the ranks of its machine, and their number.
+    node_rank : int
+        The machine's number.
+    """
+
+    library: ClassVar[str]
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+
+    @abc.abstractmethod
+    def use_gpus(self, gpus: Sequence[tuple[str, str]]) -> bool:
+        """Prepare reductions on GPUs, and return whether NCCL runs them. Called by all ranks.
+
+        Parameters
+        ----------
+        gpus : sequence of (str, str)
+            The result of `hvd_estimators.launch.gpus.own_gpu` on each rank.
+        """
+
+    @abc.abstractmethod
+    def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
+        """Return a tensor's reduction over the ranks; gradients flow back through it."""
+
+    @abc.abstractmethod
+    def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
+        """Start the reduction of a tensor, which is not modified."""
+
+    @abc.abstractmethod
+    def reduce_group_async(
+        self, tensors: Sequence[torch.Tensor], op: str, name: str
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start one reduction of several tensors, which the results overwrite."""
+
+    @abc.abstractmethod
+    def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        """Start the average of a sparse tensor."""
+
+    @abc.abstractmethod
+    def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+        """Return the ranks' tensors, concatenated along their first dimension, which may differ.
+
+        A backward pass returns the mean of the ranks' gradients for this rank's part.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+
+class _Active:
+    """The collectives of this process."""
+
+    collectives: Collectives | None = None
+
+
+def current() -> Collectives:
+    """Return the collectives of this rank.
+
+    Raises
+    ------
+    RuntimeError
+        Outside of a `session`.
+    """
+    if _Active.collectives is None:
+        raise RuntimeError("This process has no connection to other ranks.")
+    return _Active.collectives
+
+
+@contextlib.contextmanager
+def using(collectives: Collectives) -> Iterator[Collectives]:
+    """Make collectives the current ones for the duration of the block."""
+    before, _Active.collectives = _Active.collectives, collectives
+    try:
+        yield collectives
+    finally:
+        _Active.collectives = before
+
+
+@contextlib.contextmanager
+def session(
+    kind: str, mp_start_method: str | None = None, ranks: int | None = None
+) -> Iterator[Collectives]:
+    """Connect this rank to the others for the duration of the block. Called by all ranks.
+
+    Parameters
+    ----------
+    kind : str
+        ``"horovod"`` or ``"torch"``, the same on all ranks.
+    mp_start_method : str or None
+        Start method of ``multiprocessing``; None does not change it.
+    ranks : int, optional
+        Number of ranks among which the rows were divided.
+
+    Raises
+    ------
+    DependencyError
+        If this machine has no Horovod for its torch, and ``kind`` is ``"horovod"``.
+    RuntimeError
+        If the number of ranks differs from ``ranks``.
+    """
+    with _implementation(kind).connected(mp_start_method, ranks) as collectives, using(collectives):
+        yield collectives
+
+
+def connect() -> None:
+    """Connect this process to the other ranks until it ends, unless a `session` has done so.
+
+    For Trainers that users create.
+    """
+    if _Active.collectives is None:
+        kind, _ = choose_collectives("auto")
+        _Active.collectives = _implementation(kind).connect()
+
+
+def choose_collectives(wanted: str) -> tuple[str, str]:
+    """Return ``"horovod"`` or ``"torch"`` for a value of the param ``collectives``, and the reason.
+
+    Runs on the driver, which decides for all ranks.
+
+    Raises
+    ------
+    DependencyError
+        If ``"horovod"`` is wanted, and Horovod is not built for this torch.
+    """
+    if wanted == "torch":
+        return "torch", "collectives='torch'"
+    problem = _implementation("horovod").problem()
+    if not problem:
+        reason = "collectives='horovod'" if wanted == "horovod" else "it is built for this torch"
+        return "horovod", reason
+    if wanted == "horovod":
+        raise DependencyError(
+            f"collectives: found 'horovod', and {problem} Set collectives='torch', or run "
+            f"{BUILD_HOROVOD}"
+        )
+    return "torch", problem
+
+
+def _implementation(kind: str) -> Any:
+    name = {"horovod": "horovod_collectives", "torch": "distributed_collectives"}[kind]
+    return importlib.import_module(f"{__package__}.{name}")
+
 
 def _gather_bytes(document: Bytes, name: str) -> Bytes:
-    own = torch.from_numpy(document.copy())
-    gathered: Bytes = hvd.allgather(own, name=name).numpy()
+    gathered: Bytes = current().gather(torch.from_numpy(document.copy()), name).numpy()
     return gathered
 
 
@@ -50,14 +236,14 @@ class _TensorExchange(ObjectExchange):
     broadcast = _outside_inference_mode(ObjectExchange.broadcast)
 
 
-exchange = _TensorExchange(hvd.rank, hvd.size, _gather_bytes)
+exchange = _TensorExchange(lambda: current().rank, lambda: current().size, _gather_bytes)
 
 
 def average_batch_norm(module: torch.nn.Module) -> None:
     """Set batch normalization's running statistics to their mean over the ranks."""
     statistics = batch_norm_statistics(module)
-    if statistics and hvd.size() > 1:
-        hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
+    if statistics and current().size > 1:
+        current().reduce_group_async(statistics, "mean", "batch_norm")()
 
 
 def batch_norm_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -111,7 +297,7 @@ CARRIED_AS = {
     torch.int8: torch.int32,
     torch.int16: torch.int32,
 }
-"""Transport dtypes for dtypes that Horovod does not support or cannot sum."""
+"""Transport dtypes for dtypes that Horovod or Gloo does not support or cannot sum."""
 
 
 def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
@@ -130,15 +316,17 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
         If only some ranks have a GPU, or if two ranks share one and NCCL would reduce.
     """
     visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
-    index = gpu_index(visible, hvd.local_rank())
+    collectives = current()
+    index = gpu_index(visible, collectives.local_rank)
     gpus = exchange.gather(None if index is None else own_gpu(index), "hvd_estimators.gpus")
     check_gpus([gpu is not None for gpu in gpus])
     if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)
-    line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
-    if hvd.rank() == 0:
-        notify_driver(line, verbose)
+    nccl = collectives.use_gpus(gpus)
+    line = describe_gpus(gpus, torch.cuda.get_device_name(index), nccl)
+    if collectives.rank == 0:
+        notify_driver(f"{line} Collectives: {collectives.library}.", verbose)
     return torch.device("cuda", index)
 
 
@@ -152,7 +340,7 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
     tensors : mapping
         Tensors by name, such as a ``state_dict()``. Other values are ignored.
     """
-    if hvd.size() == 1:
+    if current().size == 1:
         return
     given = {
         name: torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
@@ -162,7 +350,7 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
     carried = {
         name: t.to(CARRIED_AS.get(t.dtype, t.dtype)).contiguous() for name, t in given.items()
     }
-    hvd.broadcast_parameters(carried, root_rank=0)
+    current().broadcast(carried)
     for name, tensor in given.items():
         if carried[name] is not tensor:
             tensor.copy_(carried[name])
@@ -180,7 +368,7 @@ def sum_over_ranks(value: float, name: str = "step_weight") -> float:
         Name of the reduction; the same on all ranks.
     """
     own = torch.tensor([value], dtype=torch.float64)
-    return float(hvd.allreduce(own, name=name, op=hvd.Sum))
+    return float(current().reduce(own, "sum", name))
 
 
 def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -188,28 +376,25 @@ def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
     Called by all ranks. The mean of integers is a float64 tensor, because it may not be an integer.
     """
-    reductions = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
-    reductions["mean"] = reductions["avg"] = hvd.Average
-    if op not in reductions:
+    op = "mean" if op == "avg" else op
+    if op not in ("mean", "sum", "min", "max"):
         raise ValueError(
             f"reduce_op: expected one of 'mean', 'sum', 'min' and 'max', found {op!r}."
         )
-    if op in ("mean", "avg") and not tensor.is_floating_point():
+    if op == "mean" and not tensor.is_floating_point():
         tensor = tensor.double()
     with torch.inference_mode(False):
-        reduced: torch.Tensor = hvd.allreduce(_carried(tensor).contiguous(), op=reductions[op])
-        return reduced.to(tensor.dtype)
+        return current().reduce(_carried(tensor).contiguous(), op).to(tensor.dtype)
 
 
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Stack the ranks' tensors of any dtype along a new first dimension. Called by all ranks."""
     with torch.inference_mode(False):
-        gathered: torch.Tensor = hvd.allgather(_carried(tensor).unsqueeze(0).contiguous())
-        return gathered.to(tensor.dtype)
+        return current().gather(_carried(tensor).unsqueeze(0).contiguous()).to(tensor.dtype)
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that Horovod can transport and write to."""
+    """Return a tensor that collectives can transport and write to."""
     usable = tensor.clone() if tensor.is_inference() else tensor
     return usable.to(CARRIED_AS.get(tensor.dtype, tensor.dtype))
 
@@ -224,11 +409,10 @@ def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     name : str
         Name of the reduction; the same on all ranks.
     """
-    # Horovod is not initialized in a dry run on the driver.
-    if not hvd.is_initialized() or hvd.size() == 1:
+    # A dry run on the driver has no ranks.
+    if _Active.collectives is None or current().size == 1:
         return tensor
-    total: torch.Tensor = hvd.allreduce(tensor, name=name, op=hvd.Sum)
-    return total
+    return current().reduce(tensor, "sum", name)
 
 
 class PendingSum:
@@ -243,16 +427,15 @@ class PendingSum:
     """
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self._handle = (
-            None if hvd.size() == 1 else hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
-        )
-        self._total: torch.Tensor = tensor
+        is_alone = current().size == 1
+        self._wait = None if is_alone else current().reduce_async(tensor, "sum", name)
+        self._total = tensor
 
     def value(self) -> torch.Tensor:
         """Wait for the sum, and return it."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._total = hvd.synchronize(handle)
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            self._total = wait()
         return self._total
 
 
@@ -269,7 +452,7 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
     HvdEstimatorsError
         If the weights differ.
     """
-    if hvd.size() > 1:
+    if current().size > 1:
         gathered = exchange.gather(weight_digests(module), "hvd_estimators.weights")
         check_equal_weights(gathered, epoch, run)
 

@@ -102,6 +102,7 @@ class TorchEstimator(TorchParams):
         return TorchTrainSpec(
             **{**vars(common), "callbacks": ()},
             module=module_file(get("model")),
+            collectives=self._chosen_collectives(),
             optimizer=self._dump_optimizer(),
             objects=self._dump_objects(),
         )

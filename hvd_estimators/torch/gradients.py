@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvd_estimators.torch.collectives import current
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import StatedDenominators
 
@@ -33,9 +33,9 @@ class GradientAverager:
     matter. Passes inside ``averaging(accumulate=True)`` add up locally until the next pass outside
     such a block. Clipping functions, gradient scalers and callbacks therefore see means.
 
-    Buckets of gradients are sent while the pass still runs. A bucket holds the same tensors in the
-    same order in every run. A parameter without a gradient on this rank counts as zero. A parameter
-    without a gradient on all ranks keeps None.
+    Buckets of gradients are sent while the pass still runs, in the same order on all ranks. A
+    bucket holds the same tensors in the same order in every run. A parameter without a gradient on
+    this rank counts as zero. A parameter without a gradient on all ranks keeps None.
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
@@ -53,8 +53,8 @@ class GradientAverager:
         Module that names the parameters.
     optimizers : sequence of torch.optim.Optimizer
         Optimizers that are known from the start.
-    compression : horovod compressor, optional
-        For example ``horovod.torch.Compression.fp16``.
+    compression : compressor, optional
+        An object with ``compress`` and ``decompress``, such as ``horovod.torch.Compression.fp16``.
     losses : sequence of callable
         Losses; loss modules may have parameters.
     every_parameter : bool
@@ -91,13 +91,14 @@ class GradientAverager:
         self._every_parameter = every_parameter
         self._denominators = denominators
         self._loss_in_step = loss_in_step
-        self._alone: bool = hvd.size() == 1
+        self._alone = current().size == 1
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]
         self._optimizers = weakref.WeakKeyDictionary()
         self._gradient_hooks: dict[torch.Tensor, Any] = {}
         self._plans: dict[tuple[int, ...], list[_Bucket]] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
+        self._launched = 0
         self._averaged: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
         self._in_pass = self._accumulating = self._pending = False
@@ -229,8 +230,13 @@ class GradientAverager:
                 "use_reentrant=False in calls of torch.utils.checkpoint."
             )
         bucket.waiting -= 1
-        if bucket.waiting == 0:
-            bucket.launch()
+        # A complete bucket waits for those before it, because the order is the same on all ranks.
+        while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._buckets[self._launched].launch()
+        self._launched += 1
 
     def _end_pass(self) -> None:
         self._in_pass = False
@@ -240,11 +246,11 @@ class GradientAverager:
         """Set all gradients to their means over the ranks, divided by stated denominators."""
         self._reductions += 1
         if not self._alone:
-            for bucket in self._buckets:
-                if not bucket.in_flight:
-                    bucket.launch()
+            while self._launched < len(self._buckets):
+                self._launch()
             for bucket in self._buckets:
                 bucket.finish()
+            self._launched = 0
         if self._denominators is not None:
             self._denominators.divide(self._bucket_of)
         self._averaged.update(self._bucket_of)
@@ -286,7 +292,7 @@ class GradientAverager:
             return loss
         counted = loss if self._loss_in_step is None else self._loss_in_step(loss)
         own = torch.as_tensor(counted).detach().to("cpu", torch.float64).reshape(1)
-        mean = float(hvd.allreduce(own, name="closure_loss", op=hvd.Average))
+        mean = float(current().reduce(own, "mean", "closure_loss"))
         if self._denominators is not None:
             mean *= float(self._denominators.ratio)
         return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
@@ -325,8 +331,8 @@ class _Bucket:
         Parameters of one dtype, the gradients of which are averaged.
     sparse : bool
         Whether the gradient is a sparse tensor. The bucket then has a single parameter.
-    compression : horovod compressor
-        For example ``horovod.torch.Compression.none``.
+    compression : compressor or None
+        An object with ``compress`` and ``decompress``.
     """
 
     def __init__(
@@ -337,14 +343,14 @@ class _Bucket:
         self.sparse = sparse
         self.waiting = len(parameters)
         self._compression = compression
-        self._handle: Any = None
+        self._wait: Callable[[], Any] | None = None
         self._contexts: list[Any] = []
         self._missing: list[int] = []
 
     @property
     def in_flight(self) -> bool:
         """Return whether the gradients are being reduced."""
-        return self._handle is not None
+        return self._wait is not None
 
     def launch(self) -> None:
         """Start the reduction; a gradient that this rank lacks counts as zero."""
@@ -353,7 +359,7 @@ class _Bucket:
             self.parameters[index].grad = self._zero_gradient(self.parameters[index])
         if self.sparse:
             (parameter,) = self.parameters
-            self._handle = hvd.sparse_allreduce_async(parameter.grad, self.name, hvd.Average)
+            self._wait = current().average_sparse_async(parameter.grad, self.name)
             return
         compressed = [self._compress(p.grad) for p in self.parameters]
         self._contexts = [context for _, context in compressed]
@@ -362,17 +368,18 @@ class _Bucket:
         has = torch.ones(len(self.parameters), dtype=torch.float32)
         has[self._missing] = 0.0
         tensors = [tensor for tensor, _ in compressed]
-        self._handle = hvd.grouped_allreduce_async_(
-            [*tensors, has.to(tensors[0].device, tensors[0].dtype)], name=self.name, op=hvd.Average
+        self._wait = current().reduce_group_async(
+            [*tensors, has.to(tensors[0].device, tensors[0].dtype)], "mean", self.name
         )
 
     def finish(self) -> None:
         """Wait for the reduction, and set each gradient to the mean over the ranks."""
+        assert self._wait is not None
         if self.sparse:
             (parameter,) = self.parameters
-            parameter.grad = self._handle()
+            parameter.grad = self._wait()
         else:
-            *outputs, has = hvd.synchronize(self._handle)
+            *outputs, has = self._wait()
             for parameter, output, context in zip(
                 self.parameters, outputs, self._contexts, strict=True
             ):
@@ -387,21 +394,24 @@ class _Bucket:
                 for index in self._missing:
                     if not exists[index]:
                         self.parameters[index].grad = None
-        self._handle = None
+        self._wait = None
         self.waiting = len(self.parameters)
 
     def _compress(self, gradient: Any) -> tuple[torch.Tensor, Any]:
-        # Horovod supports neither bfloat16 nor complex numbers.
+        # Sums in bfloat16 would be imprecise. Horovod supports neither it nor complex numbers.
         if gradient.dtype == torch.bfloat16:
             gradient = gradient.float()
         elif gradient.is_complex():
             gradient = torch.view_as_real(gradient.resolve_conj())
-        tensor, context = self._compression.compress(gradient)
-        # Horovod requires contiguous tensors.
+        tensor, context = gradient, None
+        if self._compression is not None:
+            tensor, context = self._compression.compress(gradient)
         return tensor.contiguous(), context
 
     def _decompress(self, tensor: torch.Tensor, context: Any, dtype: torch.dtype) -> torch.Tensor:
-        gradient: torch.Tensor = self._compression.decompress(tensor, context)
+        gradient = tensor
+        if self._compression is not None:
+            gradient = self._compression.decompress(tensor, context)
         return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
     def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -427,10 +437,9 @@ def _fill_buckets(
         Names and parameters, in the same order on all ranks.
     sparse : set of torch.nn.Parameter
         Parameters with sparse gradients.
-    compression : horovod compressor, optional
-        Default: ``horovod.torch.Compression.none``.
+    compression : compressor, optional
+        Compresses dense gradients. Default: no compression.
     """
-    compression = compression or hvd.Compression.none
     buckets: list[_Bucket] = []
     groups: dict[torch.dtype, list[tuple[str, torch.nn.Parameter]]] = {}
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
-from hvd_estimators.torch.collectives import exchange
+from hvd_estimators.torch.collectives import current, exchange
 from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.spec import EpochMetrics
@@ -485,7 +484,7 @@ class MetricSums:
 
     def reduced(self, name: str) -> dict[str, Any]:
         """Return the values over the rows of all ranks. Called by all ranks at the same time."""
-        means = self._means(hvd.allreduce(self._own(), name=f"measures.{name}", op=hvd.Sum))
+        means = self._means(current().reduce(self._own(), "sum", f"measures.{name}"))
         if not self._metrics.have_state:
             return means
         ranks = exchange.gather(self._states.capture(), f"measures.{name}.states")

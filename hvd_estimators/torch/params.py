@@ -14,6 +14,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import functions, objects, one_of, param, shapes
+from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import Loss, check_weightable
@@ -115,6 +116,14 @@ class TorchParams(TorchFiles, HorovodEstimator):
         convert=_dtypes,
     )
 
+    collectives = param(
+        "Library that reduces gradients and values over the ranks: 'horovod', or 'torch' for "
+        "torch.distributed, with Gloo on CPUs and NCCL on GPUs. 'auto' stands for Horovod if the "
+        "driver can import Horovod for its torch, and for 'torch' otherwise.",
+        default="auto",
+        convert=one_of(*COLLECTIVES),
+    )
+
     # If set, metrics are named "group_0_label", as in horovod.spark.
     _upstream_names = False
 
@@ -133,6 +142,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
     def _check_params(self) -> None:
         super()._check_params()
         self._check_training()
+        self._check_collectives()
         needed, dtypes = self._needed_columns(), self.getOrDefault("column_dtypes")
         unknown = sorted(dtypes.keys() - {*needed})
         if unknown and self._transformation() is None:
@@ -140,6 +150,29 @@ class TorchParams(TorchFiles, HorovodEstimator):
                 f"column_dtypes: {unknown[0]!r} is not a column that is read. Set one of "
                 f"{', '.join(map(repr, needed))}.{did_you_mean(unknown[0], needed)}"
             )
+
+    def _check_collectives(self) -> None:
+        """Check that the ranks can use the chosen collectives, and log the choice."""
+        chosen, reason = choose_collectives(self.getOrDefault("collectives"))
+        library = "Horovod" if chosen == "horovod" else "torch.distributed"
+        logger.info("collectives: the ranks use %s (%s).", library, reason.rstrip("."))
+        if chosen == "horovod":
+            return
+        for name, layer in plain_module(self.getOrDefault("model")).named_modules():
+            if type(layer).__module__.startswith("horovod."):
+                raise ParamError(
+                    f"collectives: expected 'horovod', because the model's layer {name!r} is a "
+                    f"{type(layer).__name__} of Horovod, found {self.getOrDefault('collectives')!r}"
+                    f", which stands for torch.distributed here. Set collectives='horovod', or "
+                    "another layer."
+                )
+
+    def _uses_horovod(self) -> bool:
+        return self._chosen_collectives() == "horovod"
+
+    def _chosen_collectives(self) -> str:
+        """Return ``"horovod"`` or ``"torch"``, for the spec of the ranks."""
+        return choose_collectives(self.getOrDefault("collectives"))[0]
 
     def _check_sent(self) -> None:
         super()._check_sent()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.torch.collectives import batch_norm_statistics, bits_of, exchange
+from hvd_estimators.torch.collectives import batch_norm_statistics, bits_of, current, exchange
 from hvd_estimators.training.shard_state import (
     HostStreams,
     ShardStates,
@@ -203,8 +202,8 @@ class BufferReducer:
         if not statistics:
             return
         if shards.passes == 1:
-            if hvd.size() > 1:
-                hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
+            if current().size > 1:
+                current().reduce_group_async(statistics, "mean", "batch_norm")()
             return
         sums = [torch.zeros_like(value) for value in statistics]
 
@@ -217,8 +216,8 @@ class BufferReducer:
                 value.copy_(mean)
 
         shards.for_each(add)
-        if hvd.size() > 1:
-            hvd.grouped_allreduce_(sums, name="batch_norm", op=hvd.Sum)
+        if current().size > 1:
+            current().reduce_group_async(sums, "sum", "batch_norm")()
         shards.for_each(set_mean)
 
     def _reduce_named(self) -> None:
@@ -287,17 +286,16 @@ def _reduced_over_ranks(
     own: Mapping[str, torch.Tensor], reductions: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
     """Reduce each tensor over the ranks, with one collective per operation and dtype."""
-    if hvd.size() == 1:
+    if current().size == 1:
         return dict(own)
     reduced: dict[str, torch.Tensor] = {}
-    operations = {"max": hvd.Max, "min": hvd.Min}
-    groups: dict[tuple[Any, torch.dtype], list[str]] = {}
+    groups: dict[tuple[str, torch.dtype], list[str]] = {}
     for name, value in own.items():
-        operation = operations.get(reductions[name], hvd.Sum)
+        operation = reductions[name] if reductions[name] in ("max", "min") else "sum"
         groups.setdefault((operation, value.dtype), []).append(name)
     for (operation, dtype), names in groups.items():
         flat = torch.cat([own[name].reshape(-1) for name in names])
-        flat = hvd.allreduce(flat, op=operation, name=f"buffers.{operation}.{dtype}")
+        flat = current().reduce(flat, operation, f"buffers.{operation}.{dtype}")
         parts = flat.split([own[name].numel() for name in names])
         reduced.update((n, p.view_as(own[n])) for n, p in zip(names, parts, strict=True))
     return reduced

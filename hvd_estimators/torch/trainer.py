@@ -9,7 +9,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_estimators._util.temp_files import LocalFile
@@ -22,8 +21,10 @@ from hvd_estimators.torch.collectives import (
     broadcast_tensors,
     check_same_weights,
     choose_device,
+    current,
     exchange,
     not_finite,
+    session,
     sum_over_ranks,
     weight_digests,
 )
@@ -43,7 +44,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.torch.transfer import gpu_memory
-from hvd_estimators.training.horovod_session import horovod_session, seed_rank
+from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.monitoring import shown_values
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import (
@@ -74,6 +75,8 @@ class TorchTrainSpec(TrainSpec):
     ----------
     module : LocalFile
         See `module_file`.
+    collectives : str
+        ``"horovod"`` or ``"torch"``, see `choose_collectives`.
     optimizer : bytes
         See `dump_optimizer`.
     objects : bytes
@@ -82,6 +85,7 @@ class TorchTrainSpec(TrainSpec):
     """
 
     module: LocalFile
+    collectives: str
     optimizer: bytes
     objects: bytes
 
@@ -94,7 +98,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
+    with session(spec.collectives, spec.mp_start_method, spec.data.num_ranks):
         # Loss constructors then create the same weights on all ranks.
         torch.manual_seed(spec.data.random_seed)
         trainer = _Trainer(spec)
@@ -107,7 +111,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
 class _Trainer:
     def __init__(self, spec: TorchTrainSpec) -> None:
         self.spec = spec
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self.rank, self.size = current().rank, current().size
         # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
         self.num_micro_batches = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)

@@ -17,7 +17,14 @@ import numpy as np
 
 from hvd_estimators.store.base import Store
 
-__all__ = ["gather_timeline", "horovod_session", "rank_seed", "seed_rank"]
+__all__ = [
+    "check_ranks",
+    "gather_timeline",
+    "horovod_session",
+    "rank_seed",
+    "seed_rank",
+    "set_start_method",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +90,42 @@ def horovod_session(
     RuntimeError
         If the number of ranks differs from ``ranks``.
     """
-    if mp_start_method:
-        multiprocessing.set_start_method(mp_start_method, force=True)
+    set_start_method(mp_start_method)
     with _process_sets_of(hvd):
         hvd.init()
         try:
-            if ranks is not None and hvd.size() != ranks:
-                raise RuntimeError(
-                    f"The backend's num_processes() returned {ranks} ranks, and Horovod finds "
-                    f"{hvd.size()}. Start as many processes with Horovod's environment variables, "
-                    "as horovodrun does."
-                )
+            check_ranks(hvd.size(), ranks)
             yield
         finally:
             hvd.shutdown()
+
+
+def set_start_method(name: str | None) -> None:
+    """Set the start method of ``multiprocessing``; None does not change it."""
+    if name:
+        multiprocessing.set_start_method(name, force=True)
+
+
+def check_ranks(size: int, ranks: int | None) -> None:
+    """Check that as many ranks have met as the rows were divided among.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks that have met.
+    ranks : int or None
+        Number of ranks among which the rows were divided, if known.
+
+    Raises
+    ------
+    RuntimeError
+        If the numbers differ.
+    """
+    if ranks is not None and size != ranks:
+        raise RuntimeError(
+            f"The backend's num_processes() returned {ranks} ranks, and {size} have met. Start as "
+            "many processes with Horovod's environment variables, as horovodrun does."
+        )
 
 
 @contextlib.contextmanager

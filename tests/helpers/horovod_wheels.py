@@ -1,6 +1,7 @@
 """Small wheels that stand in for Horovod's, for the tests of its build."""
 
 import base64
+import csv
 import hashlib
 import zipfile
 
@@ -12,21 +13,49 @@ WHEEL_NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
 
 def make_wheel(path, text):
     """Write a small Horovod, which pip can install."""
-    info = "horovod-0.28.1.dist-info"
     files = {
         "horovod/__init__.py": "",
         "horovod/torch/__init__.py": text,
+        "horovod/tensorflow/__init__.py": "",
+        "horovod/runner/__init__.py": "",
         "horovod/spark/__init__.py": "run = 'the frozen one'\n",
         "horovod/spark/torch.py": "TorchEstimator = 'the frozen one'\n",
-        f"{info}/METADATA": "Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n",
+    }
+    return write_wheel(path, "horovod", "0.28.1", files)
+
+
+def make_package(folder, name, version):
+    """Write a wheel with one module that has a version, and nothing else."""
+    module = {f"{name}/__init__.py": f"__version__ = {version!r}\n"}
+    return write_wheel(folder / f"{name}-{version}-py3-none-any.whl", name, version, module)
+
+
+def write_wheel(path, name, version, files):
+    info = f"{name}-{version}.dist-info"
+    head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files = {
+        **files,
+        f"{info}/METADATA": f"{head}\nText.\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    lines = [f"{name},sha256={urlsafe_sha256(body)},{len(body)}" for name, body in files.items()]
+    lines = [f"{file},sha256={urlsafe_sha256(body)},{len(body)}" for file, body in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]) + "\n"
     with zipfile.ZipFile(path, "w") as wheel:
-        for name, body in files.items():
-            wheel.writestr(name, body)
+        for file, body in files.items():
+            wheel.writestr(file, body)
     return path
+
+
+def is_as_recorded(wheel):
+    """Whether the files are those of the RECORD, with the hashes and sizes in it."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
+    rows = {file: rest for file, *rest in csv.reader(archive.read(name).decode().splitlines())}
+    for file, (digest, size) in rows.items():
+        content = archive.read(file).decode()
+        if digest and (digest, size) != (f"sha256={urlsafe_sha256(content)}", str(len(content))):
+            return False
+    return rows.keys() == set(archive.namelist())
 
 
 def urlsafe_sha256(text):

@@ -126,6 +126,16 @@ TABLE = (
         "It calls a function at the end of a backward pass.",
     ),
     Private(
+        "torch.distributed.distributed_c10d.ProcessGroupGloo",
+        "_Options",
+        "They make Gloo listen on the address that the launcher chose.",
+    ),
+    Private(
+        "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",
+        "_devices _timeout",
+        "They serve the same purpose, and limit the time to connect.",
+    ),
+    Private(
         "torch.nn.Module",
         "_compiled_call_impl",
         "It shows whether a module was compiled in place.",

@@ -105,11 +105,15 @@ def lightning_run(store: Any, backend: Any, **params: Any) -> torch.nn.Module:
     return model.getModel().net
 
 
-@pytest.mark.parametrize("run", [torch_run, lightning_run])
-def test_torch_and_lightning(backend: Any, store: Any, run: Any) -> None:
+@pytest.mark.parametrize(
+    ("run", "library"),
+    [(torch_run, "horovod"), (lightning_run, "horovod"), (lightning_run, "torch")],
+)
+def test_torch_and_lightning(backend: Any, store: Any, run: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     write_rows(Path(store.get_val_data_path()), 10, seed=1)
     common = {"batch_size": BATCH, "epochs": EPOCHS, "buffer_reduction": REDUCTIONS}
+    common["collectives"] = library
     kept = {"checkpoint_every_n_steps": 3, "keep_checkpoints": 99}
     whole = run(store, backend, run_id="kept", **kept, **common)
     expected = expected_buffers(columns)

@@ -34,19 +34,31 @@ def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
     return reference.fit(store, ranks, name, **{"backend": shared_ranks(ranks), **params})
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-def test_two_ranks_train_as_one_process_over_the_global_batches(store: Any, optimizer: str) -> None:
+LIBRARIES = ("horovod", "torch")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "library"),
+    [("sgd", "horovod"), ("momentum", "horovod"), ("adam", "horovod"), ("adam", "torch")],
+)
+def test_two_ranks_train_as_one_process_over_the_global_batches(
+    store: Any, optimizer: str, library: str
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 1000)
-    model, backend = fit(store, 2, optimizer, batch_size=32, epochs=2)
+    model, backend = fit(store, 2, optimizer, batch_size=32, epochs=2, collectives=library)
     expected = train_alone(columns, global_batches(1000, 2, 32), OPTIMIZERS[optimizer], 2)
     assert_same_weights(model.getModel(), expected)
     assert len({result.weights_digest for result in backend.results}) == 1
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("rows", "ranks"), [(65, 2), (129, 3), (3, 2)])
-def test_uneven_shards_train_as_one_process(store: Any, rows: int, ranks: int) -> None:
+def test_uneven_shards_train_as_one_process(
+    store: Any, rows: int, ranks: int, library: str
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), rows)
-    model, _ = fit(store, ranks, "adam", batch_size=32 if rows > 3 else 1, epochs=2)
+    batch_size = 32 if rows > 3 else 1
+    model, _ = fit(store, ranks, "adam", batch_size=batch_size, epochs=2, collectives=library)
     batches = global_batches(rows, ranks, 32 if rows > 3 else 1)
     assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS["adam"], 2))
 
@@ -60,8 +72,12 @@ def test_sample_weights_multiply_losses_whose_mean_is_taken_over_the_global_batc
     assert_same_weights(model.getModel(), expected)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_accumulate_to_the_mean_over_all_passes(store: Any, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("weighted", "library"), [(False, "horovod"), (True, "horovod"), (True, "torch")]
+)
+def test_gradients_accumulate_to_the_mean_over_all_passes(
+    store: Any, weighted: bool, library: str
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 150)
     model, _ = fit(
         store,
@@ -71,6 +87,7 @@ def test_gradients_accumulate_to_the_mean_over_all_passes(store: Any, weighted: 
         epochs=2,
         backward_passes_per_step=3,
         sample_weight_col="weight" if weighted else None,
+        collectives=library,
     )
     expected = train_alone(
         columns,
@@ -83,7 +100,8 @@ def test_gradients_accumulate_to_the_mean_over_all_passes(store: Any, weighted: 
     assert_same_weights(model.getModel(), expected)
 
 
-def test_a_minibatch_function_of_the_users_trains_the_same(store: Any) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_minibatch_function_of_the_users_trains_the_same(store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
 
     def minibatch(
@@ -104,7 +122,8 @@ def test_a_minibatch_function_of_the_users_trains_the_same(store: Any) -> None:
         optimizer.step()
         return outputs, loss
 
-    model, _ = fit(store, 2, "momentum", batch_size=16, epochs=2, train_minibatch_fn=minibatch)
+    params = {"train_minibatch_fn": minibatch, "collectives": library}
+    model, _ = fit(store, 2, "momentum", batch_size=16, epochs=2, **params)
     batches = global_batches(65, 2, 16)
     expected = train_alone(columns, batches, OPTIMIZERS["momentum"], 2, clip=0.5)
     assert_same_weights(model.getModel(), expected)
@@ -287,13 +306,15 @@ class Strided(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("spark")
-def test_weights_of_all_strides_and_dtypes_train_as_one_process(store: Any) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_weights_of_all_strides_and_dtypes_train_as_one_process(store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 101)
     net = Strided()
     alone = copy.deepcopy(net)
     assert not all(t.is_contiguous() for t in net.parameters())
     optimizer = OPTIMIZERS["momentum"](net.parameters())
-    model, backend = fit(store, 2, "sgd", model=net, optimizer=optimizer, batch_size=16, epochs=2)
+    params = {"model": net, "optimizer": optimizer, "collectives": library}
+    model, backend = fit(store, 2, "sgd", batch_size=16, epochs=2, **params)
 
     optimizer = OPTIMIZERS["momentum"](alone.parameters())
     x, y = (torch.from_numpy(columns[name]) for name in ("features", "label"))
@@ -308,10 +329,14 @@ def test_weights_of_all_strides_and_dtypes_train_as_one_process(store: Any) -> N
     assert len({result.weights_digest for result in backend.results}) == 1
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(store: Any) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(
+    store: Any, library: str
+) -> None:
     write_rows(Path(store.get_train_data_path()), 500)
+    params = {"shuffle": True, "epochs": 2, "collectives": library}
     states = [
-        fit(store, 3, "adam", shuffle=True, epochs=2, random_seed=seed)[0].getModel().state_dict()
+        fit(store, 3, "adam", random_seed=seed, **params)[0].getModel().state_dict()
         for seed in (1, 1, 2)
     ]
     for name in states[0]:
@@ -372,7 +397,10 @@ def test_every_rank_draws_random_numbers_of_its_own_in_every_step(
         assert len(set(numbers)) == 8
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(store: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("libraries", [("horovod", "horovod"), ("horovod", "torch")])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(
+    store: Any, tmp_path: Path, libraries: tuple[str, str]
+) -> None:
     write_rows(Path(store.get_train_data_path()), 200)
     # Its dropout goes on where the run was interrupted.
     net = Drawing(tmp_path)
@@ -384,16 +412,18 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(store: Any, tmp_path: Path) 
         "scale_learning_rate": True,
         "batch_size": np.int64(16),
     }
-    whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **settings)
-    fit(store, 2, "adam", epochs=np.int64(1), run_id="parts", **settings)
-    resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **settings)
+    first, second = ({**settings, "collectives": library} for library in libraries)
+    whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **first)
+    fit(store, 2, "adam", epochs=np.int64(1), run_id="parts", **first)
+    resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **second)
     assert [record["epoch"] for record in resumed.getHistory()] == [0, 1, 2]
     for a, b in zip(whole.getModel().parameters(), resumed.getModel().parameters(), strict=True):
         assert torch.equal(a, b)
     assert resumed.getOptimizer().param_groups[0]["lr"] == 0.01
 
 
-def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any, library: str) -> None:
     write_rows(Path(store.get_train_data_path()), 3)
     nets = {}
     for sparse in (False, True):
@@ -408,6 +438,7 @@ def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any) -> N
             feature_cols=["id"],
             batch_size=1,
             epochs=2,
+            collectives=library,
         )
     dense, sparse = (nets[key].getModel().embedding.weight for key in (False, True))
     assert not torch.equal(dense, torch.zeros_like(dense))

@@ -15,9 +15,9 @@ from reference import fit, write_rows
 from resuming import DataDependent
 
 from hvd_estimators.fitting import restarts
+from hvd_estimators.launch.horovod_build import installed_patches
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE
-from hvd_estimators.launch.versions import installed_patches
 from hvd_estimators.store.runs import read_metadata
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -40,9 +40,17 @@ class Hangs(DataDependent):
         return super().forward(x)
 
 
-@pytest.mark.skipif(installed_patches() < 2, reason="Horovod has to be built anew to notice it")
+HOROVOD = pytest.param(
+    "horovod",
+    marks=pytest.mark.skipif(
+        installed_patches() < 2, reason="Horovod has to be built anew to notice it"
+    ),
+)
+
+
+@pytest.mark.parametrize("library", [HOROVOD, "torch"])
 def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     # Half an hour, by default.
     monkeypatch.setattr(restarts, "_STALL_SECONDS", 3)
@@ -60,6 +68,7 @@ def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
             epochs=2,
             max_restarts=1,
             backend=LocalBackend(2),
+            collectives=library,
             **settings,
         )
         return model.getModel().state_dict()

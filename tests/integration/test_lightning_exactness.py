@@ -35,13 +35,19 @@ def assert_equal_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch_size", "optimizer"), [(200, 32, "adam"), (65, 32, "momentum"), (3, 1, "sgd")]
+    ("rows", "batch_size", "optimizer", "library"),
+    [
+        *((200, 32, "adam", "horovod"), (65, 32, "momentum", "horovod"), (3, 1, "sgd", "horovod")),
+        *((65, 32, "adam", "torch"), (3, 1, "sgd", "torch")),
+    ],
 )
 def test_two_ranks_train_as_one_process(
-    backend: Any, store: Any, rows: int, batch_size: int, optimizer: str
+    backend: Any, store: Any, rows: int, batch_size: int, optimizer: str, library: str
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), rows)
-    model = fit(backend, store, model=Regression(optimizer), batch_size=batch_size, epochs=2)
+    module = Regression(optimizer)
+    params = {"batch_size": batch_size, "epochs": 2, "collectives": library}
+    model = fit(backend, store, model=module, **params)
     expected = train_alone(
         columns, global_batches(rows, 2, batch_size), OPTIMIZERS[optimizer], epochs=2
     )
@@ -109,13 +115,14 @@ def play(net: Any, critic: Any, batch: Any, pair: Any, backward: Any) -> None:
     discriminator.step()
 
 
-def test_a_gan_trains_as_in_one_process(backend: Any, store: Any) -> None:
+@pytest.mark.parametrize("library", ["horovod", "torch"])
+def test_a_gan_trains_as_in_one_process(backend: Any, store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     module = Adversarial()
     net, critic = make_net(), torch.nn.Linear(1, 1)
     critic.load_state_dict(module.critic.state_dict())
     pair = optimizers(net, critic)
-    model = fit(backend, store, model=module, batch_size=16, epochs=2)
+    model = fit(backend, store, model=module, batch_size=16, epochs=2, collectives=library)
     for _ in range(2):
         for rows in global_batches(65, 2, 16):
             batch = {name: torch.from_numpy(columns[name][rows]) for name in ("features", "label")}

@@ -38,12 +38,12 @@ def setup_module() -> None:
     kill_fits.send_by_value()
 
 
-def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> None:
+def check(framework: str, reader: str, folder: Path, seed: int, number: int, **params: Any) -> None:
     """Kill a rank of as many runs, and compare each with one that nobody has killed."""
     store = TellingStore(str(folder / "store"))
     write_data(store)
 
-    def fit(name: str, kill: kills.Kill | None = None, **params: Any) -> Any:
+    def fit(name: str, kill: kills.Kill | None = None, **more: Any) -> Any:
         backend = KillingBackend(folder / name, *([kill] if kill else []))
         estimator = make_estimator(
             framework,
@@ -53,6 +53,7 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
             data_module=reader,
             max_restarts=1,
             **params,
+            **more,
         )
         found = end_of(framework, estimator.fit_on_parquet())
         # A rank that had done its part by then is not missed.
@@ -89,6 +90,11 @@ def test_a_rank_that_is_killed_changes_nothing(framework: str, tmp_path: Path) -
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
 
 
+def test_a_rank_of_torch_distributed_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+    seed = int(os.environ.get("KILLS_SEED", "17"))
+    check("torch", READERS[0], tmp_path, seed, 1, collectives="torch")
+
+
 @pytest.mark.parametrize(
     "framework",
     ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
@@ -121,3 +127,13 @@ def test_ranks_that_are_killed_at_twenty_moments(
 ) -> None:
     seed = int(os.environ.get("KILLS_SEED", random.SystemRandom().randrange(10**6)))
     check(framework, reader, tmp_path, seed, 20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("framework", ["torch", "lightning"])
+def test_ranks_of_torch_distributed_that_are_killed_at_twenty_moments(
+    framework: str, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("KILLS_SEED", random.SystemRandom().randrange(10**6)))
+    check(framework, READERS[0], tmp_path, seed, 20, collectives="torch")

@@ -17,11 +17,12 @@ from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
-PATHS = ["/global/0", "/global_process_set/1", "/hvd_estimators/joined"]
+PATHS = ["/global/0", "/global_process_set/1", "/keys/set"]
+METHODS = ("GET", "PUT", "DELETE", "POST")
 SAID = [
     *(
         f"{method} {path} HTTP/1.1\r\n{header}Content-Length: 0\r\n\r\n".encode()
-        for method in ("GET", "PUT", "DELETE")
+        for method in METHODS
         for path in PATHS
         for header in ("", "Authorization: Bearer 0000\r\n")
     ),
@@ -59,24 +60,24 @@ def answer(port: int, said: bytes) -> bytes:
     return received
 
 
+@pytest.mark.parametrize("library", ["horovod", "torch"])
 def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
-    spark: Any, tmp_path: Path
+    spark: Any, tmp_path: Path, library: str
 ) -> None:
     before = listening()
 
     def work(folder: str) -> float:
-        import horovod.torch as hvd
-        import torch
+        from hvd_estimators.torch.collectives import session, sum_over_ranks
 
-        hvd.init()
-        Path(folder, f"{hvd.rank()}.ready").touch()
-        while not Path(folder, "go on").exists():
-            time.sleep(0.02)
+        with session(library) as ranks:
+            Path(folder, f"{ranks.rank}.ready").touch()
+            while not Path(folder, "go on").exists():
+                time.sleep(0.02)
+            total = sum_over_ranks(ranks.rank + 1.0)
         # The ranks meet a second time, when strangers have written where they would.
-        hvd.shutdown()
-        hvd.init()
-        print("rank", hvd.rank())
-        return float(hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum))
+        with session(library) as ranks:
+            print("rank", ranks.rank)
+            return total + sum_over_ranks(ranks.rank + 1.0)
 
     heard: list[Any] = []
     results: list[Any] = []
@@ -94,17 +95,17 @@ def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
         time.sleep(0.05)
 
     ports = listening() - before
-    # Each rank's proxy, rank 0's server, and the driver's for events.
-    assert len(ports) >= 4
+    # Each rank's proxy and Gloo, rank 0's server, and the driver's for events.
+    assert len(ports) >= 6
     answers = [answer(port, said) for port in ports for said in SAID]
     (tmp_path / "go on").touch()
     job.join(60)
 
     refused = [found for found in answers if found.startswith(b"HTTP/1.1 401")]
     # Two proxies speak HTTP and refuse all that they understand.
-    assert len(refused) == 2 * 3 * len(PATHS) * 2
+    assert len(refused) == 2 * len(METHODS) * len(PATHS) * 2
     # All others give a random number to answer, or nothing, and end the connection.
     assert {len(found) for found in answers if found not in refused} <= {0, 32}
-    assert results == [[3.0, 3.0]]
+    assert results == [[6.0, 6.0]]
     lines = [event for event in heard if isinstance(event, RankOutput)]
     assert sorted(event.line for event in lines) == ["rank 0\n", "rank 1\n"]

@@ -4,21 +4,73 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-
-from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
+from dataclasses import dataclass
 
 from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
 from hvd_estimators.launch.timeouts import GLOO_TIMEOUT
 
 __all__ = [
     "DEFAULTS",
+    "IDENTITY_VARIABLES",
+    "Master",
+    "SlotInfo",
     "assign_ranks",
     "child_environment",
     "python_path",
     "rank_environment",
     "shared_environment",
+    "torchrun_environment",
 ]
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """Place of a rank in its job.
+
+    Attributes
+    ----------
+    hostname : str
+        The rank's host.
+    rank, size : int
+        The rank, and the number of ranks.
+    local_rank, local_size : int
+        The rank's number on its host, and the number of ranks there.
+    cross_rank, cross_size : int
+        The number of the rank's host among the hosts that have this local rank, and their number.
+    host_number, num_hosts : int
+        The number of the rank's host among all hosts, and their number.
+    """
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host_number: int
+    num_hosts: int
+
+
+@dataclass(frozen=True)
+class Master:
+    """Meeting point of programs for ``torchrun``, which rank 0 opens when a program asks for it.
+
+    Attributes
+    ----------
+    address : str
+        Numeric address at which all ranks reach rank 0's host.
+    port : int
+        Port that is reserved on that host.
+    run_id : str
+        Identifier of the launch, equal on all ranks.
+    """
+
+    address: str
+    port: int
+    run_id: str
 
 
 def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
@@ -41,17 +93,31 @@ def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -
         The slot of each task, in the order of the tasks. Task 0 has rank 0.
     """
     groups = list(zip(hosts, executors or hosts, strict=True))
-    names = list(dict.fromkeys(hosts))
-    slots = get_host_assignments(
-        [HostInfo(name, hosts.count(name)) for name in names], len(hosts), len(hosts)
-    )
+    sizes = Counter(hosts)  # in the order of the hosts' first tasks
+    names = list(sizes)
     # Hosts and executors are ordered by their first tasks.
-    order = [names.index(host) for host, _ in groups]
+    order = [names.index(host) for host in hosts]
     firsts = [groups.index(group) for group in groups]
     tasks = sorted(range(len(groups)), key=lambda task: (order[task], firsts[task], task))
-    by_rank = sorted(slots, key=lambda slot: slot.rank)
-    assigned = dict(zip(tasks, by_rank, strict=True))
-    return [assigned[task] for task in range(len(groups))]
+    num_assigned: Counter[str] = Counter()
+    slots: dict[int, SlotInfo] = {}
+    for rank, task in enumerate(tasks):
+        host = hosts[task]
+        local_rank = num_assigned[host]
+        num_assigned[host] += 1
+        peers = [name for name in names if sizes[name] > local_rank]
+        slots[task] = SlotInfo(
+            hostname=host,
+            rank=rank,
+            size=len(tasks),
+            local_rank=local_rank,
+            local_size=sizes[host],
+            cross_rank=peers.index(host),
+            cross_size=len(peers),
+            host_number=order[task],
+            num_hosts=len(names),
+        )
+    return [slots[task] for task in range(len(tasks))]
 
 
 def rank_environment(slot: SlotInfo) -> dict[str, str]:
@@ -69,6 +135,57 @@ def rank_environment(slot: SlotInfo) -> dict[str, str]:
         "HOROVOD_CROSS_SIZE": str(slot.cross_size),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+IDENTITY_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+)
+"""Variables by which ``torchrun`` makes a process a rank. One value cannot suit several ranks."""
+
+
+def torchrun_environment(
+    slot: SlotInfo, master: Master, has_own_gpus: bool
+) -> dict[str, str | None]:
+    """Return the variables that ``torchrun`` would set; None deletes an inherited variable.
+
+    torch's ``init_process_group``, Lightning and Accelerate read them.
+
+    Parameters
+    ----------
+    slot : SlotInfo
+        The rank's place in the job.
+    master : Master
+        The meeting point.
+    has_own_gpus : bool
+        Whether the rank sees only its own GPUs. Programs take ``LOCAL_RANK`` for the number of
+        their GPU, which is then 0. So such a rank counts as a node.
+    """
+    if has_own_gpus:
+        local_rank, local_size, node, num_nodes = 0, 1, slot.rank, slot.size
+    else:
+        local_rank, local_size = slot.local_rank, slot.local_size
+        node, num_nodes = slot.host_number, slot.num_hosts
+    return {
+        **dict.fromkeys(IDENTITY_VARIABLES),
+        "RANK": str(slot.rank),
+        "WORLD_SIZE": str(slot.size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(slot.rank),
+        "ROLE_WORLD_SIZE": str(slot.size),
+        "MASTER_ADDR": master.address,
+        "MASTER_PORT": str(master.port),
+        # With this variable, Lightning uses the variables above, whatever the scheduler.
+        "TORCHELASTIC_RUN_ID": master.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 
@@ -110,7 +227,7 @@ _OF_THE_DRIVER = re.compile(
             # variables that make a process a member of a job: the launcher sets them for each rank
             "HOROVOD_(?:RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)",
             "HOROVOD_ELASTIC.*|HOROVOD_SPARK_(?:PYTHONPATH|WORK_DIR)|HVD_ESTIMATORS_.*",
-            "RANK|LOCAL_RANK|NODE_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE",
+            *IDENTITY_VARIABLES,
             "MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|OMPI_.*|PMI_.*|PMIX_.*|MPI_.*|TF_CONFIG",
         ]
     )

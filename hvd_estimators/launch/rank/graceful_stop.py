@@ -32,6 +32,8 @@ _FILE = "grace"
 # Spark checks for cancelled tasks every two seconds, and ends their Python two seconds later.
 _UNTIL_ASKED_SECONDS = 10.0
 _SILENT_SECONDS = 0.5
+# Linux reports an error for a pipe without a reader, and macOS a hang-up.
+_UNHEARD = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ def mute_if_unheard() -> None:
     for descriptor in (1, 2):
         poller = select.poll()
         poller.register(descriptor, 0)
-        if any(state & (select.POLLERR | select.POLLNVAL) for _, state in poller.poll(0)):
+        if any(state & _UNHEARD for _, state in poller.poll(0)):
             null_device = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null_device, descriptor)
             os.close(null_device)

@@ -7,6 +7,11 @@ A rank cannot watch its parent itself: a Python thread needs the interpreter loc
 extension may hold for minutes. Therefore the process that a rank's parent starts first forks: it
 becomes the guardian, which only waits, and its child becomes the rank. If the parent, the guardian
 or the rank ends for any reason, the processes below it end, too.
+
+Calls of Linux make this certain, and other systems have fallbacks (`hvd_estimators._util.system`).
+There, a rank whose guardian and parent were both killed ends when its code releases the interpreter
+lock. The guardian there recognises processes that the rank left behind by their session or their
+environment. On macOS, programs of the system that changed their session may survive.
 """
 
 from __future__ import annotations
@@ -26,22 +31,23 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_estimators._util.process_identity import process_stat
-from hvd_estimators.launch.rank.graceful_stop import grace_asked
+from hvd_estimators._util.process_identity import descendants, process_stat, related_processes
+from hvd_estimators._util.system import adopt_orphans, die_with_parent, forks_are_safe
+from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, grace_asked
 
-__all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
+__all__ = ["PID_FILE", "RANK_ARGUMENT", "empty_stdin", "split_off_guardian"]
 
 PID_FILE = "rank.pid"
 """Name of the file in a rank's directory with the rank's process ID, written by the guardian."""
+
+RANK_ARGUMENT = "--rank"
+"""First argument of the main program of a rank that its guardian did not fork."""
 
 _PARENT_POLL_SECONDS = 0.5
 # Helper processes, such as multiprocessing's resource tracker, clean up after the rank has ended.
 _GRACE_SECONDS = 0.3
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.01
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def split_off_guardian(
@@ -50,11 +56,12 @@ def split_off_guardian(
     waiting: int | None = None,
     report: socket.socket | None = None,
 ) -> None:
-    """Fork into a guardian and its child, the rank. Returns only in the rank.
+    """Split into a guardian and its child, the rank. Returns only in the rank.
 
     Call this while the process has only one thread. When all processes that the rank started have
     ended, the guardian ends like the rank, with the same status or by the same signal. On Linux
-    the guardian adopts orphaned descendants of any session or process group.
+    the guardian adopts orphaned descendants of any session or process group. If forks are unsafe,
+    the guardian starts the main program with `RANK_ARGUMENT`, and this function never returns.
 
     Parameters
     ----------
@@ -72,18 +79,19 @@ def split_off_guardian(
         Socket to which the guardian sends its exit status, for a process that is not its parent.
     """
     guardian, parent = os.getpid(), os.getppid()
-    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    adopts = adopt_orphans()
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
     # This makes poll() return when a child ends.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    rank = os.fork()
+    rank = os.fork() if forks_are_safe() else _start_rank(directory, lifeline)
     if rank:
         try:
             Path(directory, PID_FILE).write_text(str(rank))
             lifelines = [lifeline] if waiting is None else [lifeline, waiting]
-            status = _guard(rank, directory, lifelines, waking, parent if waiting is None else None)
+            watched = parent if waiting is None else None
+            status = _guard(rank, directory, lifelines, waking, watched, adopts)
             if report is not None:
                 with contextlib.suppress(OSError):
                     report.send(struct.pack("i", status))
@@ -98,12 +106,62 @@ def split_off_guardian(
         report.close()
     for descriptor in (waking, wake, lifeline, *([] if waiting is None else [waiting])):
         os.close(descriptor)
-    _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guardian:
-        os._exit(1)
+    die_with_parent(guardian)
 
 
-def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
+def _start_rank(directory: str, lifeline: int) -> int:
+    """Start the rank as a new program, which reads the same standard input; return its ID."""
+    os.set_inheritable(lifeline, False)
+    command = [sys.executable, "-u", "-m", "hvd_estimators.launch.rank.worker"]
+    return os.posix_spawn(
+        sys.executable, [*command, RANK_ARGUMENT, directory, str(os.getpid())], os.environ
+    )
+
+
+class _Descendants:
+    """The processes that the rank has started, as far as the guardian has looked for them.
+
+    Parameters
+    ----------
+    adopts : bool
+        Whether the guardian is the parent of orphaned descendants.
+    directory : str
+        The rank's directory.
+    """
+
+    def __init__(self, adopts: bool, directory: str) -> None:
+        self._adopts = adopts
+        self._directory = directory
+        self._started: dict[int, str] = {}
+
+    def look(self) -> None:
+        """Record the present descendants, whose relation to the guardian may end with the rank."""
+        self._started |= descendants(os.getpid())
+        if not self._adopts:
+            self._started |= related_processes(DIRECTORY_VARIABLE, self._directory)
+
+    def alive(self) -> list[int]:
+        """Look for descendants, and return all recorded ones that have not ended."""
+        self.look()
+        for pid, started in list(self._started.items()):
+            try:
+                stat = process_stat(pid)
+                has_ended = stat.state in "ZX" or stat.started != started
+            except OSError:
+                has_ended = True
+            if has_ended:
+                del self._started[pid]
+        return list(self._started)
+
+
+def _guard(
+    rank: int,
+    directory: str,
+    lifelines: list[int],
+    waking: int,
+    parent: int | None,
+    adopts: bool,
+) -> int:
     """Wait until the rank and its descendants have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signals: list[int] = []
@@ -113,10 +171,12 @@ def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent:
     poller = select.poll()
     for descriptor in (*lifelines, waking):
         poller.register(descriptor, select.POLLIN)
+    started = _Descendants(adopts, directory)
     has_parent, deadline = True, math.inf
     while (status := _reap(rank)) is None:
         left = deadline - time.monotonic()
         if left <= 0:
+            started.look()
             os.kill(rank, signal.SIGKILL)
             status = os.waitpid(rank, 0)[1]
             if has_parent:
@@ -137,11 +197,9 @@ def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent:
             if seconds:
                 os.kill(rank, signal.SIGTERM)
             deadline = time.monotonic() + seconds
-    _end_descendants()
+    _end_all(started)
     if not has_parent:
         shutil.rmtree(directory, ignore_errors=True)
-        if sys.platform != "linux":
-            os.killpg(0, signal.SIGKILL)
     return status
 
 
@@ -165,37 +223,30 @@ def _reap(rank: int) -> int | None:
     return rank_status
 
 
-def _end_descendants() -> None:
+def _end_all(processes: _Descendants) -> None:
     """End the processes that the rank left behind: first with SIGTERM, after 0.3 s with SIGKILL."""
     started = time.monotonic()
     terminated: set[int] = set()
     while time.monotonic() - started < _KILL_SECONDS:
-        descendants = _descendants(os.getpid())
+        alive = processes.alive()
         is_patient = time.monotonic() - started < _GRACE_SECONDS
-        for pid in descendants:
+        for pid in alive:
             if not is_patient or pid not in terminated:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGTERM if is_patient else signal.SIGKILL)
-        terminated.update(descendants)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(_POLL_SECONDS)
-            continue
-        return
+        terminated.update(alive)
+        if not _has_children() and not alive:
+            return
+        time.sleep(_POLL_SECONDS)
 
 
-def _descendants(ancestor: int) -> list[int]:
-    """Return the IDs of all descendants of a process. Linux only."""
-    children: dict[int, list[int]] = {}
-    names = os.listdir("/proc") if sys.platform == "linux" else []
-    for pid in map(int, filter(str.isdigit, names)):
-        with contextlib.suppress(OSError):
-            children.setdefault(process_stat(pid).parent, []).append(pid)
-    descendants = list(children.get(ancestor, ()))
-    for pid in descendants:
-        descendants += children.get(pid, ())
-    return descendants
+def _has_children() -> bool:
+    """Reap all children that have ended; return whether others are left."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 def _end_like(status: int) -> NoReturn:
@@ -208,12 +259,3 @@ def _end_like(status: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
-
-
-def _control_process(option: int, value: int) -> None:
-    """Call Linux's ``prctl``, which Python does not wrap; do nothing on other systems."""
-    if sys.platform == "linux":
-        with contextlib.suppress(ImportError, OSError, AttributeError):
-            import ctypes
-
-            ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0)

@@ -54,6 +54,9 @@ _ALL_RANKS = 8
 _SHUTDOWN_LINE = re.compile(r"is stalled for longer than (\d+) seconds\. Will shutdown")
 _STALLED_LINE = re.compile(r"^(\d+)!: \[(.*)\]$", re.MULTILINE)
 
+# `not_taking_part` in the error of a rank.
+_ABSENT_LINE = re.compile(r"Rank (\d+) has not taken part in '(.*)' for (\d+) s\.$", re.MULTILINE)
+
 _FILE = "progress"
 _STACK_FILE = "stack"
 _SECONDS_BETWEEN = 1.0
@@ -159,6 +162,24 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
+def hold_up_limits(env: Mapping[str, str]) -> tuple[float, float]:
+    """Return how long a rank may hold up others before they warn, and before they end; in seconds.
+
+    Horovod reads the same variables. Used by ranks with ``collectives="torch"``.
+    """
+    if _whole(env.get(_DISABLE)) > 0:
+        return math.inf, math.inf
+    return (
+        float(_whole(env.get(_CHECK)) or _HOROVODS_CHECK_SECONDS),
+        float(_whole(env.get(_SHUTDOWN))) or math.inf,
+    )
+
+
+def not_taking_part(rank: int, name: str, seconds: float) -> str:
+    """Return a line about a rank that holds up others, which `stalled_ranks` parses."""
+    return f"Rank {rank} has not taken part in {name!r} for {seconds:.0f} s."
+
+
 def _whole(text: str | None) -> int:
     """Parse a number as Horovod does; return 0 if the text is not a number."""
     number = re.match(r"\s*\+?(\d+)", text or "")
@@ -246,19 +267,25 @@ class StallWatch(_Timer):
 
 
 def stalled_ranks(output: str) -> tuple[float, dict[int, str]] | None:
-    """Parse the stall limit and the stalled ranks of a Horovod shutdown from a rank's output.
+    """Parse the stall limit and the stalled ranks from a rank's output and error.
+
+    Horovod prints them on rank 0 when it shuts down. With ``collectives="torch"`` they are in the
+    error of each rank that has waited.
 
     Parameters
     ----------
     output : str
-        The end of the output of rank 0.
+        The end of a rank's output, and its error.
 
     Returns
     -------
     (float, dict) or None
         The limit in seconds, and for each stalled rank the names of the tensors that other ranks
-        waited for. None if Horovod has not shut down because of stalled ranks.
+        waited for. None if the rank has not ended because of stalled ranks.
     """
+    absent = _ABSENT_LINE.findall(output)
+    if absent and "CollectiveError" in output:
+        return float(absent[0][2]), {int(rank): name for rank, name, _ in absent}
     ended = list(_SHUTDOWN_LINE.finditer(output))
     ranks = {int(rank): tensors for rank, tensors in _STALLED_LINE.findall(output)}
     return (float(ended[-1][1]), ranks) if ended and ranks else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import (
     DependencyError,
@@ -198,6 +199,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         logger.info("The traceback of rank %d:\n%s", first.rank, first.report.full_traceback)
         lines.append(first.report.traceback.rstrip())
     lines.append(gpu_hint(first.error).strip())
+    if "No module named 'horovod'" in first.error:
+        lines.append(f"Horovod is not installed on {first.host}. Run there: {BUILD_HOROVOD}")
     if first.output_tail.strip():
         lines += ["The end of its output:", first.output_tail.rstrip()]
     raise WorkerFailedError(
@@ -229,9 +232,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
-    """Raise an error that names the stalled rank, if Horovod shut down because of it."""
+    """Raise an error that names the stalled rank, if others have ended because of it."""
     for outcome in outcomes:
-        shutdown = stalled_ranks(outcome.output_tail)
+        shutdown = stalled_ranks(f"{outcome.output_tail}\n{outcome.error}")
         if shutdown is None:
             continue
         seconds, tensors = shutdown
@@ -257,5 +260,5 @@ def _blame(outcome: RankOutcome) -> tuple[int, float]:
 
     The end of a peer only breaks collectives, so such errors are consequences.
     """
-    consequence = {ABORTED: 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
-    return consequence, outcome.ended_at
+    consequences = {ABORTED: 3, "HorovodInternalError": 2, "CollectiveError": 2, "lost": 1}
+    return consequences.get(outcome.error_type, 0), outcome.ended_at

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import IO, Any
 import cloudpickle
 from typing_extensions import Self
 
+from hvd_estimators._util.system import memory_file
 from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.directory import make_rank_folder
@@ -109,6 +109,8 @@ class RankProcess:
         Called once when the process runs this package's code; by `stalled`.
     on_end : callable
         Called when the process has ended; by `outcome`.
+    problem : callable
+        Returns the reason why the running process cannot continue; empty without a problem.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class RankProcess:
         warm: WarmStart | None = None,
         on_start: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
+        problem: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank = rank
+        self.problem = problem
         self.host = host
         self._call = call
         self._env = {**env, **stall_environment(env)}
@@ -148,7 +152,7 @@ class RankProcess:
         # No process writes to this pipe. It closes when this process ends for any reason.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
-            with _memory_file() as call:
+            with memory_file() as call:
                 call.write(self._call)
                 call.seek(0)
                 self._start(reading, call)
@@ -302,13 +306,6 @@ class RankProcess:
     def _end(self) -> None:
         self._kill()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _memory_file() -> IO[bytes]:
-    """Open an in-memory file, or an unnamed temporary file on systems other than Linux."""
-    if sys.platform == "linux":
-        return os.fdopen(os.memfd_create("hvd-estimators-call"), "w+b")
-    return tempfile.TemporaryFile()
 
 
 def _signal_of(status: int) -> str:

@@ -11,9 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horovod.runner.common.util.hosts import SlotInfo
-
-from hvd_estimators.launch.rank.environment import rank_environment
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch.gpus import VISIBLE_VARIABLE
+from hvd_estimators.launch.rank.environment import (
+    Master,
+    SlotInfo,
+    rank_environment,
+    torchrun_environment,
+)
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler
 from hvd_estimators.launch.rank.process import RankProcess
@@ -43,6 +48,11 @@ class RankLauncher:
     environment : callable
         Returns a rank's complete environment, given the variables that the rank alone has. The
         user's variables take precedence over these.
+    master : Master
+        The job's meeting point for programs that do not use Horovod.
+    horovod_problem : str
+        Reason why ranks cannot use Horovod; empty without a problem. A rank that calls
+        ``hvd.init()`` then ends with a `DependencyError`.
     executable : str, optional
         The Python executable. Default: the executable of this process.
     warm : WarmStart, optional
@@ -52,6 +62,8 @@ class RankLauncher:
     call: bytes
     secret: bytes
     environment: Callable[..., dict[str, str]]
+    master: Master
+    horovod_problem: str = ""
     executable: str | None = None
     warm: WarmStart | None = None
 
@@ -90,9 +102,13 @@ class RankLauncher:
         on_end : callable
             Called when the process has ended.
         """
-        with GlooProxy(client, on_init, on_joined) as proxy:
+        with GlooProxy(client, on_init, on_joined, bool(self.horovod_problem)) as proxy:
+            # The user's variables may show a rank other GPUs, too.
+            visible = self.environment(gpus).get(VISIBLE_VARIABLE)
+            has_own_gpus = bool(visible) and visible == gpus.get(VISIBLE_VARIABLE)
             env = self.environment(
                 rank_environment(slot),
+                torchrun_environment(slot, self.master, has_own_gpus),
                 listening_environment(address),
                 proxy.environment(),
                 ranks_key(self.secret),
@@ -106,6 +122,7 @@ class RankLauncher:
                 warm=self.warm,
                 on_start=on_start,
                 on_end=on_end,
+                problem=lambda: self.horovod_problem if proxy.was_rejected else "",
             ) as process:
                 yield process
 
@@ -150,6 +167,8 @@ def _supervise(
                 outcome = process.outcome()
             elif failed_before is not None and now > deadline:
                 outcome = _ended_by(failed_before, process.abort())
+            elif problem := process.problem():
+                outcome = process.abort(DependencyError.__name__, problem)
             elif stall := process.stalled():
                 outcome = process.abort("stalled", f"{stall}{_waiting(ranks)}")
             else:

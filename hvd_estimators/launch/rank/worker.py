@@ -19,7 +19,9 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
+from hvd_estimators._util.lazy_imports import after_import
+from hvd_estimators._util.system import die_with_parent
+from hvd_estimators.launch.rank.guardian import RANK_ARGUMENT, empty_stdin, split_off_guardian
 from hvd_estimators.launch.rank.outcome import ErrorReport, report_error
 
 OUTCOME_FILE = "outcome.pkl"
@@ -68,6 +70,9 @@ def _start(arguments: Sequence[str]) -> NoReturn:
         rank = serve(json.loads(arguments[1]))
         directory = rank.directory
         split_off_guardian(directory, rank.lifeline, rank.parent, rank.report)
+    elif arguments[0] == RANK_ARGUMENT:
+        directory = arguments[1]
+        die_with_parent(int(arguments[2]))
     else:
         directory = arguments[0]
         split_off_guardian(directory, int(arguments[1]))
@@ -97,12 +102,17 @@ def call_with(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call a function with a replacement for Horovod's notification manager."""
-    # Horovod's modules for all frameworks import the manager from this module.
-    from horovod.common import elastic
+    """Call a function with a replacement for Horovod's notification manager.
 
-    elastic.notification_manager = manager
-    return fn(*args, **kwargs)
+    Horovod is imported only if the function imports it.
+    """
+
+    def replace(module: Any) -> None:
+        # Horovod's modules for all frameworks use the manager of this module.
+        module.notification_manager = manager
+
+    with after_import("horovod.common.elastic", replace):
+        return fn(*args, **kwargs)
 
 
 def call_without_notifications(

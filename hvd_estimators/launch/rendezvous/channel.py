@@ -15,7 +15,9 @@ import contextlib
 import hmac
 import json
 import logging
+import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -323,6 +325,7 @@ class Listener:
         if self._thread is not None:
             return self
         self._socket.listen(BACKLOG)
+        self._waking, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
         return self
@@ -359,24 +362,32 @@ class Listener:
     def close(self) -> None:
         """Stop accepting connections, and end the existing ones."""
         with self._lock:
-            self._closed = True
+            was_closed, self._closed = self._closed, True
             ending = [*self._unauthenticated, *self._authenticated]
-        # A shutdown wakes up the accepting thread; closing the socket does not.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
         for connection in ending:
             _shut_down(connection)
-        if self._thread is not None:
+        if self._thread is not None and not was_closed:
+            os.close(self._wake)
             self._thread.join()
+            os.close(self._waking)
+        self._socket.close()
 
     def _accept(self) -> None:
+        # Closing the socket, or shutting it down on macOS, would not wake up a blocked thread.
+        self._socket.setblocking(False)
+        poller = select.poll()
+        for descriptor in (self._socket.fileno(), self._waking):
+            poller.register(descriptor, select.POLLIN)
         while True:
+            poller.poll()
+            if self._closed:
+                return
             try:
                 connection, client = self._socket.accept()
+                connection.setblocking(True)
+            except BlockingIOError:
+                continue  # the client has disconnected
             except OSError:
-                if self._closed:
-                    return
                 # For example, too many files are open.
                 time.sleep(timeouts.LISTENER_PAUSE)
                 continue

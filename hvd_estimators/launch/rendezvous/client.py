@@ -15,6 +15,8 @@ from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channe
 from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
+# These messages change nothing, so repetitions need no number.
+_READS = ("get", "wait", "count", "alive")
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
@@ -138,7 +140,7 @@ class RemoteRendezvousClient:
             If connections were refused, or no answer arrived, for longer than the time limits.
         """
         message = {"kind": kind, "rank": self._rank, **values}
-        if kind not in ("get", "alive"):
+        if kind not in _READS:
             message["number"] = next(self._numbers)
         # The server ends when all ranks are done, so a refusal of "done" counts as an answer.
         longest_refusal = 0.0 if kind == "done" else self._patience.refused

@@ -1,16 +1,19 @@
 """Gloo's side of a rank: an HTTP rendezvous on the loopback interface, and the listening address.
 
 Horovod's C++ code supports only plain HTTP. It sends its requests to this server in the rank's
-parent, which forwards them over the job's authenticated connection. The rank authenticates with a
-token from its environment, which other users of the machine cannot read.
+parent, which forwards them over the job's authenticated connection. So does
+`hvd_estimators.launch.rendezvous.rank_client.RankClient`. The rank authenticates with a token from
+its environment, which other users of the machine cannot read.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -27,15 +30,22 @@ LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
 """Environment variable of Horovod: the network interface to use."""
 
+TORCH_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of torch: the network interface that its Gloo uses."""
+
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
 _KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
+# Requests of `RankClient`, whose keys do not mix with those of Horovod's Gloo.
+_KEYS_SCOPE = "keys"
+_KEYS_KINDS = ("set", "get", "add", "append", "compare_set", "wait", "delete", "count")
+_JOINED = "joined"
 # hvd.init() connects the ranks of several scopes, and deletes its keys of each of them. The last
 # one connects ranks of the default process set across hosts.
 _LAST_SCOPE = re.compile("cross_.*_process_set_")
 
-_BAD_REQUEST, _UNAUTHORIZED, _UNAVAILABLE = 400, 401, 503
+_OK, _BAD_REQUEST, _UNAUTHORIZED, _UNAVAILABLE = 200, 400, 401, 503
 
 
 class GlooProxy:
@@ -46,9 +56,16 @@ class GlooProxy:
     client : RendezvousClient
         The client to which requests are forwarded.
     on_init : callable
-        Called with each request of the rank's ``hvd.init()``.
+        Called with each request of a rank that connects to the others.
     on_joined : callable
-        Called with the last of these requests.
+        Called when the rank is connected.
+    rejects : bool
+        Whether the rank cannot use Horovod. Its requests are then not answered.
+
+    Attributes
+    ----------
+    was_rejected : bool
+        Whether a request was not answered for this reason.
     """
 
     def __init__(
@@ -56,7 +73,11 @@ class GlooProxy:
         client: RendezvousClient,
         on_init: Callable[[], None] = lambda: None,
         on_joined: Callable[[], None] = lambda: None,
+        rejects: bool = False,
     ) -> None:
+        self.was_rejected = False
+        self._rejects = rejects
+        self._ended = threading.Event()
         self._client = client
         self._on_init = on_init
         self._on_joined = on_joined
@@ -76,11 +97,17 @@ class GlooProxy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
         self._listener.close()
 
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers = _head(connection, deadline)
+        if self._rejects and not path.startswith(f"/{_KEYS_SCOPE}/"):
+            # An answer could end the rank with an error that does not name the reason.
+            self.was_rejected = True
+            self._ended.wait()
+            return
         given = headers.get("authorization", "")
         body = b""
         # Check the token before any data of the job is read or sent.
@@ -98,12 +125,33 @@ class GlooProxy:
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
 
+    def _answer_keys(self, kind: str, content: bytes) -> tuple[int, bytes]:
+        """Answer a request of `RankClient`: JSON values and bytes, separated by a line break."""
+        if kind == _JOINED:
+            self._on_joined()
+            return _OK, b"{}\n"
+        if kind not in _KEYS_KINDS:
+            return _BAD_REQUEST, b""
+        values, _, body = content.partition(b"\n")
+        try:
+            self._on_init()
+            answer, body = self._client.request(
+                kind, body, **{**json.loads(values), "scope": _KEYS_SCOPE}
+            )
+        except PeerLostError:
+            return _UNAVAILABLE, b""
+        return _OK, json.dumps(answer).encode() + b"\n" + body
+
     def _reply(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
+        if method == "POST" and path.startswith(f"/{_KEYS_SCOPE}/"):
+            return self._answer_keys(path.removeprefix(f"/{_KEYS_SCOPE}/"), content)
         named = _PATH.fullmatch(path)
         kind = _KINDS.get(method)
         if named is None or kind is None:
             return _BAD_REQUEST, b""
         scope, key = named.groups()
+        if scope == _KEYS_SCOPE:
+            return _BAD_REQUEST, b""
         try:
             self._on_init()
             values, body = self._client.request(kind, content, scope=scope, key=key)
@@ -132,7 +180,13 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[st
 def listening_environment(address: str) -> dict[str, str]:
     """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
     # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
-    return {ADDRESS_VARIABLE: address, INTERFACE_VARIABLE: _interface_of(address)}
+    # The last is for torch's Gloo, which has no variable for an address.
+    interface = _interface_of(address)
+    return {
+        ADDRESS_VARIABLE: address,
+        INTERFACE_VARIABLE: interface,
+        TORCH_INTERFACE_VARIABLE: interface,
+    }
 
 
 def _interface_of(address: str) -> str:

@@ -56,7 +56,7 @@ class Failure:
 class JobStore:
     """Thread-safe store of Gloo's keys and the state of the ranks.
 
-    A key can be written only once until it is deleted.
+    A key that was put can be put again only after it is deleted. A key that was set can change.
 
     Each message that changes the store carries a number that identifies repetitions, because
     answers can be lost and messages can be late.
@@ -84,7 +84,13 @@ class JobStore:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._handlers: Mapping[str, Callable[..., Answer]] = {
             "put": self._put,
+            "set": self._set,
             "get": self._get,
+            "add": self._add,
+            "append": self._append,
+            "compare_set": self._compare_set,
+            "wait": self._wait,
+            "count": self._count,
             "delete": self._delete,
             "alive": self._alive,
             "failed": self._fail,
@@ -160,9 +166,40 @@ class JobStore:
         value = self._keys.get((scope, key))
         return ({"status": _NOT_FOUND}, b"") if value is None else ({"status": _OK}, value)
 
-    def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        self._keys.pop((scope, key), None)
+    def _set(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
+        self._keys[scope, key] = body
+        self._changed.notify_all()
         return {"status": _OK}, b""
+
+    def _add(self, rank: int, scope: str, key: str, amount: int, body: bytes) -> Answer:
+        total = int(self._keys.get((scope, key), b"0")) + amount
+        return self._set(rank, scope, key, str(total).encode())[0], str(total).encode()
+
+    def _append(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
+        return self._set(rank, scope, key, self._keys.get((scope, key), b"") + body)
+
+    def _compare_set(self, rank: int, scope: str, key: str, expected: str, body: bytes) -> Answer:
+        # Bytes in JSON are a string of as many characters. A missing key counts as empty.
+        if self._keys.get((scope, key), b"") == expected.encode("latin-1"):
+            self._set(rank, scope, key, body)
+        value = self._keys.get((scope, key))
+        return {"status": _NOT_FOUND if value is None else _OK}, value or b""
+
+    def _wait(
+        self, rank: int, scope: str, keys: Sequence[str], seconds: float, body: bytes
+    ) -> Answer:
+        seconds = min(seconds, timeouts.RENDEZVOUS_KEY)
+        exist = self._changed.wait_for(
+            lambda: all((scope, key) in self._keys for key in keys), seconds
+        )
+        return {"status": _OK if exist else _NOT_FOUND}, b""
+
+    def _count(self, rank: int, scope: str, body: bytes) -> Answer:
+        return {"status": _OK, "count": sum(s == scope for s, _ in self._keys)}, b""
+
+    def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
+        existed = self._keys.pop((scope, key), None) is not None
+        return {"status": _OK, "existed": existed}, b""
 
     def _alive(self, rank: int, body: bytes) -> Answer:
         failure = None if self._failure is None else asdict(self._failure)

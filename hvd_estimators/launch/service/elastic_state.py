@@ -311,7 +311,7 @@ def run_in_rank(
     kwargs: Mapping[str, Any],
     relaunches: int,
 ) -> Any:
-    """Call the user's function, a program for ``horovod.elastic``.
+    """Call the user's function, a program for ``horovod.elastic`` or ``torchrun``.
 
     Parameters
     ----------
@@ -320,6 +320,7 @@ def run_in_rank(
     relaunches : int
         Number of relaunches of the job's ranks so far.
     """
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(relaunches)
     is_first = os.environ["HOROVOD_RANK"] == "0"
     keeper = StateKeeper(os.environ[SERVICE_VARIABLE], is_first, relaunches > 0)
     return call_with(keeper, fn, args, kwargs)

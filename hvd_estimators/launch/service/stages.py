@@ -176,7 +176,8 @@ class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
     A thread warns if tasks stay in the earliest stage of all tasks for 8 seconds. It warns again if
-    the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined.
+    the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined. Ranks
+    whose process runs are expected to join only if another rank has called ``hvd.init()``.
 
     Parameters
     ----------
@@ -276,7 +277,10 @@ class LaunchWatch:
 
     def _warn(self, now: float) -> None:
         with self._lock:
-            stage = min(at.stage for at, _ in self._stages.values())
+            reached = {at.stage for at, _ in self._stages.values()}
+            stage = min(reached)
+            if stage == Stage.RANK_PROCESS and reached <= {stage, Stage.ENDED}:
+                return
             waiting = [
                 (at, now - since) for at, since in self._stages.values() if at.stage == stage
             ]

@@ -20,12 +20,12 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 from typing_extensions import Self
 
+from hvd_estimators._util.process_identity import boot_id, namespace_id
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import BACKLOG, bound_socket
@@ -48,16 +48,14 @@ _NONCE_BYTES = 16
 def host_identity() -> str:
     """Return a string that two processes share exactly if they share a loopback interface.
 
-    The string combines the machine's boot ID, the network namespace and the host name.
+    The string combines the machine's boot ID, the network namespace and the host name. Systems
+    without namespaces have the addresses of their interfaces instead.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = str(os.stat("/proc/self/ns/net").st_ino)
-    except OSError:
-        # Without /proc, for example not on Linux, use the interfaces' addresses instead.
-        macs = [a.address for entries in psutil.net_if_addrs().values() for a in entries]
-        boot, network = "", " ".join(sorted(set(macs)))
-    return f"{boot} {network} {socket.gethostname()}"
+    network = namespace_id("net")
+    if not network:
+        addresses = [a.address for entries in psutil.net_if_addrs().values() for a in entries]
+        network = " ".join(sorted(set(addresses)))
+    return f"{boot_id()} {network} {socket.gethostname()}"
 
 
 def executor_identity() -> str:
@@ -66,10 +64,7 @@ def executor_identity() -> str:
     The string combines the YARN container ID, if any, the PID namespace, and the ID of the process
     that forks the executor's Python workers. Runs in a task.
     """
-    namespace = ""
-    with contextlib.suppress(OSError):  # not on Linux
-        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
-    return f"{os.environ.get('CONTAINER_ID', '')} {namespace} {os.getppid()}"
+    return f"{os.environ.get('CONTAINER_ID', '')} {namespace_id('pid')} {os.getppid()}"
 
 
 def candidate_addresses(

@@ -18,26 +18,21 @@ from hvd_estimators.launch.gpus import (
     gpu_place,
     rank_gpus,
 )
-from hvd_estimators.launch.versions import (
-    check_builds,
-    differences,
-    horovod_build,
-    installed_versions,
-    require_patches,
-)
+from hvd_estimators.launch.horovod_build import check_builds, horovod_build, require_patches
+from hvd_estimators.launch.versions import differences, installed_versions
 
 if TYPE_CHECKING:
-    from horovod.runner.common.util.hosts import SlotInfo
     from pyspark import BarrierTaskContext
 
+    from hvd_estimators.launch.rank.environment import SlotInfo
     from hvd_estimators.launch.task.addresses import HostCandidates
     from hvd_estimators.launch.task.job import Job
 
-__all__ = ["check_machines", "gpu_variables", "machine_facts"]
+__all__ = ["check_machines", "gpu_variables", "horovod_problem", "machine_facts"]
 
 
 def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[str, Any]:
-    """Return the facts that the other tasks need for `check_machines`, serializable as JSON.
+    """Return the facts that the other tasks need for their checks, serializable as JSON.
 
     Parameters
     ----------
@@ -53,9 +48,9 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
         try:
             require_patches()
         except DependencyError as error:
-            facts["problem"] = f"cannot be started: {error}"
-        if job.versions and "problem" not in facts:
-            facts["build"] = horovod_build()
+            facts["horovod_problem"] = str(error)
+        if job.versions:
+            facts["build"] = "" if "horovod_problem" in facts else horovod_build()
             other = differences(installed_versions(), job.versions)
             if other:
                 facts["problem"] = other
@@ -91,15 +86,12 @@ def check_machines(
 
     Raises
     ------
-    DependencyError
-        If machines have different builds of Horovod.
     GpuError
         If two tasks were assigned the same GPU, or one that its executor does not see.
     """
     problems = [of_task.get("problem") for of_task in facts]
     if any(problems):
         return problems[task] or ""
-    check_builds([host.name for host in hosts], [of_task.get("build", "") for of_task in facts])
     for of_task in facts:
         if "gpu_problem" in of_task:
             raise GpuError(of_task["gpu_problem"])
@@ -111,6 +103,26 @@ def check_machines(
     ]
     check_assignment(gpu_places, [of_task.get("gpus", []) for of_task in facts])
     return None
+
+
+def horovod_problem(hosts: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the reason why the ranks cannot use Horovod; empty without a problem.
+
+    Parameters
+    ----------
+    hosts : sequence of str
+        The name of each task's host.
+    facts : sequence of mapping
+        The facts of each task; see `machine_facts`.
+    """
+    for host, of_task in zip(hosts, facts, strict=True):
+        if of_task.get("horovod_problem"):
+            return f"{of_task['horovod_problem']} Found on {host}."
+    try:
+        check_builds(hosts, [of_task.get("build", "") for of_task in facts])
+    except DependencyError as error:
+        return str(error)
+    return ""
 
 
 def gpu_variables(context: BarrierTaskContext, job: Job, slot: SlotInfo) -> dict[str, str]:

@@ -12,18 +12,18 @@ import pickle
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from horovod.runner.common.util.hosts import SlotInfo
 from pyspark import BarrierTaskContext
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.environment import assign_ranks
+from hvd_estimators.launch.rank.environment import Master, SlotInfo, assign_ranks
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
 from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
@@ -34,12 +34,18 @@ from hvd_estimators.launch.rendezvous.client import (
     RendezvousClient,
 )
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
+from hvd_estimators.launch.rendezvous.reserved_port import ReservedPort
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankOutput
 from hvd_estimators.launch.service.exchange import Exchange
 from hvd_estimators.launch.service.stages import Stage, StageReporter
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
-from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.task.host_checks import (
+    check_machines,
+    gpu_variables,
+    horovod_problem,
+    machine_facts,
+)
 from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 
 if TYPE_CHECKING:
@@ -224,16 +230,15 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
     with contextlib.ExitStack() as stack:
         with _probe_listener(context, job) as probes:
             host = probes.candidates()
+            message = {"host": asdict(host), **machine_facts(context, job, host.executor)}
             server = None
             if task == 0:
                 listening = [LOOPBACK, *host.addresses()]
                 server = stack.enter_context(RendezvousServer(job.secret, listening))
+                port = stack.enter_context(ReservedPort())
+                message["endpoints"] = server.endpoints
+                message["master"] = {"port": port.number, "run_id": uuid.uuid4().hex}
             # On one host, this is the only exchange.
-            message = {
-                "host": asdict(host),
-                "endpoints": server.endpoints if server else [],
-                **machine_facts(context, job, host.executor),
-            }
             exchange = Exchange(context, job, lambda: stages.enter(Stage.EXCHANGE))
             peers = exchange(message)
             candidates = [HostCandidates(**peer["host"]) for peer in peers]
@@ -245,8 +250,10 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
                 addresses = agree(candidates, task, exchange)
             except (DependencyError, GpuError, UnreachableError) as error:
                 return _not_run(task, host.name, type(error).__name__, str(error))
+        # Task 0 has rank 0.
         slots = assign_ranks(addresses.hosts, [peer.executor for peer in candidates])
         slot = slots[task]
+        master = Master(addresses.addresses[0], **peers[0]["master"])
         stages.enter(Stage.RENDEZVOUS, slot.rank)
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
         client: RendezvousClient
@@ -261,7 +268,17 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
             client = stack.enter_context(
                 RemoteRendezvousClient(endpoint, job.secret, slot.rank, hosts[0])
             )
-        outcome = _run_process(context, job, slot, addresses.addresses[task], client, stages)
+        launcher = RankLauncher(
+            job.call if isinstance(job.call, bytes) else job.call.value,
+            job.secret,
+            functools.partial(task_environment, job),
+            master,
+            horovod_problem([candidate.name for candidate in candidates], peers),
+            job.executable,
+            warm_start(job),
+        )
+        address = addresses.addresses[task]
+        outcome = _run_process(context, job, launcher, slot, address, client, stages)
         if outcome.failed:
             client.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
         client.notify("done")
@@ -273,6 +290,7 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
 def _run_process(
     context: BarrierTaskContext,
     job: Job,
+    launcher: RankLauncher,
     slot: SlotInfo,
     address: str,
     client: RendezvousClient,
@@ -286,13 +304,6 @@ def _run_process(
         outcome = _not_run(slot.rank, slot.hostname, "lost", f"Not started because {error}.")
         return replace(outcome, lost=(error.failure.rank, error.failure.host))
     stages.enter(Stage.PROCESS_START)
-    launcher = RankLauncher(
-        job.call if isinstance(job.call, bytes) else job.call.value,
-        job.secret,
-        functools.partial(task_environment, job),
-        job.executable,
-        warm_start(job),
-    )
     with (
         TaskOutput(slot.rank, job) as output,
         launcher.start(

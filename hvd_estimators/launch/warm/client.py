@@ -5,8 +5,8 @@ ends with its owner, or after some idle minutes. Clients find it by a socket in 
 only this user can access. The socket's name contains the owner and a digest of everything that may
 affect imports: Python, environment, working directory, limits and modules.
 
-The server is in `hvd_estimators.launch.warm.server`. Linux only. If anything fails, the rank starts
-in a fresh process.
+The server is in `hvd_estimators.launch.warm.server`. Both use calls of Linux, see
+`has_warm_start_calls`. If anything fails, the rank starts in a fresh process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_estimators._util.process_identity import process_stat
+from hvd_estimators._util.system import has_warm_start_calls
 
 __all__ = [
     "ANSWER_SECONDS",
@@ -62,22 +62,34 @@ HELLO, STALE, GO = b"hello", b"stale", b"go"
 _IMPORT_SECONDS = 120.0
 _MOST_PROCESSES = 2
 
-# Variables that differ between ranks. No module reads them when it is imported.
+# Variables that differ between ranks. No module reads them when it is imported, except Lightning,
+# which forks number again.
 _OF_A_RANK = re.compile(
     "HOROVOD_(?:RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|CONTROLLER)"
     "|HOROVOD_CPU_OPERATIONS"
     "|HOROVOD_GLOO_(?:RENDEZVOUS_ADDR|RENDEZVOUS_PORT|IFACE|TIMEOUT_SECONDS)|HOROVOD_TIMELINE"
     r"|HOROVOD_STALL_\w*|HVD_ESTIMATORS_\w*|\w*VISIBLE_DEVICES"
+    "|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|(?:GROUP|ROLE)_(?:RANK|WORLD_SIZE)|ROLE_NAME"
+    r"|NODE_RANK|MASTER_(?:ADDR|PORT)|TORCHELASTIC_\w*|GLOO_SOCKET_IFNAME"
 )
 
 # The first torch optimizer imports more of torch, which takes another second in each rank. The
 # trainers always create one.
 _OPTIMIZERS = "torch._dynamo"
 
+# Either may reduce gradients. A module that is not installed is skipped.
+_COLLECTIVES = ("horovod.torch", "hvd_estimators.torch.distributed_collectives")
+
 _MODULES = {
     "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer",),
-    "hvd_estimators.lightning.trainer": ("hvd_estimators.lightning.trainer", _OPTIMIZERS),
-    "hvd_estimators.torch.trainer": ("hvd_estimators.torch.trainer", _OPTIMIZERS),
+    "hvd_estimators.lightning.trainer": (
+        *("hvd_estimators.lightning.trainer", _OPTIMIZERS),
+        *_COLLECTIVES,
+    ),
+    "hvd_estimators.torch.trainer": (
+        *("hvd_estimators.torch.trainer", _OPTIMIZERS),
+        *_COLLECTIVES,
+    ),
     "horovod.keras": ("horovod.keras",),
     "horovod.tensorflow": ("horovod.tensorflow",),
     "horovod.torch": ("horovod.torch",),
@@ -213,7 +225,7 @@ class ForkedRank:
 
 def allows_warm_start(env: Mapping[str, str]) -> bool:
     """Return whether the system and the given environment allow warm starts."""
-    return sys.platform == "linux" and env.get(WARM_START_VARIABLE, "1") != "0"
+    return has_warm_start_calls() and env.get(WARM_START_VARIABLE, "1") != "0"
 
 
 def warm_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -246,6 +246,10 @@ def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    # Lightning reads the rank when it is imported, to print only on rank 0.
+    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
+    if rank_zero is not None:
+        rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)

@@ -1,13 +1,24 @@
 """Processes are identified by what the system says about them."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from other_systems import BOOT, like_macos
+from processes import wait_until
 
-from hvd_estimators._util.process_identity import pid_exists, process_stat, this_process
+from hvd_estimators._util import process_identity
+from hvd_estimators._util.process_identity import (
+    descendants,
+    pid_exists,
+    process_stat,
+    related_processes,
+    this_process,
+)
 
 RENAMED = """
 import pathlib
@@ -45,3 +56,74 @@ def test_another_users_process_exists_too(monkeypatch):
     monkeypatch.setattr(os, "kill", kill)
     assert pid_exists(1)
     assert Path("/proc/1").exists()
+
+
+@pytest.fixture(params=[True, False], ids=["with /proc", "without /proc"])
+def has_proc(request, monkeypatch):
+    monkeypatch.setattr(process_identity, "_has_proc", lambda: request.param)
+    return request.param
+
+
+def test_states_parents_and_descendants_are_those_that_psutil_sees(has_proc):
+    script = "import subprocess; subprocess.run(['sleep', '60'])"
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until(lambda: psutil.Process(child.pid).children())
+        (grandchild,) = psutil.Process(child.pid).children()
+
+        found = descendants(os.getpid())
+
+        assert {child.pid, grandchild.pid} <= found.keys()
+        for process in (child, grandchild):
+            assert process_stat(process.pid).started == found[process.pid]
+            assert found[process.pid].isdigit()
+        assert process_stat(grandchild.pid).parent == child.pid
+        assert process_stat(grandchild.pid).name == "sleep"
+        assert descendants(grandchild.pid) == {}
+        grandchild.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_stat(grandchild.pid).state == "T")
+        child.kill()
+        wait_until(lambda: process_stat(child.pid).state == "Z")
+    finally:
+        child.kill()
+        child.wait()
+        grandchild.kill()
+    with pytest.raises((FileNotFoundError, ProcessLookupError)):
+        process_stat(child.pid)
+
+
+def test_processes_are_related_by_a_variable_whatever_their_session(has_proc):
+    """A session counts for its leader alone, which the process of a test is not."""
+    variables = {**os.environ, "HVD_TEST_RELATED": "1"}
+    started = [
+        subprocess.Popen(["sleep", "60"], env=environment, start_new_session=apart)
+        for environment, apart in ((variables, True), (variables, False), (os.environ, False))
+    ]
+    try:
+        related = related_processes("HVD_TEST_RELATED", "1")
+
+        assert related == {p.pid: process_stat(p.pid).started for p in started[:2]}
+        assert related_processes("HVD_TEST_RELATED", "2") == {}
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_macos_identifies_processes_by_its_boot(tmp_path):
+    """So temporary folders and leases of ended processes are free there, too."""
+    script = (
+        "import dataclasses, json, os\n"
+        "from hvd_estimators._util.process_identity import is_dead, is_here, this_process\n"
+        "own = this_process()\n"
+        "assert is_here(own) and not is_dead(own)\n"
+        "assert is_dead(dataclasses.replace(own, started='1'))\n"
+        "print(json.dumps(dataclasses.asdict(own)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=like_macos(tmp_path), capture_output=True, text=True
+    )
+
+    assert done.stderr == ""
+    assert f'"machine": "{BOOT}"' in done.stdout
+    assert this_process().machine not in done.stdout

@@ -15,6 +15,7 @@ from hvd_estimators.commands.build import (
 )
 from hvd_estimators.commands.source_patches import PATCHES
 from hvd_estimators.exceptions import BuildError
+from hvd_estimators.launch.horovod_build import read_record
 from hvd_estimators.launch.versions import PATCHES_REVISION
 
 
@@ -122,6 +123,7 @@ class TestBuildWheel:
         for patch in PATCHES:
             assert patch.after in built, patch
         assert f"REVISION = {PATCHES_REVISION}\n" in built
+        assert read_record(built[built.index("BUILD = {") :])["torch"] == RECIPE.torch
 
     def test_a_source_that_is_not_known_is_not_built(self, folder, fake_pip, archive):
         with tarfile.open(archive, "w:gz") as tar:

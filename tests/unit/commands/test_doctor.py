@@ -19,9 +19,10 @@ from hvd_estimators.commands.doctor import (
     two_rank_allreduce,
 )
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.launch import versions
+from hvd_estimators.launch import horovod_build
+from hvd_estimators.launch.horovod_build import installed_patches
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES, installed_patches
+from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES
 
 pytestmark = pytest.mark.versions
 
@@ -41,11 +42,13 @@ HEALTHY = Facts(
     java="17.0.15",
     versions=VERSIONS,
     horovod={
-        "torch": HorovodFacts("2.13.0+cpu", ("gloo",)),
-        "tensorflow": HorovodFacts("2.21.0", ("gloo",)),
+        "torch": HorovodFacts(("gloo",)),
+        "tensorflow": HorovodFacts(("gloo",)),
     },
+    horovod_record={"torch": "2.13.0+cpu", "tensorflow": "2.21.0", "cuda": None},
     horovod_patches=PATCHES_REVISION,
-    allreduce=2.5,
+    torch_backends=("gloo",),
+    allreduce={"Horovod": 2.5, "torch.distributed": 1.5},
 )
 
 
@@ -74,7 +77,7 @@ def problems(facts):
 def test_a_horovod_as_it_was_released_is_a_problem():
     facts = replace(HEALTHY, horovod_patches=0)
 
-    assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow"}
+    assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow", "Training, Keras"}
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
@@ -97,7 +100,8 @@ def test_launchers_ask_for_a_patched_horovod(tmp_path, monkeypatch):
     assert installed_patches() >= REQUIRED_PATCHES
 
     as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(versions, "find_spec", lambda name: as_released)
+    (tmp_path / "__init__.py").touch()
+    monkeypatch.setattr(horovod_build, "find_spec", lambda name: as_released)
     assert installed_patches() == 0
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
         LocalBackend(1).run(print)
@@ -106,11 +110,11 @@ def test_launchers_ask_for_a_patched_horovod(tmp_path, monkeypatch):
 def test_a_healthy_machine_has_no_problem_and_exits_with_0(capsys):
     assert problems(HEALTHY) == set()
     assert doctor.main(facts=HEALTHY) == 0
-    assert "two processes in 2.5 s" in capsys.readouterr().out
+    assert "two processes in 2.5 s with Horovod, 1.5 s with torch" in capsys.readouterr().out
 
 
 def test_a_problem_makes_the_exit_status_1_and_its_remedy_is_printed(capsys):
-    facts = replace(without(HEALTHY, "horovod"), horovod={}, allreduce=None)
+    facts = replace(HEALTHY, horovod_patches=0)
 
     assert doctor.main(facts=facts) == 1
     assert "-> hvd-estimators build-horovod" in capsys.readouterr().out
@@ -160,13 +164,30 @@ def test_a_version_that_is_too_old_is_a_problem(name, version, component):
     assert problems(with_version(HEALTHY, name, version)) == {component}
 
 
-@pytest.mark.parametrize("name", ["pyspark", "pyarrow", "horovod"])
+@pytest.mark.parametrize("name", ["pyspark", "pyarrow"])
 def test_what_cannot_be_done_without_is_a_problem_where_it_is_missing(name):
-    facts = without(HEALTHY, name)
-    if name == "horovod":
-        facts = replace(facts, horovod={})
+    assert {component.lower() for component in problems(without(HEALTHY, name))} == {name}
 
-    assert {component.lower() for component in problems(facts)} == {name}
+
+def test_keras_alone_cannot_train_without_horovod():
+    facts = replace(without(HEALTHY, "horovod"), horovod={}, horovod_patches=0)
+
+    assert problems(facts) == {"Training, Keras"}
+    assert row(facts, "Training, Keras").remedy == "hvd-estimators build-horovod"
+    assert row(facts, "Training, torch").found == "torch.distributed (gloo)"
+    assert row(facts, "Horovod").status is Status.ABSENT
+    assert not problems(without(facts, "tensorflow", "keras"))
+
+
+def test_what_each_estimator_trains_with_is_told():
+    facts = replace(HEALTHY, torch_backends=("gloo", "nccl"))
+
+    both = "Horovod (gloo) or torch.distributed (gloo, nccl)"
+    assert row(facts, "Training, torch").found == both
+    assert row(facts, "Training, Lightning").found == both
+    assert row(facts, "Training, Keras").found == "Horovod (gloo)"
+    unusable = replace(without(facts, "horovod"), horovod={}, torch_backends=())
+    assert {"Training, torch", "Training, Lightning"} <= problems(unusable)
 
 
 def test_missing_optional_components_are_no_problem():
@@ -179,7 +200,7 @@ def test_missing_optional_components_are_no_problem():
 
 
 def test_no_framework_at_all_is_a_problem():
-    facts = replace(without(HEALTHY, "torch", "tensorflow", "keras", "lightning"), allreduce=None)
+    facts = replace(without(HEALTHY, "torch", "tensorflow", "keras", "lightning"), allreduce={})
 
     assert problems(facts) == {"Frameworks"}
     assert "hvd_estimators[torch]" in row(facts, "Frameworks").remedy
@@ -205,47 +226,53 @@ def test_a_framework_that_cannot_be_imported_is_a_problem():
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("build", "record", "told"),
     [
-        HorovodFacts("2.12.0", ("gloo",)),
-        HorovodFacts("2.13.0+cpu", error="ImportError: undefined symbol"),
-        HorovodFacts("2.13.0+cpu", ("mpi",)),
+        (HorovodFacts(("gloo",)), {"torch": "2.12.0"}, "for torch 2.12.0, installed is 2.13.0+cpu"),
+        (HorovodFacts(("gloo",)), {"tensorflow": "2.21.0"}, "was built without torch"),
+        (HorovodFacts(("gloo",)), {"torch": "2.13.0", "cuda": "13.0"}, "CUDA 13.0, installed is"),
+        (HorovodFacts(error="ImportError: undefined symbol"), {}, "undefined symbol"),
+        (HorovodFacts(("mpi",)), {}, "without Gloo"),
     ],
-    ids=["built for another torch", "cannot be imported", "without Gloo"],
 )
-def test_a_horovod_that_does_not_fit_its_framework_is_to_be_built(build):
+def test_a_horovod_that_does_not_fit_its_framework_is_to_be_built(build, record, told):
     facts = replace(HEALTHY, horovod={**HEALTHY.horovod, "torch": build})
+    if record:
+        facts = replace(facts, horovod_record={"tensorflow": "2.21.0", **record})
 
     assert problems(facts) == {"Horovod for torch"}
+    assert told in row(facts, "Horovod for torch").found
     assert row(facts, "Horovod for torch").remedy.startswith("hvd-estimators build-horovod")
 
 
 @pytest.mark.parametrize(
-    ("built_for", "installed"), [("2.11.0+cu130", "2.11.0"), ("2.11.0", "2.11.0+cpu")]
+    ("built_for", "installed"), [("2.13.0+cu130", "2.13.0"), ("2.13.0", "2.13.0+cpu")]
 )
-def test_a_version_fits_where_only_one_side_names_its_build(built_for, installed):
+def test_a_version_fits_whatever_the_index_calls_its_build(built_for, installed):
     facts = replace(
-        HEALTHY,
-        versions={**HEALTHY.versions, "torch": installed},
-        horovod={**HEALTHY.horovod, "torch": HorovodFacts(built_for, ("gloo",))},
+        with_version(HEALTHY, "torch", installed),
+        horovod_record={**HEALTHY.horovod_record, "torch": built_for},
     )
 
     assert not problems(facts)
 
 
 def test_a_failed_allreduce_is_a_problem():
-    facts = replace(HEALTHY, allreduce=ProbeError("a rank failed: connection refused"))
+    error = ProbeError("a rank failed: connection refused")
+    for name, remedy in (("Horovod", "build-horovod --force"), ("torch.distributed", "pip")):
+        facts = replace(HEALTHY, allreduce={**HEALTHY.allreduce, name: error})
 
-    assert "connection refused" in row(facts, "Allreduce").found
-    assert problems(facts) == {"Allreduce"}
+        assert row(facts, "Allreduce").found == str(error)
+        assert remedy in row(facts, "Allreduce").remedy
+        assert problems(facts) == {"Allreduce"}
 
 
 @pytest.mark.parametrize(
     ("torch_cuda", "features", "status"),
     [
-        (False, ("gloo",), Status.WARNING),
-        (True, ("gloo",), Status.WARNING),
-        (True, ("gloo", "nccl", "cuda"), Status.OK),
+        (None, ("gloo",), Status.WARNING),
+        ("13.0", ("gloo",), Status.WARNING),
+        ("13.0", ("gloo", "nccl", "cuda"), Status.OK),
     ],
 )
 def test_gpus_that_would_not_be_used_are_a_warning(torch_cuda, features, status):
@@ -256,15 +283,15 @@ def test_gpus_that_would_not_be_used_are_a_warning(torch_cuda, features, status)
     assert problems(facts) == set()
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_two_processes_really_reduce_on_this_machine(framework):
-    assert 0 < two_rank_allreduce(framework, seconds=120) < 120
+@pytest.mark.parametrize("module", ["horovod.torch", "horovod.tensorflow", "torch.distributed"])
+def test_two_processes_really_reduce_on_this_machine(module):
+    assert 0 < two_rank_allreduce(module, seconds=120) < 120
 
 
 def test_a_rank_that_fails_in_the_trial_is_told_by_its_last_line():
     cause = r"failed: rank \d: ModuleNotFoundError: No module named 'horovod.nothing'$"
     with pytest.raises(ProbeError, match=cause):
-        two_rank_allreduce("nothing", seconds=120)
+        two_rank_allreduce("horovod.nothing", seconds=120)
 
 
 @pytest.mark.slow

@@ -74,12 +74,18 @@ def test_flags_reach_the_build(builds):
 
     given = {"gpu": "none", "cache_dir": Path("/cache"), "force": True, "install": False, "jobs": 3}
     default = {"gpu": "auto", "cache_dir": None, "force": False, "install": True, "jobs": None}
-    assert builds == [{**given, "with_compat": True}, {**default, "with_compat": None}]
+    assert builds == [
+        {**given, "with_compat": True, "wheel_dir": None},
+        {**default, "with_compat": None, "wheel_dir": None},
+    ]
 
 
-def test_without_installing_the_wheels_path_alone_is_on_standard_output(builds, capsys):
-    main(["build-horovod", "--no-install"])
+@pytest.mark.parametrize("arguments", [["--no-install"], ["--wheel-dir", "wheels"]])
+def test_without_installing_the_wheels_path_alone_is_on_standard_output(builds, capsys, arguments):
+    main(["build-horovod", *arguments])
 
+    (call,) = builds
+    assert not call["install"]
     output = capsys.readouterr()
     assert output.out == "/cache/horovod.whl\n"
     assert output.err == "a line of progress\n"

@@ -11,13 +11,15 @@ import pytest
 
 from hvd_estimators.commands import toolchain
 from hvd_estimators.commands.toolchain import (
-    cuda_of,
     default_jobs,
     detect_recipe,
     find_cuda_toolkit,
     find_nccl,
+    nccl_version,
 )
 from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.launch import horovod_build
+from hvd_estimators.launch.horovod_build import cuda_of
 
 
 class TestDetection:
@@ -90,7 +92,7 @@ class TestDetection:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
         found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-        monkeypatch.setattr(toolchain, "find_spec", lambda name: found)
+        monkeypatch.setattr(horovod_build, "find_spec", lambda name: found)
 
         assert cuda_of(framework) == expected
 
@@ -134,16 +136,22 @@ class TestDetection:
         notes.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.28.9\n")
         folder = tmp_path / "nvidia" / "nccl"
         (folder / "include").mkdir(parents=True)
-        (folder / "include" / "nccl.h").touch()
+        header = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"
+        (folder / "include" / "nccl.h").write_text(header)
         assert find_nccl("13.0") is None
 
         (folder / "lib").mkdir()
         (folder / "lib" / toolchain.NCCL_LIBRARY).touch()
         assert find_nccl("13.0") == folder
         assert find_nccl("12.6") is None
+        assert nccl_version("13.0") == "2.28.9"
 
-        monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+        other = tmp_path / "other" / "include" / "nccl.h"
+        other.parent.mkdir(parents=True)
+        other.write_text(header.replace("28", "27"))
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", str(other.parents[1]))
         assert find_nccl("13.0") is None
+        assert nccl_version("13.0") == "2.27.9"
 
     @pytest.mark.parametrize(
         ("cores", "gigabytes", "jobs"), [(8, 64, 8), (8, 3.5, 2), (8, 0.2, 1), (1, 64, 1)]

@@ -299,5 +299,11 @@ def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differ
     assert host_identity() != identity
     monkeypatch.undo()
     # A container with a network of its own, on the same machine and of the same name.
-    monkeypatch.setattr(addresses.os, "stat", lambda path: SimpleNamespace(st_ino=1))
+    monkeypatch.setattr(addresses, "namespace_id", lambda kind: f"{kind}:[1]")
     assert host_identity() != identity
+    # A system without namespaces has the addresses of its interfaces.
+    monkeypatch.setattr(addresses, "namespace_id", lambda kind: "")
+    without = host_identity()
+    assert "127.0.0.1" in without
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {})
+    assert host_identity() not in (identity, without)

@@ -15,6 +15,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
+from other_systems import like_macos
 from processes import ended, pids, wait_until
 
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
@@ -49,8 +50,17 @@ def start_and_hold_the_lock(path):
     ctypes.PyDLL(None).sleep(300)
 
 
+@pytest.fixture(params=["linux", "macos"])
+def environment(request, tmp_path):
+    """Return the variables of ranks on each system."""
+    if request.param == "linux":
+        return dict(os.environ)
+    (tmp_path / "bin").mkdir()
+    return like_macos(tmp_path / "bin")
+
+
 @pytest.fixture
-def parent(tmp_path):
+def parent(tmp_path, environment):
     """Start a process that runs a rank, and return it, the rank and the rank's children."""
     started = []
 
@@ -61,7 +71,7 @@ def parent(tmp_path):
         scratch = tmp_path / "scratch"
         scratch.mkdir()
         command = [sys.executable, str(program), str(call), how, str(tmp_path / "fork")]
-        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)})
+        process = subprocess.Popen(command, env={**environment, "TMPDIR": str(scratch)})
         started.append(process)
         return process, pids(path)
 
@@ -103,7 +113,7 @@ def processes_with(folder):
         ),
     ],
 )
-def test_nothing_is_left_whenever_the_parent_is_killed(tmp_path, delays):
+def test_nothing_is_left_whenever_the_parent_is_killed(tmp_path, environment, delays):
     """While it starts the rank, the rank its guardian, the rank its children, and later."""
     program, call = tmp_path / "parent.py", tmp_path / "call"
     program.write_text(PARENT)
@@ -111,8 +121,8 @@ def test_nothing_is_left_whenever_the_parent_is_killed(tmp_path, delays):
     for i, delay in enumerate(delays):
         scratch = tmp_path / f"scratch{i}"
         scratch.mkdir()
-        environment = {**os.environ, "TMPDIR": str(scratch)}
-        parent = subprocess.Popen([sys.executable, program, call, "alone"], env=environment)
+        of_parent = {**environment, "TMPDIR": str(scratch)}
+        parent = subprocess.Popen([sys.executable, program, call, "alone"], env=of_parent)
         time.sleep(delay)
         parent.kill()
         parent.wait()
@@ -130,10 +140,10 @@ def test_a_rank_ends_with_its_parent_though_a_fork_of_it_lives_on(tmp_path, pare
     os.kill(fork, signal.SIGKILL)
 
 
-def test_a_rank_ends_when_its_guardian_is_killed(tmp_path):
+def test_a_rank_ends_when_its_guardian_is_killed(tmp_path, environment):
     path = tmp_path / "pids"
     call = pickle_call(start_and_hold_the_lock, (str(path),), {})
-    with RankProcess(0, "here", call, os.environ) as process:
+    with RankProcess(0, "here", call, environment) as process:
         rank, child, apart = pids(path)
         psutil.Process(rank).parent().kill()
         outcome = process.outcome()
@@ -143,10 +153,33 @@ def test_a_rank_ends_when_its_guardian_is_killed(tmp_path):
     os.kill(apart, signal.SIGKILL)
 
 
-def test_a_rank_that_holds_the_lock_is_aborted(tmp_path):
+def test_a_rank_ends_when_its_guardian_and_its_parent_are_killed_at_once(tmp_path, environment):
+    path, program, call = (tmp_path / name for name in ("pid", "parent.py", "call"))
+
+    def sleep(path):
+        partial = Path(f"{path}.partial")
+        partial.write_text(f"{os.getpid()} {os.getppid()}")
+        partial.rename(path)
+        time.sleep(300)
+
+    program.write_text(PARENT)
+    call.write_bytes(pickle_call(sleep, (str(path),), {}))
+    parent = subprocess.Popen([sys.executable, program, call, "alone"], env=environment)
+    rank, guardian = pids(path)
+
+    for pid in (parent.pid, guardian):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in (parent.pid, guardian):
+        os.kill(pid, signal.SIGKILL)
+    parent.wait()
+
+    wait_until(lambda: ended(rank))
+
+
+def test_a_rank_that_holds_the_lock_is_aborted(tmp_path, environment):
     path = tmp_path / "pids"
     call = pickle_call(start_and_hold_the_lock, (str(path),), {})
-    with RankProcess(0, "here", call, os.environ) as process:
+    with RankProcess(0, "here", call, environment) as process:
         ranks = pids(path)
 
         assert process.abort().error_type == "aborted"
@@ -154,7 +187,7 @@ def test_a_rank_that_holds_the_lock_is_aborted(tmp_path):
 
 
 @pytest.mark.parametrize("ignoring", [False, True])
-def test_children_that_a_rank_leaves_behind_end_with_it_and_delay_nothing(ignoring):
+def test_children_that_a_rank_leaves_behind_end_with_it_and_delay_nothing(environment, ignoring):
     """They hold its output open, one of them in a session of its own, one without a parent."""
 
     def start():
@@ -172,7 +205,7 @@ def test_children_that_a_rank_leaves_behind_end_with_it_and_delay_nothing(ignori
         return [int(child.stdout.readline()) for child in children], int(orphan.stdout)
 
     started = time.monotonic()
-    with RankProcess(3, "here", pickle_call(start, (), {}), os.environ) as process:
+    with RankProcess(3, "here", pickle_call(start, (), {}), environment) as process:
         result = pickle.loads(process.outcome().result)
 
         children, orphan = result
@@ -185,7 +218,7 @@ def ignored_signals(pid):
     return int(status.partition("SigIgn:")[2].split()[0], 16)
 
 
-def test_helpers_tidy_up_after_a_rank_that_was_killed():
+def test_helpers_tidy_up_after_a_rank_that_was_killed(environment):
     def leave_shared_memory():
         memory = shared_memory.SharedMemory(create=True, size=100)
         print(memory.name)
@@ -196,7 +229,7 @@ def test_helpers_tidy_up_after_a_rank_that_was_killed():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with RankProcess(3, "here", pickle_call(leave_shared_memory, (), {}), os.environ) as process:
+    with RankProcess(3, "here", pickle_call(leave_shared_memory, (), {}), environment) as process:
         outcome = process.outcome()
 
     name = outcome.output_tail.splitlines()[0]
@@ -205,20 +238,20 @@ def test_helpers_tidy_up_after_a_rank_that_was_killed():
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM, signal.SIGINT])
-def test_the_signal_that_ended_a_rank_is_named(number):
+def test_the_signal_that_ended_a_rank_is_named(environment, number):
     def end():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    with RankProcess(3, "here", pickle_call(end, (), {}), os.environ) as process:
+    with RankProcess(3, "here", pickle_call(end, (), {}), environment) as process:
         assert f"killed by {number.name}" in process.outcome().error
 
 
-def test_a_rank_may_start_and_await_processes_of_its_own():
+def test_a_rank_may_start_and_await_processes_of_its_own(environment):
     def work():
         codes = [subprocess.run(["sh", "-c", f"exit {i}"], check=False).returncode for i in (0, 7)]
         with multiprocessing.get_context("fork").Pool(2) as pool:
             return codes, pool.map(abs, [-1, -2])
 
-    with RankProcess(3, "here", pickle_call(work, (), {}), os.environ) as process:
+    with RankProcess(3, "here", pickle_call(work, (), {}), environment) as process:
         assert pickle.loads(process.outcome().result) == ([0, 7], [1, 2])

@@ -12,7 +12,12 @@ from hvd_estimators.exceptions import DependencyError, GpuError
 from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome, results_in_order
 from hvd_estimators.launch.task import host_checks
-from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.task.host_checks import (
+    check_machines,
+    gpu_variables,
+    horovod_problem,
+    machine_facts,
+)
 from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import ABORTED
 from hvd_estimators.launch.versions import differences, installed_versions
@@ -82,9 +87,26 @@ def test_builds_of_frameworks_and_packages_of_one_side_do_not_count() -> None:
     assert differences({"torch": "2", "keras": "3"}, {"torch": "2", "tensorflow": "2"}) == ""
 
 
-def test_two_builds_of_horovod_are_an_error_that_names_the_hosts() -> None:
-    with pytest.raises(DependencyError, match=r"1a on a, c; 2b on b\. Install one wheel"):
-        check("abc", {"build": "1a"}, {"build": "2b"}, {"build": "1a"})
+def test_two_builds_of_horovod_are_a_problem_that_names_the_hosts_for_who_uses_it() -> None:
+    facts = [{"build": "1a"}, {"build": "2b"}, {"build": "1a"}]
+
+    assert check("abc", *facts) == [None, None, None]
+    assert "1a on a, c; 2b on b. Install one wheel" in horovod_problem("abc", facts)
+    assert horovod_problem("ac", facts[::2]) == ""
+
+
+def test_a_machine_without_a_usable_horovod_is_named_for_who_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_it = machine_facts(task(), JOB, "")
+    with monkeypatch.context() as without:
+        without.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
+        facts = [with_it, machine_facts(task(), JOB, "")]
+
+    assert check("ab", *facts) == [None, None]
+    problem = horovod_problem("ab", facts)
+    assert "hvd-estimators build-horovod" in problem
+    assert problem.endswith("Found on b.")
 
 
 def test_a_python_of_the_users_own_is_not_that_of_the_task() -> None:

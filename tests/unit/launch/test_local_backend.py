@@ -1,6 +1,7 @@
 """Ranks as subprocesses of this process."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
+from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankProgress
 
 # A rank must not import this module, and pytest with it.
@@ -92,11 +95,53 @@ def test_ranks_reduce_with_each_other_and_again_and_let_no_stranger_in():
         assert not [word for word in command if len(word) == 64]
 
 
-def test_a_horovod_that_shows_no_token_is_refused_before_ranks_start(monkeypatch):
-    monkeypatch.setattr("hvd_estimators.launch.versions.installed_patches", lambda: 0)
+def test_a_horovod_that_shows_no_token_is_an_error_for_programs_that_use_it(monkeypatch):
+    def init():
+        import horovod.torch as hvd
 
-    with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
-        LocalBackend(1).run(rank)
+        hvd.init()
+
+    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
+    backend = LocalBackend(2)
+
+    assert backend.run(rank) == [0, 1]
+    for call in (backend.check_horovod, functools.partial(backend.run, init)):
+        with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
+            call()
+
+
+def test_ranks_have_the_variables_of_torchrun_and_not_those_of_the_drivers_launcher(monkeypatch):
+    of_driver = {name: "7" for name in (*IDENTITY_VARIABLES, "MASTER_ADDR", "MASTER_PORT")}
+    for name, value in of_driver.items():
+        monkeypatch.setenv(name, value)
+
+    ranks = LocalBackend(2).run(lambda: dict(os.environ))
+
+    assert [(env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"]) for env in ranks] == [
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+    ]
+    for env in ranks:
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert not [name for name in of_driver if env.get(name) == "7"]
+        assert "NODE_RANK" not in env
+    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        assert ranks[0][name] == ranks[1][name]
+
+
+def test_a_meeting_point_of_the_users_own_is_taken_and_one_rank_for_all_is_an_error():
+    env = {"MASTER_PORT": "29500", "RANK": None}
+    (found,) = LocalBackend(1, env=env).run(lambda: dict(os.environ))
+    assert (found["MASTER_PORT"], "RANK" in found) == ("29500", False)
+
+    for call in (
+        lambda: LocalBackend(2, env={"LOCAL_RANK": "0"}),
+        lambda: LocalBackend(2).run(rank, env={"LOCAL_RANK": "0"}),
+        lambda: SparkBackend(2, env={"LOCAL_RANK": "0"}),
+    ):
+        with pytest.raises(ParamError, match=r"^env: LOCAL_RANK differs between ranks.*'0'"):
+            call()
 
 
 def test_variables_are_inherited_overridden_and_deleted(monkeypatch):

@@ -62,6 +62,8 @@ def test_secrets_stay_on_the_driver(name):
         "SLURM_JOB_ID",
         "MASTER_ADDR",
         "WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_USE_AGENT_STORE",
         "TF_CONFIG",
         "MPLBACKEND",
     ],

@@ -2,14 +2,18 @@
 
 import os
 
+from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.launch.rank.environment import (
+    IDENTITY_VARIABLES,
+    Master,
     assign_ranks,
     child_environment,
     python_path,
     rank_environment,
+    torchrun_environment,
 )
 
 
@@ -92,6 +96,59 @@ def test_a_ranks_environment_says_who_it_is():
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_slots_are_those_of_horovods_launcher(hosts):
+    names = list(dict.fromkeys(hosts))
+    of_horovod = get_host_assignments([HostInfo(name, hosts.count(name)) for name in names], 1)
+
+    slots = sorted(assign_ranks(hosts), key=lambda slot: slot.rank)
+
+    for slot, theirs in zip(slots, of_horovod, strict=True):
+        assert vars(slot).items() >= vars(theirs).items()
+        assert (slot.host_number, slot.num_hosts) == (names.index(slot.hostname), len(names))
+
+
+MASTER = Master("10.0.0.1", 1234, "run")
+
+
+def test_a_ranks_environment_is_that_of_torchrun():
+    slots = assign_ranks(["a", "b", "b"])
+
+    env = torchrun_environment(slots[2], MASTER, has_own_gpus=False)
+
+    assert {name: value for name, value in env.items() if value is not None} == {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "2",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    # Those of a torchrun that has started the driver do not reach the ranks.
+    assert {name for name in IDENTITY_VARIABLES if env[name] is None} == {
+        "NODE_RANK",
+        "TORCHELASTIC_ERROR_FILE",
+        "TORCHELASTIC_MAX_RESTARTS",
+    }
+
+
+def test_a_rank_that_sees_only_its_own_gpu_is_a_node_with_gpu_0():
+    slot = assign_ranks(["a", "b", "b"])[2]
+
+    env = torchrun_environment(slot, MASTER, has_own_gpus=True)
+
+    local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [env[name] for name in local] == ["0", "1", "2", "3"]
 
 
 def test_later_environments_win_and_none_deletes():

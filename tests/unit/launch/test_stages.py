@@ -75,18 +75,18 @@ def test_ranks_that_have_joined_or_ended_are_not_warned_of(
     assert not caplog.records
 
 
-def test_a_rank_that_ended_without_horovod_is_not_waited_for(
+def test_ranks_without_horovod_are_not_waited_for(
     fast: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def work() -> None:
-        if os.environ["HOROVOD_RANK"] == "1":
-            time.sleep(3)
-
-    LocalBackend(2, warm_start=False).run(work)
-    # Starting Python may take longer than the limit of this test.
-    last = caplog.records[-1].getMessage()
-    assert last.startswith("The launch waits for rank 1 on "), caplog.text
-    assert "rank 0" not in last
+    with LaunchWatch(2) as watch:
+        for rank in range(2):
+            watch.record(RankStage(rank, rank, "host", Stage.RANK_PROCESS))
+        time.sleep(0.6)
+        watch.record(RankStage(0, 0, "host", Stage.ENDED))
+        time.sleep(0.6)
+        assert not caplog.records
+        watch.record(RankStage(1, 1, "host", Stage.HOROVOD_INIT))
+        wait_until(lambda: "waits for rank 1 on host, in stage 'Horovod init'" in caplog.text)
 
 
 def test_a_stage_that_arrives_late_does_not_set_a_rank_back(

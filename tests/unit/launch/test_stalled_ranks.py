@@ -10,8 +10,8 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.launch.horovod_build import installed_patches
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.versions import installed_patches
 
 SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
 

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 from hvd_estimators.launch.rank import supervisor
-from hvd_estimators.launch.rank.environment import assign_ranks
+from hvd_estimators.launch.rank.environment import Master, assign_ranks, child_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
@@ -69,6 +69,9 @@ class Process:
         if self._error:
             return RankOutcome(self.rank, "here", None, "ValueError", f"a\nb: {self._error}\n")
         return RankOutcome(self.rank, "here", b"result")
+
+    def problem(self) -> str:
+        return ""
 
     def stalled(self) -> str | None:
         return "stands still" if self._clock.passed > self.stalls_at else None
@@ -159,15 +162,16 @@ def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
         time.sleep(2)  # the process is looked at twice a second
         return dict(os.environ)
 
-    def environment(*of_rank: dict[str, str]) -> dict[str, str]:
+    def environment(*of_rank: dict[str, str | None]) -> dict[str, str]:
         given.extend(of_rank)
-        return {**os.environ, **{k: v for own in of_rank for k, v in own.items()}, "A": "b"}
+        return child_environment(os.environ, *of_rank, {"A": "b"})
 
-    given: list[dict[str, str]] = []
+    given: list[dict[str, str | None]] = []
     lines: dict[str, list[str]] = {"out": [], "error": []}
     stages: list[str] = []
     slot = assign_ranks(["here", "here"])[1]
-    launcher = RankLauncher(pickle_call(work, (), {}), b"secret" * 8, environment)
+    master = Master("10.0.0.1", 1234, "run")
+    launcher = RankLauncher(pickle_call(work, (), {}), b"secret" * 8, environment, master)
     with launcher.start(
         slot,
         "127.0.0.1",
@@ -183,7 +187,10 @@ def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
     assert (outcome.rank, outcome.host, outcome.error) == (1, "here", "")
     env = pickle.loads(outcome.result or b"")
     assert (env["A"], env["HOROVOD_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("b", "1", "7")
-    assert all(env.items() >= own.items() for own in given)
+    assert all(env.get(name) == value for own in given for name, value in own.items())
+    # It sees only its own GPU.
+    assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"]) == ("1", "0", "1")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "1234")
     assert {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HVD_ESTIMATORS_GLOO_ADDRESS"} <= env.keys()
     assert lines == {"out": ["out\n"], "error": ["error\n"]}
     # A short process may end before the first look at it.

@@ -20,7 +20,13 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
+from hvd_estimators.launch.rank.environment import (
+    IDENTITY_VARIABLES,
+    Master,
+    assign_ranks,
+    rank_environment,
+    torchrun_environment,
+)
 from hvd_estimators.launch.rank.hang_detection import stall_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
@@ -233,7 +239,9 @@ def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> No
     (slot,) = assign_ranks(["here"])
     with GlooProxy(LocalRendezvousClient(JobStore(60.0), 0)) as proxy:
         own = {
+            **dict.fromkeys(IDENTITY_VARIABLES, "inherited"),
             **rank_environment(slot),
+            **torchrun_environment(slot, Master("10.0.0.1", 1234, "run"), has_own_gpus=False),
             **listening_environment("127.0.0.1"),
             **proxy.environment(),
             **ranks_key(new_secret()),
@@ -241,7 +249,19 @@ def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> No
             "CUDA_VISIBLE_DEVICES": "1",
             SERVICE_VARIABLE: "where",
         }
-    assert warm_environment({**own, "OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
+    present = {name: value or "inherited" for name, value in own.items()}
+    assert warm_environment({**present, "OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_lightning_prints_on_rank_0_only_as_in_a_fresh_process() -> None:
+    def rank_that_prints() -> int:
+        from lightning_utilities.core.rank_zero import rank_zero_only
+
+        return int(rank_zero_only.rank)
+
+    start = WarmStart(["lightning.fabric.utilities.rank_zero"], [os.getpid()])
+    for rank in ("1", "0"):
+        assert value(rank_that_prints, start=start, RANK=rank) == int(rank)
 
 
 def test_what_is_read_when_modules_are_imported_means_another_process(

@@ -75,15 +75,18 @@ def test_a_name_that_does_not_exist_is_the_usual_error():
 
 
 @pytest.mark.parametrize(
-    ("package", "remedy"),
-    [("horovod", "hvd-estimators build-horovod"), ("torch", '"hvd_estimators[torch]"')],
+    ("package", "name", "remedy"),
+    [
+        ("horovod", "keras import KerasEstimator", "hvd-estimators build-horovod"),
+        ("torch", "torch import TorchEstimator", '"hvd_estimators[torch]"'),
+    ],
 )
-def test_a_missing_framework_is_told_with_the_command_that_installs_it(package, remedy):
+def test_a_missing_framework_is_told_with_the_command_that_installs_it(package, name, remedy):
     script = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from hvd_estimators.exceptions import DependencyError\n"
         "try:\n"
-        "    from hvd_estimators.torch import TorchEstimator\n"
+        f"    from hvd_estimators.{name}\n"
         "except DependencyError as error:\n"
         "    print(error)\n"
     )

@@ -5,33 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch import gradients
+from hvd_estimators.torch.collectives import using
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import StatedDenominators
 
 
 class Collective:
-    """Stands for two ranks; counts what is sent."""
+    """Stands for two ranks; records the names of what is sent."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent = 0
-        monkeypatch.setattr(hvd, "size", lambda: 2)
-        monkeypatch.setattr(hvd, "grouped_allreduce_async_", self.send)
-        monkeypatch.setattr(hvd, "synchronize", lambda tensors: [t.mul_(10) for t in tensors])
-        monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor * 10)
+    def __init__(self) -> None:
+        self.size = 2
+        self.names: list[str] = []
 
-    def send(self, tensors: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:
-        self.sent += 1
-        return tensors
+    @property
+    def sent(self) -> int:
+        return len(self.names)
+
+    def reduce(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        return tensor * 10
+
+    def reduce_group_async(self, tensors: list[torch.Tensor], op: str, name: str) -> Any:
+        assert op == "mean"
+        self.names.append(name)
+        return lambda: [tensor.mul_(10) for tensor in tensors]
 
 
 @pytest.fixture
-def collective(monkeypatch: pytest.MonkeyPatch) -> Collective:
-    return Collective(monkeypatch)
+def collective() -> Iterator[Collective]:
+    stands: Any = Collective()
+    with using(stands):
+        yield stands
 
 
 @pytest.fixture
@@ -111,6 +119,33 @@ def test_a_rank_without_a_pass_or_a_gradient_takes_part(
     net.weight.grad = torch.ones(1, 1)
     optimizer.step()
     assert net.weight.grad == 10.0
+
+
+def test_buckets_are_sent_in_one_order_whatever_is_ready_first(
+    collective: Collective, averager: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(gradients, "_BUCKET_BYTES", 1)
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
+    net = torch.nn.ModuleList(layers)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    follows = averager(net, [optimizer])
+    order = [f"gradients.{number}.weight" for number in (2, 1, 0)]
+    x = torch.ones(1, 1)
+    one, two, three = layers
+    sent_within: list[int] = []
+    x.requires_grad_(True)
+    x.register_hook(lambda _: sent_within.append(collective.sent))
+    for run in (
+        lambda: three(two(one(x))),
+        lambda: one(two(three(x))),
+        lambda: one(three(x)),  # No rank, or another rank, uses the second layer.
+    ):
+        collective.names.clear()
+        with follows.averaging():
+            run().sum().backward()
+        assert collective.names == order
+    # In the usual order they are sent while the pass runs; otherwise they wait for the first.
+    assert sent_within == [2, 0, 0]
 
 
 def test_what_becomes_trainable_later_is_averaged(collective: Collective, averager: Any) -> None:
@@ -199,11 +234,10 @@ def test_a_closure_leaves_means_and_returns_the_loss_of_all_ranks(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_stated_denominators_divide_the_means_once_before_anything_sees_them(
-    collective: Collective, averager: Any, monkeypatch: Any, size: int
+    collective: Collective, averager: Any, size: int
 ) -> None:
     times = 10 if size == 2 else 1
-    monkeypatch.setattr(hvd, "size", lambda: size)
-    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    collective.size = size
     net, optimizer = net_and_optimizer()
     denominators = StatedDenominators()
     follows = averager(net, [optimizer], denominators=denominators)
@@ -223,8 +257,10 @@ def test_stated_denominators_divide_the_means_once_before_anything_sees_them(
     assert net.weight.grad == 2.0 * times**2
 
 
-def test_gradients_that_wait_for_a_step_are_known_by_name(monkeypatch: Any, averager: Any) -> None:
-    monkeypatch.setattr(hvd, "size", lambda: 1)
+def test_gradients_that_wait_for_a_step_are_known_by_name(
+    collective: Collective, averager: Any
+) -> None:
+    collective.size = 1
     net, optimizer = net_and_optimizer()
     follows = averager(net, [optimizer])
     backward(net)

@@ -3,12 +3,12 @@
 import itertools
 import math
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 
 from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.loss import Evaluation, Loss
 from hvd_estimators.torch.metrics import Metrics, MetricSums
 from hvd_estimators.training.weighted_batches import WeightedBatches
@@ -16,9 +16,8 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
-    hvd.init()
-    yield
-    hvd.shutdown()
+    with session("horovod"):
+        yield
 
 
 def mae(output, label):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.shard_state import ShardStates, find_buffers
@@ -51,7 +51,6 @@ def test_each_shard_draws_and_counts_as_on_a_rank_of_its_own() -> None:
 
 
 def test_statistics_are_averaged_over_the_shards_of_a_rank() -> None:
-    hvd.init()
     layer = torch.nn.BatchNorm1d(1)
     states = ShardStates(3, 0, 1, (BufferState(layer),))
     states.for_each(lambda _: None)
@@ -59,7 +58,8 @@ def test_statistics_are_averaged_over_the_shards_of_a_rank() -> None:
     for turn, batch in enumerate(rows):
         states.enter(turn)
         layer(batch)
-    BufferReducer(layer, states, {}).reduce()
+    with session("torch"):
+        BufferReducer(layer, states, {}).reduce()
     # By default a tenth of what is new.
     means = [0.1 * float(batch.mean()) for batch in rows]
     variances = [0.9 + 0.1 * float(batch.var()) for batch in rows]
@@ -96,7 +96,6 @@ class Counted(torch.nn.Module):
 
 
 def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
-    hvd.init()
     rules = {"most": "max", "least": "min", "total": "sum", "mean": "mean", "first": "rank0"}
     rules |= {"rows": "sum", "seen": "max", "phase": "sum", "running_mean": "max"}
     module = Counted()
@@ -111,7 +110,8 @@ def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
         bases = reducer.bases
         reducer = BufferReducer(module, states, rules)
         reducer.start(bases)
-        reducer.reduce()
+        with session("torch"):
+            reducer.reduce()
         found: list[Any] = []
         states.for_each(
             lambda _, found=found: found.append(

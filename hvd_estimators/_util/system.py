@@ -1,0 +1,111 @@
+"""Calls that Linux has and other systems may lack, each with its fallback.
+
+No other module makes these calls, except for `hvd_estimators._util.process_identity`, which
+describes processes, and `hvd_estimators.launch.warm`, which `has_warm_start_calls` switches off.
+Imports little, because every rank and its guardian import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from typing import IO
+
+__all__ = [
+    "PLATFORM",
+    "adopt_orphans",
+    "available_cores",
+    "die_with_parent",
+    "forks_are_safe",
+    "has_warm_start_calls",
+    "memory_file",
+]
+
+PLATFORM = sys.platform
+"""Name of the operating system, as in ``sys.platform``."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PARENT_POLL_SECONDS = 0.5
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_file() -> IO[bytes]:
+    """Open an in-memory file; an unnamed temporary file if the system has none."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("hvd-estimators-call"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def forks_are_safe() -> bool:
+    """Return whether a fork of a single-threaded process may use all libraries.
+
+    On macOS, a fork that starts no new program cannot use Metal and some of Apple's frameworks.
+    """
+    return PLATFORM != "darwin"
+
+
+def has_warm_start_calls() -> bool:
+    """Return whether the system has the calls of `hvd_estimators.launch.warm`."""
+    return (
+        forks_are_safe()
+        and hasattr(os, "memfd_create")
+        and hasattr(os, "pidfd_open")
+        and hasattr(socket, "SO_PEERCRED")
+        and os.path.exists("/proc/self/fd")
+    )
+
+
+def adopt_orphans() -> bool:
+    """Make this process the parent of its descendants whose parents end.
+
+    Returns
+    -------
+    bool
+        False if the system cannot do this.
+    """
+    return _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the system kill this process when its parent ends.
+
+    If the system cannot do this, a thread of this process looks for the parent every 0.5 s, and
+    kills the process group. While other code holds the interpreter's lock, the thread waits.
+
+    Parameters
+    ----------
+    parent : int
+        ID of the process that started this one. If it has already ended, so does this process.
+    """
+    if not _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        threading.Thread(target=_die_after, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _die_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _control_process(option: int, value: int) -> bool:
+    """Call Linux's ``prctl``, which Python does not wrap; return whether it succeeded."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        return bool(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0) == 0)
+    return False

@@ -1,0 +1,284 @@
+"""The installed build of Horovod: what it was built for, and whether it fits this environment.
+
+A wheel of ``hvd-estimators build-horovod`` records what it was built for in `BUILD_FILE`. That file
+also checks each import of ``horovod.torch`` and ``horovod.tensorflow``, with the source of
+`difference`. This module reads files and package metadata only. It imports neither Horovod nor a
+framework. Runs on driver and ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvd_estimators._util.install_hints import BUILD_HOROVOD
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch.versions import MARKER, REQUIRED_PATCHES
+
+__all__ = [
+    "BUILD_FILE",
+    "BUILD_VARIABLE",
+    "DISTRIBUTIONS",
+    "TITLES",
+    "check_builds",
+    "cuda_of",
+    "describe_build",
+    "difference",
+    "horovod_build",
+    "horovod_problem",
+    "installed_patches",
+    "installed_record",
+    "installed_version",
+    "is_horovod_installed",
+    "patches_of",
+    "read_record",
+    "require_patches",
+]
+
+BUILD_FILE = "horovod/hvd_estimators_build.py"
+"""File of a wheel with the record of what it was built for."""
+
+BUILD_VARIABLE = "BUILD"
+"""Variable of `BUILD_FILE` with the record, a dict of plain values."""
+
+# TensorFlow is distributed under several names; all of them install the module `tensorflow`.
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
+}
+"""Module of each framework to the distributions that may provide it."""
+
+TITLES = {"torch": "torch", "tensorflow": "TensorFlow"}
+"""Module of each framework to its name in messages."""
+
+# Names of the frameworks in the file of the built versions that Horovod's own build writes.
+_HOROVODS_RECORD = "metadata.json"
+_HOROVODS_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}
+
+# The file of each framework with the CUDA version of its build, and a pattern for the version.
+_CUDA_NOTES = {
+    "torch": ("version.py", r"^cuda\b.*?=\s*'([\d.]+)'"),
+    "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
+}
+
+
+# The wheel contains the source of this function, so that it may use nothing outside of itself.
+def difference(
+    build: Mapping[str, Any], framework: str, installed: str, cuda: str | None
+) -> str | None:
+    """Return how an installed framework differs from the one that Horovod was built for.
+
+    Parameters
+    ----------
+    build : mapping
+        The record of the build.
+    framework : {'torch', 'tensorflow'}
+        The framework's module.
+    installed : str
+        The framework's installed version.
+    cuda : str or None
+        The CUDA version that the framework was built with.
+
+    Returns
+    -------
+    str or None
+        A sentence without its end, or None if they fit each other.
+    """
+    title = {"tensorflow": "TensorFlow"}.get(framework, framework)
+    built = build.get(framework)
+    if built is None:
+        return f"this Horovod was built without {title}"
+    if built.partition("+")[0] != installed.partition("+")[0]:
+        return f"this Horovod was built for {title} {built}, installed is {installed}"
+    # The torch part of a CUDA build needs torch's CUDA libraries; TensorFlow's does not.
+    built_cuda = build.get("cuda") if framework == "torch" else None
+    if built_cuda and (cuda or "").partition(".")[0] != built_cuda.partition(".")[0]:
+        found = f"built for CUDA {cuda}" if cuda else "built for CPUs"
+        return (
+            f"this Horovod was built for {title} {built} with CUDA {built_cuda}, installed is "
+            f"{title} {installed}, {found}"
+        )
+    return None
+
+
+def is_horovod_installed() -> bool:
+    """Return whether this Python can import a Horovod, of any build."""
+    return bool(_horovod_folders())
+
+
+def installed_record() -> dict[str, Any]:
+    """Return the record of the installed Horovod; empty without Horovod.
+
+    Wheels that were built without a record have the versions that Horovod's own build writes.
+    """
+    for folder in _horovod_folders():
+        record = folder / Path(BUILD_FILE).name
+        if record.is_file():
+            return read_record(record.read_text())
+        written = folder / _HOROVODS_RECORD
+        if written.is_file():
+            versions = json.loads(written.read_text())
+            return {
+                name: version
+                for name, theirs in _HOROVODS_NAMES.items()
+                if (version := versions.get(theirs)) and _libraries(folder, name)
+            }
+    return {}
+
+
+def read_record(text: str) -> dict[str, Any]:
+    """Return the record in the text of a `BUILD_FILE` file, without running it."""
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign):
+            (target,) = statement.targets
+            if isinstance(target, ast.Name) and target.id == BUILD_VARIABLE:
+                record: dict[str, Any] = ast.literal_eval(statement.value)
+                return record
+    return {}
+
+
+def describe_build(record: Mapping[str, Any]) -> str:
+    """Return a record's frameworks, their versions and the device, for messages."""
+    named = [f"{title} {record[name]}" for name, title in TITLES.items() if record.get(name)]
+    device = f"CUDA {record['cuda']}" if record.get("cuda") else "CPU"
+    return ", ".join([" and ".join(named) or "no framework", device])
+
+
+def installed_patches() -> int:
+    """Return the patch revision of the installed Horovod; 0 without patches or without Horovod."""
+    for folder in _horovod_folders():
+        marker = folder / Path(MARKER).name
+        if marker.is_file():
+            return patches_of(marker.read_text())
+    return 0
+
+
+def patches_of(marker: str) -> int:
+    """Return the patch revision in the text of a `MARKER` file."""
+    revision = re.search(r"^REVISION = (\d+)$", marker, re.MULTILINE)
+    return int(revision.group(1)) if revision else 0
+
+
+def require_patches() -> None:
+    """Check that an installed Horovod was compiled with the patches.
+
+    Programs that do not use Horovod run without it, so a missing Horovod is no error.
+
+    Raises
+    ------
+    DependencyError
+        If it was not.
+    """
+    if is_horovod_installed() and installed_patches() < REQUIRED_PATCHES:
+        raise DependencyError(
+            "The installed Horovod was built without the changes that ranks need to choose the "
+            "address on which they listen, and to authenticate with the rendezvous server. "
+            f"Build it again on every machine: {BUILD_HOROVOD}"
+        )
+
+
+def horovod_problem(framework: str) -> str | None:
+    """Return why the installed Horovod cannot serve a framework; None if it can.
+
+    Parameters
+    ----------
+    framework : {'torch', 'tensorflow'}
+        The framework's module.
+
+    Returns
+    -------
+    str or None
+        A sentence without its end.
+    """
+    if not is_horovod_installed():
+        return "Horovod is not installed"
+    if installed_patches() < REQUIRED_PATCHES:
+        return "this Horovod was built without the patches that ranks need"
+    installed = installed_version(*DISTRIBUTIONS[framework])
+    if installed is None:
+        return f"{TITLES[framework]} is not installed"
+    return difference(installed_record(), framework, installed, cuda_of(framework))
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Return the version of the first of `distributions` that is installed."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cuda_of(framework: str) -> str | None:
+    """Return the CUDA version that an installed framework was built with; None without CUDA."""
+    spec = find_spec(framework)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    file_name, pattern = _CUDA_NOTES[framework]
+    note = Path(spec.submodule_search_locations[0], file_name)
+    match = re.search(pattern, note.read_text(), re.MULTILINE) if note.is_file() else None
+    return match.group(1) if match else None
+
+
+@functools.cache
+def horovod_build() -> str:
+    """Return the identity of the installed build of Horovod: its record, and a hash of its files.
+
+    The result is empty without Horovod.
+    """
+    folders = _horovod_folders()
+    if not folders:
+        return ""
+    digest = hashlib.sha256((installed_version("horovod") or "").encode())
+    for folder in folders:
+        for path in sorted([*_libraries(folder, "torch"), *_libraries(folder, "tensorflow")]):
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+    return f"{describe_build(installed_record())} ({digest.hexdigest()[:12]})"
+
+
+def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:
+    """Check that all ranks have the same build of Horovod.
+
+    If only some builds have NCCL, ranks would wait for each other indefinitely.
+
+    Parameters
+    ----------
+    hosts, builds : sequence of str
+        The host of each task, and the result of `horovod_build` there; empty if it was not called.
+
+    Raises
+    ------
+    DependencyError
+        If the builds differ.
+    """
+    of_builds: dict[str, list[str]] = defaultdict(list)
+    for host, build in zip(hosts, builds, strict=True):
+        if build and host not in of_builds[build]:
+            of_builds[build].append(host)
+    if len(of_builds) > 1:
+        groups = "; ".join(f"{build} on {', '.join(of)}" for build, of in of_builds.items())
+        raise DependencyError(
+            f"The ranks have different builds of Horovod: {groups}. Install one wheel on all "
+            f"machines: {BUILD_HOROVOD}"
+        )
+
+
+def _horovod_folders() -> list[Path]:
+    spec = find_spec("horovod")
+    folders = map(Path, (spec.submodule_search_locations or ()) if spec else ())
+    # Any folder of this name is a namespace package, such as a clone in the working directory.
+    return [folder for folder in folders if (folder / "__init__.py").is_file()]
+
+
+def _libraries(folder: Path, framework: str) -> list[Path]:
+    return list(folder.glob(f"{framework}/mpi_lib*.so"))

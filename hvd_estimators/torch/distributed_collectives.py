@@ -1,0 +1,444 @@
+"""Collectives of torch ranks over ``torch.distributed``: Gloo, and NCCL on GPUs.
+
+Ranks meet through the job's authenticated rendezvous. They have process groups of their own and no
+default group, so that libraries which look for a default group train as with Horovod.
+
+An operation has no name in ``torch.distributed``. Therefore all ranks must start the same
+operations in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceOp,
+)
+
+from hvd_estimators.exceptions import CollectiveError, ParamError
+from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rank.hang_detection import hold_up_limits, not_taking_part
+from hvd_estimators.launch.rendezvous.rank_client import RankClient
+from hvd_estimators.launch.versions import ADDRESS_VARIABLE
+from hvd_estimators.torch.collectives import CARRIED_AS, Collectives
+from hvd_estimators.torch.rendezvous_store import RendezvousStore
+from hvd_estimators.training.horovod_session import check_ranks, set_start_method
+
+__all__ = ["DistributedCollectives", "connect", "connected"]
+
+logger = logging.getLogger(__name__)
+
+_OPS = {"mean": ReduceOp.SUM, "sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
+
+# Operations wait without a limit of Gloo's or NCCL's own, because a rank may read, validate or save
+# for long. `hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead.
+_MOST_SECONDS = 365 * 86400.0
+_UNLIMITED = timedelta(seconds=_MOST_SECONDS)
+# A rank that waits for this time publishes the number of the operation that it waits for.
+_PUBLISH_SECONDS = 5.0
+# Gathered tensors are padded to equal sizes, unless that would send much more.
+_MOST_PADDING_BYTES = 2**20
+
+# Each session of this process has its own keys. All ranks count alike.
+_sessions = itertools.count()
+# Connections that are not closed. After an error they stay open until the process ends, because the
+# destructor of a process group waits for its operations, which may never end.
+_connections: list[DistributedCollectives] = []
+
+
+class DistributedCollectives(Collectives):
+    """Collectives over process groups of ``torch.distributed``.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        Connects the ranks, and names those that do not take part in an operation. Each object has
+        its own prefix of keys.
+    rank, size, local_rank, local_size, node_rank : int
+        See `Collectives`.
+    address : str or None
+        This machine's numeric address, on which Gloo listens. None lets Gloo choose.
+    """
+
+    library = "torch.distributed"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        node_rank: int,
+        address: str | None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size = local_rank, local_size
+        self.node_rank = node_rank
+        # Without this reference, C++ code would not find the methods of a Python store.
+        self._base_store = store
+        self._store = dist.PrefixStore(f"hvd_estimators/{next(_sessions)}", store)
+        self._numbers = itertools.count()
+        self._warn_after, self._end_after = hold_up_limits(os.environ)
+        self._gloo: Any = _gloo_group(self._store, rank, size, address)
+        self._nccl: Any = None
+
+    def use_gpus(self, gpus: Sequence[tuple[str, str]]) -> bool:
+        """Let NCCL reduce on GPUs if each rank has its own; otherwise Gloo does."""
+        if self._nccl is None and dist.is_nccl_available() and len(set(gpus)) == len(gpus):
+            self._nccl = _nccl_group(self._store, self.rank, self.size, self._end_after)
+        return self._nccl is not None
+
+    def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
+        """Return a tensor's reduction over the ranks."""
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            reduced: torch.Tensor = _Reduce.apply(tensor, self, op, name)  # type: ignore[no-untyped-call]
+            return reduced
+        return self.reduce_async(tensor, op, name or "reduce")()
+
+    def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
+        """Start the reduction of a copy of a tensor."""
+        total = tensor.detach().clone()
+        wait = self._all_reduce(total, op, name)
+
+        def finish() -> torch.Tensor:
+            wait()
+            return total.div_(self.size) if op == "mean" else total
+
+        return finish
+
+    def reduce_group_async(
+        self, tensors: Sequence[torch.Tensor], op: str, name: str
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start one reduction of several tensors for each dtype; the results overwrite them."""
+        tensors = [tensor.detach() for tensor in tensors]
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            groups.setdefault(tensor.dtype, []).append(tensor)
+        flats = [torch.cat([t.reshape(-1) for t in group]) for group in groups.values()]
+        waits = [self.reduce_async_in_place(flat, op, name) for flat in flats]
+
+        def finish() -> Sequence[torch.Tensor]:
+            for group, wait in zip(groups.values(), waits, strict=True):
+                parts = wait().split([tensor.numel() for tensor in group])
+                for tensor, part in zip(group, parts, strict=True):
+                    tensor.copy_(part.view_as(tensor))
+            return tensors
+
+        return finish
+
+    def reduce_async_in_place(
+        self, tensor: torch.Tensor, op: str, name: str
+    ) -> Callable[[], torch.Tensor]:
+        """Start the reduction of a tensor, which the result overwrites."""
+        wait = self._all_reduce(tensor, op, name)
+
+        def finish() -> torch.Tensor:
+            wait()
+            return tensor.div_(self.size) if op == "mean" else tensor
+
+        return finish
+
+    def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        """Start the average of a sparse tensor: first, ranks exchange the numbers of its rows."""
+        own = tensor.detach().coalesce()
+        counts = self._gather_equal(torch.tensor([own.indices().shape[1]]), name)
+
+        def finish() -> torch.Tensor:
+            rows = [int(count) for count in counts()]
+            indices = self._gather_rows(own.indices().t().contiguous(), rows, name)
+            values = own.values()
+            carried = values.to(CARRIED_AS.get(values.dtype, values.dtype)).contiguous()
+            total = self._gather_rows(carried, rows, name).div_(self.size).to(values.dtype)
+            return torch.sparse_coo_tensor(indices.t(), total, own.shape)
+
+        return finish
+
+    def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+        """Return the ranks' tensors, concatenated along their first dimension."""
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            gathered: torch.Tensor = _Gather.apply(tensor, self, name)  # type: ignore[no-untyped-call]
+            return gathered
+        return self.gather_parts(tensor, name)[0]
+
+    def gather_parts(
+        self, tensor: torch.Tensor, name: str | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the ranks' concatenated tensors, and the length of each rank's part."""
+        name = name or "gather"
+        counts = self._gather_equal(torch.tensor([tensor.shape[0]]), name)
+        rows = [int(count) for count in counts()]
+        return self._gather_rows(tensor.detach(), rows, name), rows
+
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        waits = [
+            self._broadcast(tensor.detach(), 0, name)
+            for name, tensor in tensors.items()
+            if tensor.numel()
+        ]
+        for wait in waits:
+            wait()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.reduce(torch.zeros(1), "sum", "barrier")
+
+    def close(self) -> None:
+        """Wait for all ranks, and close the connections to them."""
+        # A rank that ended earlier would look lost to ranks that still receive.
+        self.barrier()
+        if self._nccl is not None:
+            self._nccl.shutdown()
+        self._nccl = self._gloo = None
+        _connections.remove(self)
+
+    def _group(self, tensor: torch.Tensor) -> Any:
+        uses_nccl = tensor.device.type == "cuda" and self._nccl is not None
+        return self._nccl if uses_nccl else self._gloo
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
+        options = _without_limit(AllreduceOptions())
+        options.reduceOp = _OPS[op]
+        return self._waiting(self._group(tensor).allreduce([tensor], options), tensor, name)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
+        options = _without_limit(BroadcastOptions())
+        options.rootRank, options.rootTensor = root, 0
+        return self._waiting(self._group(tensor).broadcast([tensor], options), tensor, name)
+
+    def _gather_equal(
+        self, tensor: torch.Tensor, name: str
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start a gather of tensors with the same shape on all ranks."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        parts = list(gathered.unbind(0))
+        options = _without_limit(AllgatherOptions())
+        work = self._group(tensor).allgather([parts], [tensor], options)
+        wait = self._waiting(work, tensor, name)
+
+        def finish() -> Sequence[torch.Tensor]:
+            wait()
+            return parts
+
+        return finish
+
+    def _gather_rows(self, tensor: torch.Tensor, rows: Sequence[int], name: str) -> torch.Tensor:
+        """Return concatenated tensors, given the number of each rank's rows."""
+        most, row = max(rows), tensor.shape[1:]
+        if not most or not row.numel():
+            return tensor.new_empty((sum(rows), *row))
+        padding = (most * self.size - sum(rows)) * row.numel() * tensor.element_size()
+        if padding <= _MOST_PADDING_BYTES:
+            padded = tensor
+            if tensor.shape[0] < most:
+                padded = tensor.new_zeros((most, *row))
+                padded[: tensor.shape[0]] = tensor
+            parts = self._gather_equal(padded, name)()
+            return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+        gathered = tensor.new_empty((sum(rows), *row))
+        own_parts = gathered.split(list(rows))
+        own_parts[self.rank].copy_(tensor)
+        waits = [self._broadcast(p, root, name) for root, p in enumerate(own_parts) if p.numel()]
+        for wait in waits:
+            wait()
+        return gathered
+
+    def _waiting(self, work: Any, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        """Return a function that waits for an operation and holds its tensor until then."""
+        number = next(self._numbers)
+
+        def wait() -> None:
+            with _naming(name):
+                if tensor.device.type == "cuda" and self._nccl is not None:
+                    work.wait()  # It makes the GPU wait, not this thread.
+                else:
+                    self._wait(work, number, name)
+
+        return wait
+
+    def _wait(self, work: Any, number: int, name: str) -> None:
+        """Wait for an operation of Gloo, and report the ranks that do not take part in it."""
+        started = time.monotonic()
+        warn_after = self._warn_after
+        published = min(_PUBLISH_SECONDS, warn_after / 2, self._end_after / 2)
+        if _is_done(work, published):
+            return
+        self._store.set(f"waits/{self.rank}", str(number))
+        while True:
+            left = min(warn_after, self._end_after) - (time.monotonic() - started)
+            if _is_done(work, max(left, published)):
+                return
+            seconds = time.monotonic() - started
+            absent = [rank for rank in range(self.size) if not self._waits(rank, number)]
+            if seconds >= self._end_after and absent:
+                raise CollectiveError(
+                    "\n".join(not_taking_part(rank, name, seconds) for rank in absent)
+                )
+            if seconds >= warn_after and absent:
+                warn_after = math.inf
+                logger.warning("%s", " ".join(not_taking_part(r, name, seconds) for r in absent))
+
+    def _waits(self, rank: int, number: int) -> bool:
+        key = f"waits/{rank}"
+        return self._store.check([key]) and self._store.get(key) == str(number).encode()
+
+
+class _Reduce(torch.autograd.Function):
+    """Reduction whose gradients are reduced alike, as Horovod's."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        tensor: torch.Tensor,
+        collectives: DistributedCollectives,
+        op: str,
+        name: str | None,
+    ) -> torch.Tensor:
+        context.collectives, context.op, context.name = collectives, op, name
+        return collectives.reduce_async(tensor, op, name or "reduce")()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,) = gradients
+        name = f"{context.name or 'reduce'}.gradient"
+        reduced = context.collectives.reduce_async(gradient.contiguous(), context.op, name)()
+        return reduced, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Gather whose gradients are averaged over the ranks, as Horovod's."""
+
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, collectives: DistributedCollectives, name: str | None
+    ) -> torch.Tensor:
+        gathered, rows = collectives.gather_parts(tensor, name)
+        context.collectives, context.rows, context.name = collectives, rows, name
+        return gathered
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        collectives, name = context.collectives, f"{context.name or 'gather'}.gradient"
+        averaged = collectives.reduce_async(gradient.contiguous(), "mean", name)()
+        return averaged.split(context.rows)[collectives.rank], None, None
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Wait for an operation, and return whether it has ended in time; raises its error."""
+    try:
+        work.wait(timedelta(seconds=min(seconds, _MOST_SECONDS)))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Raise errors of an operation as `CollectiveError`, with the operation's name."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except (RuntimeError, ConnectionError) as error:
+        raise CollectiveError(
+            f"{name!r} failed, probably because another rank has ended: {error}"
+        ) from error
+
+
+def _without_limit(options: Any) -> Any:
+    options.timeout = _UNLIMITED
+    return options
+
+
+def _gloo_group(store: dist.Store, rank: int, size: int, address: str | None) -> Any:
+    gloo = dist.distributed_c10d.ProcessGroupGloo
+    options = gloo._Options()
+    device = gloo.create_default_device() if address is None else gloo.create_device(address)
+    options._devices = [device]
+    seconds = os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "")
+    options._timeout = timedelta(
+        seconds=int(seconds) if seconds.isdigit() else int(timeouts.GLOO_TIMEOUT)
+    )
+    with _naming("connection"):
+        return gloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+
+def _nccl_group(store: dist.Store, rank: int, size: int, limit: float) -> Any:
+    nccl = dist.distributed_c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _UNLIMITED if math.isinf(limit) else timedelta(seconds=limit)
+    return nccl(dist.PrefixStore("nccl", store), rank, size, options)
+
+
+@contextlib.contextmanager
+def connected(mp_start_method: str | None, ranks: int | None) -> Iterator[DistributedCollectives]:
+    """Connect this rank to the others for the duration of the block.
+
+    After an error in the block, connections are closed only when the process ends.
+    """
+    set_start_method(mp_start_method)
+    collectives = connect()
+    check_ranks(collectives.size, ranks)
+    yield collectives
+    collectives.close()
+
+
+def connect() -> DistributedCollectives:
+    """Connect this rank to the others, until `DistributedCollectives.close` or its end.
+
+    Raises
+    ------
+    ParamError
+        If neither this package nor a launcher of ``torch.distributed`` has started this rank.
+    """
+    client = RankClient.from_environment()
+    numbers = _numbers_of_rank(os.environ)
+    store: dist.Store
+    if client is not None:
+        store = RendezvousStore(client)
+    elif numbers[1] == 1:
+        store = dist.HashStore()
+    elif "MASTER_ADDR" in os.environ:
+        store, *_ = next(dist.rendezvous("env://", *numbers[:2]))
+    else:
+        raise ParamError(
+            "collectives: 'torch' needs ranks that this package or torchrun has started. Set "
+            "collectives='horovod' for ranks that horovodrun starts."
+        )
+    collectives = DistributedCollectives(store, *numbers, os.environ.get(ADDRESS_VARIABLE))
+    _connections.append(collectives)
+    if client is not None:
+        client.request("joined")
+    return collectives
+
+
+def _numbers_of_rank(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
+    """Return rank, size, local rank, local size and machine from the environment."""
+    names = (
+        ("HOROVOD_RANK", "RANK", 0),
+        ("HOROVOD_SIZE", "WORLD_SIZE", 1),
+        ("HOROVOD_LOCAL_RANK", "LOCAL_RANK", 0),
+        ("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", 1),
+        ("HOROVOD_CROSS_RANK", "GROUP_RANK", 0),
+    )
+    rank, size, local_rank, local_size, node = (
+        int(env.get(horovods, env.get(torchs, default))) for horovods, torchs, default in names
+    )
+    return rank, size, local_rank, local_size, node

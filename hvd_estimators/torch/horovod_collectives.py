@@ -1,0 +1,114 @@
+"""Collectives of torch ranks over Horovod."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from hvd_estimators._util.install_hints import BUILD_HOROVOD
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch.horovod_build import horovod_problem
+from hvd_estimators.torch.collectives import Collectives
+from hvd_estimators.training.horovod_session import horovod_session
+
+__all__ = ["HorovodCollectives", "connect", "connected", "problem"]
+
+
+class HorovodCollectives(Collectives):
+    """Collectives over Horovod, which agrees on the order of operations by their names.
+
+    Horovod must be initialized.
+    """
+
+    library = "Horovod"
+
+    def __init__(self) -> None:
+        import horovod.torch
+
+        self._hvd = hvd = horovod.torch
+        self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.node_rank = hvd.cross_rank()
+
+    def use_gpus(self, gpus: Sequence[tuple[str, str]]) -> bool:
+        """Return whether Horovod was built with NCCL."""
+        return bool(self._hvd.nccl_built())
+
+    def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
+        """Return a tensor's reduction over the ranks."""
+        reduced: torch.Tensor = self._hvd.allreduce(tensor, name=name, op=self._ops[op])
+        return reduced
+
+    def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
+        """Start the reduction of a tensor."""
+        handle = self._hvd.allreduce_async(tensor, name=name, op=self._ops[op])
+        return lambda: self._hvd.synchronize(handle)
+
+    def reduce_group_async(
+        self, tensors: Sequence[torch.Tensor], op: str, name: str
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start one reduction of several tensors, in place."""
+        handle = self._hvd.grouped_allreduce_async_(list(tensors), name=name, op=self._ops[op])
+        return lambda: self._hvd.synchronize(handle)
+
+    def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        """Start the average of a sparse tensor."""
+        wait: Callable[[], torch.Tensor]
+        wait = self._hvd.sparse_allreduce_async(tensor, name, self._hvd.Average)
+        return wait
+
+    def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+        """Return the ranks' tensors, concatenated along their first dimension."""
+        gathered: torch.Tensor = self._hvd.allgather(tensor, name=name)
+        return gathered
+
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        self._hvd.broadcast_parameters(tensors, root_rank=0)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._hvd.barrier()
+
+
+def problem() -> str:
+    """Return a sentence that says why this process cannot use Horovod; empty if it can."""
+    unfit = horovod_problem("torch")
+    if unfit is not None:
+        return f"{unfit}."
+    try:
+        import horovod.torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return f"this Python has no Horovod for torch {torch.__version__} ({reason})."
+    return ""
+
+
+@contextlib.contextmanager
+def connected(mp_start_method: str | None, ranks: int | None) -> Iterator[HorovodCollectives]:
+    """Initialise Horovod for the duration of the block; see `horovod_session`."""
+    _require_horovod()
+    import horovod.torch
+
+    with horovod_session(horovod.torch, mp_start_method, ranks):
+        yield HorovodCollectives()
+
+
+def connect() -> HorovodCollectives:
+    """Initialise Horovod until this process ends, unless it is initialized."""
+    import horovod.torch
+
+    horovod.torch.init()
+    return HorovodCollectives()
+
+
+def _require_horovod() -> None:
+    reason = problem()
+    if reason:
+        raise DependencyError(
+            f"collectives: the driver chose Horovod for all ranks, and here {reason} Run "
+            f"{BUILD_HOROVOD} on every machine, or set collectives='torch'."
+        )

@@ -1,0 +1,132 @@
+"""Keys of ``torch.distributed`` in the job's authenticated rendezvous. Runs in the rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from hvd_estimators.launch.rendezvous.rank_client import RankClient
+
+__all__ = ["RendezvousStore"]
+
+_OK = 200
+
+
+class RendezvousStore(torch.distributed.Store):
+    """Store over the rendezvous of the job, see ``torch.distributed.Store``.
+
+    Parameters
+    ----------
+    client : RankClient
+        The rank's client of the rendezvous.
+    seconds : float
+        Default time to wait for keys of other ranks.
+    """
+
+    def __init__(self, client: RankClient, seconds: float = 300.0) -> None:
+        super().__init__()
+        self._client = client
+        self._limit = timedelta(seconds=seconds)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key's value."""
+        self._client.request("set", _as_bytes(value), key=key)
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value; wait until the key exists."""
+        while True:
+            self.wait([key])
+            answer, value = self._client.request("get", key=key)
+            if answer["status"] == _OK:  # Otherwise, another rank has deleted the key.
+                return value
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a key's number, which starts at 0, and return the sum."""
+        _, total = self._client.request("add", key=key, amount=value)
+        return int(total)
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Replace a key's value if it is the expected one, and return the key's value.
+
+        An empty expected value also stands for a missing key. For a missing key with another
+        expected value, the expected value is returned.
+        """
+        expected = _as_bytes(expected_value)
+        answer, value = self._client.request(
+            "compare_set", _as_bytes(desired_value), key=key, expected=expected.decode("latin-1")
+        )
+        return value if answer["status"] == _OK else expected
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys exist, without waiting."""
+        return self._exist(keys, 0.0)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys exist.
+
+        Raises
+        ------
+        DistStoreError
+            If they do not exist in time.
+        """
+        limit = self._limit if timeout is None else timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self._exist(keys, max(deadline - time.monotonic(), 0.0)):
+            if time.monotonic() >= deadline:
+                raise torch.distributed.DistStoreError(
+                    f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(keys)}"
+                )
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it existed."""
+        answer, _ = self._client.request("delete", key=key)
+        return bool(answer["existed"])
+
+    def num_keys(self) -> int:
+        """Return the number of keys of all stores of the job."""
+        answer, _ = self._client.request("count")
+        return int(answer["count"])
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to a key's value."""
+        self._client.request("append", _as_bytes(value), key=key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of several keys; wait until all exist."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Return True: `append`, `multi_get` and `multi_set` work."""
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default time to wait for keys."""
+        self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """Default time to wait for keys."""
+        return self._limit
+
+    # torch's C++ code calls these methods by other names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _exist(self, keys: Sequence[str], seconds: float) -> bool:
+        answer, _ = self._client.request("wait", keys=list(keys), seconds=seconds)
+        return bool(answer["status"] == _OK)
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,323 @@
+"""Collectives of both libraries: the same calls on both, and the results that NumPy computes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.torch import collectives
+from hvd_estimators.torch.collectives import (
+    PendingSum,
+    broadcast_tensors,
+    choose_collectives,
+    current,
+    exchange,
+    gather_tensor,
+    reduce_tensor,
+    session,
+    sum_over_ranks,
+)
+
+# Ranks must not import this module, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = pytest.mark.timeout(180)
+
+RANKS = 3
+LIBRARIES = ("horovod", "torch")
+DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+
+
+def values_of(rank: int, size: int = 1000) -> np.ndarray:
+    return np.random.default_rng(rank).normal(size=size)
+
+
+def all_values(size: int = 1000) -> np.ndarray:
+    return np.stack([values_of(rank, size) for rank in range(RANKS)])
+
+
+def rows_of(rank: int) -> np.ndarray:
+    """Rank 1 has none, and the others differ."""
+    return values_of(rank, 2 * (5, 0, 3)[rank]).reshape(-1, 2)
+
+
+def run_all(kind: str, folder: str) -> dict[str, Any]:
+    """Run each operation on this rank, in two sessions."""
+    with session(kind, ranks=RANKS):
+        sum_over_ranks(1.0)
+    with session(kind, ranks=RANKS) as mine:
+        rank = mine.rank
+        places = (mine.rank, mine.size, mine.local_rank, mine.local_size, mine.node_rank)
+        found: dict[str, Any] = {"places": places}
+        own = torch.from_numpy(values_of(rank))
+        for op in ("mean", "sum", "min", "max"):
+            found[op] = mine.reduce(own, op).numpy()
+        assert torch.equal(own, torch.from_numpy(values_of(rank)))
+        found["repeats"] = [mine.reduce(own.float(), "sum").numpy().tobytes() for _ in range(5)]
+
+        # Two dtypes, one tensor that is not contiguous in memory, an empty one, and a number.
+        group = [own[:600].float().reshape(20, 30), own[600:], torch.empty(0), torch.tensor(3.0)]
+        mine.reduce_group_async(group, "mean", "group")()
+        found["group"] = [tensor.numpy() for tensor in group]
+
+        # Three at a time, and ended in another order than they were started.
+        waits = [mine.reduce_async(own + turn, "sum", f"turn.{turn}") for turn in range(3)]
+        found["turns"] = [waits[turn]().numpy() for turn in (2, 0, 1)]
+        pending = PendingSum(own, "pending")
+        found["pending"] = pending.value().numpy()
+
+        rows = torch.from_numpy(rows_of(rank))
+        found["rows"] = mine.gather(rows).numpy()
+        large = torch.full((300_000 if rank == 2 else rank, 2), float(rank), dtype=torch.float64)
+        gathered = mine.gather(large)
+        found["large"] = [len(gathered), gathered[:, 0].sum().item()]
+        found["nothing"] = tuple(mine.gather(torch.empty(0, 4)).shape)
+
+        index = torch.tensor([[rank, rank, 5]])
+        sparse = torch.sparse_coo_tensor(index, torch.ones(3, 2) * (rank + 1), (6, 2))
+        empty = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 2), (6, 2))
+        found["sparse"] = mine.average_sparse_async(sparse, "sparse")().to_dense().numpy()
+        few = sparse if rank == 1 else empty
+        found["one sparse"] = mine.average_sparse_async(few, "few")().to_dense().numpy()
+        found["no sparse"] = mine.average_sparse_async(empty, "none")().to_dense().numpy()
+
+        state = {str(d): torch.tensor([rank, 1, 0]).to(d) for d in DTYPES}
+        state["complex"] = torch.full((2, 2), complex(rank + 1, 1))
+        state["strided"] = torch.full((3, 4), float(rank)).t()
+        state["number"], state["none"] = torch.tensor(rank), torch.empty(0)
+        broadcast_tensors({**state, "text": "no tensor"})
+        found["broadcast"] = {name: tensor.tolist() for name, tensor in state.items()}
+
+        ones = {dtype: torch.tensor([rank, 1]).to(dtype) for dtype in DTYPES}
+        found["helpers"] = {
+            str(dtype): (
+                [reduce_tensor(one, op).double().tolist() for op in ("mean", "sum", "min", "max")],
+                gather_tensor(one).double().tolist(),
+                gather_tensor(one).dtype == dtype,
+            )
+            for dtype, one in ones.items()
+        }
+        with torch.inference_mode():
+            inside = torch.tensor([rank], dtype=torch.int64)
+            found["inference"] = [
+                reduce_tensor(inside, "sum").tolist(),
+                exchange.gather({"rank": rank}, "objects"),
+                sum_over_ranks(2.0**60 + rank * 2.0**10),
+            ]
+        found["objects"] = exchange.gather(torch.full((rank, 100_000), 1.0).sum(), "tensors")
+        found["root"] = exchange.broadcast(f"of {rank}", "root", 2)
+
+        weight = torch.tensor([float(rank + 1)], requires_grad=True)
+        (gather_tensor(weight).reshape(-1) * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+        found["gather gradient"] = weight.grad
+        weight.grad = None
+        (reduce_tensor(weight, "mean") * (rank + 1)).sum().backward()
+        found["mean gradient"] = weight.grad
+        mine.barrier()
+        Path(folder, str(rank)).write_text("here")
+        mine.barrier()
+        found["files"] = len(list(Path(folder).iterdir()))
+    try:
+        current()
+    except RuntimeError as error:
+        found["outside"] = str(error)
+    found["default group"] = torch.distributed.is_initialized()
+    return found
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def ranks(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("files"))
+    results: list[dict[str, Any]] = LocalBackend(RANKS).run(run_all, (request.param, folder))
+    return results
+
+
+def test_reductions_are_those_of_numpy_on_all_ranks(ranks: Any) -> None:
+    whole = all_values()
+    for rank, found in enumerate(ranks):
+        assert found["places"] == (rank, RANKS, rank, RANKS, 0)
+        for op in ("mean", "sum", "min", "max"):
+            np.testing.assert_allclose(found[op], getattr(whole, op)(axis=0), rtol=1e-13)
+            assert found[op].tobytes() == ranks[0][op].tobytes()
+        assert set(found["repeats"]) == {ranks[0]["repeats"][0]}
+        mean = whole.mean(axis=0)
+        first, second, empty, number = found["group"]
+        np.testing.assert_allclose(first.reshape(-1), mean[:600], atol=1e-6)
+        np.testing.assert_allclose(second, mean[600:], rtol=1e-13)
+        assert (empty.size, number) == (0, 3.0)
+        for turn, total in zip((2, 0, 1), found["turns"], strict=True):
+            np.testing.assert_allclose(total, whole.sum(axis=0) + RANKS * turn, rtol=1e-12)
+        np.testing.assert_allclose(found["pending"], whole.sum(axis=0), rtol=1e-13)
+
+
+def test_parts_of_any_size_are_gathered(ranks: Any) -> None:
+    for found in ranks:
+        np.testing.assert_array_equal(
+            found["rows"], np.concatenate([rows_of(rank) for rank in range(RANKS)])
+        )
+        assert found["large"] == [300_001, 600_001.0]
+        assert found["nothing"] == (0, 4)
+        expected = np.zeros((6, 2))
+        for rank in range(RANKS):
+            expected[rank] += 2 * (rank + 1) / RANKS
+            expected[5] += (rank + 1) / RANKS
+        np.testing.assert_allclose(found["sparse"], expected, rtol=1e-6)
+        few = np.zeros((6, 2))
+        few[1], few[5] = 4 / RANKS, 2 / RANKS
+        np.testing.assert_allclose(found["one sparse"], few, rtol=1e-6)
+        assert not found["no sparse"].any()
+        assert found["objects"] == [0.0, 100_000.0, 200_000.0]
+        assert found["root"] == "of 2"
+
+
+def test_all_dtypes_are_broadcast_reduced_and_gathered(ranks: Any) -> None:
+    for found in ranks:
+        received = found["broadcast"]
+        for dtype in DTYPES:
+            assert received[str(dtype)] == torch.tensor([0, 1, 0]).to(dtype).tolist()
+        assert received["complex"] == [[1 + 1j] * 2] * 2
+        assert received["strided"] == [[0.0] * 3] * 4
+        assert (received["number"], received["none"]) == (0, [])
+        for name, (reduced, gathered, has_dtype) in found["helpers"].items():
+            is_bool = name == "torch.bool"
+            of_ranks = np.array([[min(r, 1) if is_bool else r, 1] for r in range(RANKS)], float)
+            total = of_ranks.sum(axis=0)
+            expected = [total / RANKS, total > 0 if is_bool else total]
+            expected += [of_ranks.min(axis=0), of_ranks.max(axis=0)]
+            for value, wanted in zip(reduced, expected, strict=True):
+                np.testing.assert_allclose(value, wanted, rtol=1e-2 if "16" in name else 1e-6)
+            np.testing.assert_array_equal(gathered, of_ranks)
+            assert has_dtype, name
+
+
+def test_inference_mode_gradients_and_sessions(ranks: Any) -> None:
+    for rank, found in enumerate(ranks):
+        objects = [{"rank": other} for other in range(RANKS)]
+        assert found["inference"] == [[3], objects, 3 * 2.0**60 + 3 * 2.0**10]
+        # Each rank computes the same loss of all, whose gradient is averaged.
+        assert found["gather gradient"] == 10.0**rank
+        assert found["mean gradient"] == pytest.approx(2.0)
+        assert found["files"] == RANKS
+        assert "no connection" in found["outside"]
+        assert not found["default group"]
+
+
+def reduce_until_killed(kind: str, folder: str) -> None:
+    with session(kind) as mine:
+        for step in range(1000):
+            if mine.rank == 1 and step == 3:
+                Path(folder, "killed at").write_text(repr(time.time()))
+                os.kill(os.getpid(), 9)
+            mine.reduce(torch.ones(100_000), "sum", "gradients")
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_killed_rank_ends_the_others_soon_and_is_named(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"Rank 1 on .* was killed") as raised:
+        LocalBackend(RANKS).run(reduce_until_killed, (kind, str(tmp_path)))
+    assert time.time() - float((tmp_path / "killed at").read_text()) < 10
+    assert (raised.value.rank, raised.value.cause) == (1, "killed")
+    assert "failed after it" in str(raised.value)
+    assert not psutil.Process().children(recursive=True)
+
+
+def hold_up(seconds: float) -> None:
+    with session("torch") as mine:
+        for step in range(5):
+            if mine.rank == 2 and step == 3:
+                time.sleep(seconds)
+            mine.reduce(torch.ones(10), "sum", f"loss {step}")
+
+
+def test_a_rank_that_holds_up_the_others_is_named_with_what_they_wait_for() -> None:
+    limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    with pytest.raises(WorkerFailedError, match=r"held up the others .* part of loss 3") as raised:
+        LocalBackend(RANKS, env=limit).run(hold_up, (60.0,))
+    assert (raised.value.rank, raised.value.cause) == (2, "stalled")
+
+
+def test_a_rank_that_is_slow_has_not_failed() -> None:
+    """Neither the time to connect nor the time to warn limits how long a rank may take."""
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    assert LocalBackend(RANKS, env=env).run(hold_up, (4.0,)) == [None] * RANKS
+
+
+def listening_addresses() -> set[str]:
+    with session("torch"):
+        return {
+            place.laddr.ip
+            for place in psutil.Process().net_connections(kind="inet")
+            if place.status == psutil.CONN_LISTEN
+        }
+
+
+def test_gloo_listens_on_the_rank_s_address_alone() -> None:
+    assert LocalBackend(2).run(listening_addresses) == [{"127.0.0.1"}] * 2
+
+
+def test_ranks_of_other_launchers_meet_as_torchrun_s_do() -> None:
+    """Without our rendezvous, torch's own variables connect the ranks."""
+
+    def meet(port: int) -> float:
+        from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
+
+        for name in (TOKEN_VARIABLE, ADDRESS_VARIABLE):
+            del os.environ[name]
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        rank, size, *_ = (os.environ.pop(f"HOROVOD_{name}") for name in names)
+        os.environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(port)
+        with session("torch", ranks=2):
+            return sum_over_ranks(float(rank) + 1)
+
+    assert LocalBackend(2).run(meet, (free_port(),)) == [3.0, 3.0]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_ranks_that_cannot_meet_say_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    for name in ("MASTER_ADDR", "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ParamError, match="collectives: 'torch' needs"), session("torch"):
+        pass
+    monkeypatch.delenv("HOROVOD_SIZE")
+    with pytest.raises(RuntimeError, match=r"returned 3 ranks, and 1 have met"):
+        session("torch", ranks=3).__enter__()
+
+
+def test_auto_stands_for_horovod_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_collectives("auto") == ("horovod", "it is built for this torch")
+    assert choose_collectives("horovod") == ("horovod", "collectives='horovod'")
+    assert choose_collectives("torch") == ("torch", "collectives='torch'")
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    kind, reason = choose_collectives("auto")
+    assert kind == "torch"
+    assert reason.startswith("this Python has no Horovod for torch")
+    with pytest.raises(DependencyError, match=r"collectives: found 'horovod'.*build-horovod"):
+        choose_collectives("horovod")
+    with (
+        pytest.raises(DependencyError, match=r"driver chose Horovod .*set collectives='torch'"),
+        session("horovod"),
+    ):
+        pass
+    assert collectives._Active.collectives is None

@@ -1,0 +1,121 @@
+"""The param that selects the library of collectives, up to what a rank gets of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from backends import InProcessBackend
+from pyarrow import parquet
+from pytorch_lightning import LightningModule
+
+from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.collectives import current
+
+
+class Recorder:
+    """A callback that records the collectives of the rank that trains."""
+
+    def on_train_begin(self, module: Any, optimizer: Any) -> None:
+        RECORDED.append(current().library)
+
+
+RECORDED: list[str] = []
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        RECORDED.append(current().library)
+        return torch.nn.functional.mse_loss(self.layer(batch["x"][:, None])[:, 0], batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(store: Any, cls: Any = TorchEstimator, **params: Any) -> Any:
+    RECORDED.clear()
+    folder = Path(store.get_train_data_path())
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32)}
+    parquet.write_table(pa.table(columns), folder / "a.parquet")
+    given: dict[str, Any] = {
+        "backend": InProcessBackend(),
+        "store": store,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 4,
+        "dry_run": False,
+        "verbose": 0,
+    }
+    if cls is TorchEstimator:
+        net = params.pop("model", None) or torch.nn.Linear(1, 1)
+        given |= {
+            "model": net,
+            "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+            "loss": torch.nn.functional.mse_loss,
+            "input_shapes": [[1]],
+            "callbacks": [Recorder()],
+        }
+    else:
+        given |= {"model": Module(), "logger": False}
+    return cls(**{**given, **params}).fit_on_parquet()
+
+
+def test_each_library_trains_both_estimators_to_the_same_bits(store: Any) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Linear(1, 1)
+    weights = []
+    for library, name in (("horovod", "Horovod"), ("torch", "torch.distributed")):
+        model = fit(store, model=net, collectives=library, shuffle=False)
+        assert [name] == RECORDED
+        weights.append(model.getModel().weight)
+        fit(store, LightningEstimator, collectives=library)
+        assert set(RECORDED) == {name}
+    assert torch.equal(*weights)
+
+
+def test_auto_takes_horovod_or_else_torch_and_the_choice_is_logged(
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines() -> list[str]:
+        return [r.message for r in caplog.records if r.message.startswith("collectives:")]
+
+    with caplog.at_level(logging.INFO, "hvd_estimators"):
+        fit(store)
+        assert RECORDED == ["Horovod"]
+        assert lines() == ["collectives: the ranks use Horovod (it is built for this torch)."]
+        caplog.clear()
+        monkeypatch.setitem(sys.modules, "horovod.torch", None)
+        fit(store)
+        assert RECORDED == ["torch.distributed"]
+        (line,) = lines()
+        assert "the ranks use torch.distributed (this Python has no Horovod" in line
+
+
+def test_wrong_values_and_combinations_are_rejected_on_the_driver(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert TorchEstimator().getCollectives() == "auto"
+    assert LightningEstimator(collectives="torch").copy().getCollectives() == "torch"
+    with pytest.raises(ParamError, match=r"collectives: expected one of 'auto', .* found 'gloo'"):
+        TorchEstimator().setCollectives("gloo")
+    normalized = torch.nn.Sequential(torch.nn.Linear(1, 2), hvd.SyncBatchNorm(2))
+    with pytest.raises(ParamError, match=r"layer '1' is a SyncBatchNorm of Horovod, found 'torch'"):
+        fit(store, model=normalized, collectives="torch")
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    with pytest.raises(DependencyError, match="Set collectives='torch', or run"):
+        fit(store, collectives="horovod")
+    assert RECORDED == []

@@ -1,0 +1,162 @@
+"""Keys of torch.distributed in the rendezvous, from several ranks over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hvd_estimators.launch.rendezvous.channel import new_secret
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, RemoteRendezvousClient
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
+from hvd_estimators.launch.rendezvous.rank_client import RankClient
+from hvd_estimators.launch.rendezvous.server import RendezvousServer
+from hvd_estimators.torch.rendezvous_store import RendezvousStore
+
+pytestmark = pytest.mark.timeout(60)
+
+RANKS = 3
+
+
+@contextlib.contextmanager
+def stores_of_ranks() -> Iterator[list[RendezvousStore]]:
+    """Yield the stores of ranks, the first of which is where the server is."""
+    secret = new_secret()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(RendezvousServer(secret, ["127.0.0.1"]))
+        server.store.expect([f"host-{rank}" for rank in range(RANKS)])
+        server.listen("127.0.0.1")
+        clients = [LocalRendezvousClient(server.store, 0)]
+        for rank in range(1, RANKS):
+            client = RemoteRendezvousClient(server.endpoints[0], secret, rank, "host-0")
+            clients.append(stack.enter_context(client))
+        proxies = [stack.enter_context(GlooProxy(client)) for client in clients]
+        yield [RendezvousStore(client_of(proxy), seconds=20) for proxy in proxies]
+
+
+def client_of(proxy: GlooProxy) -> RankClient:
+    client = RankClient.from_environment(proxy.environment())
+    assert client is not None
+    return client
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[list[RendezvousStore]]:
+    with stores_of_ranks() as stores:
+        yield stores
+
+
+def test_values_are_those_of_the_hash_store_of_torch(stores: list[RendezvousStore]) -> None:
+    """The same calls, each by another rank, give what they give in torch's own store."""
+    calls = [
+        lambda store: store.set("a/b c?&%\n", b"\0\xff\r\n\r\n"),
+        lambda store: store.get("a/b c?&%\n"),
+        lambda store: store.set("a/b c?&%\n", "changed"),
+        lambda store: store.get("a/b c?&%\n"),
+        lambda store: store.check(["a/b c?&%\n"]),
+        lambda store: store.check(["a/b c?&%\n", "missing"]),
+        lambda store: store.add("n", 5),
+        lambda store: store.add("n", -7),
+        lambda store: store.get("n"),
+        lambda store: store.compare_set("c", "", "first"),
+        lambda store: store.compare_set("c", "other", "no"),
+        lambda store: store.compare_set("c", "first", "second"),
+        lambda store: store.compare_set("missing", "x", "y"),
+        lambda store: store.check(["missing"]),
+        lambda store: store.set("empty", ""),
+        lambda store: store.get("empty"),
+        lambda store: store.delete_key("c"),
+        lambda store: store.delete_key("c"),
+        lambda store: store.check(["c"]),
+        lambda store: store.append("x", "one"),
+        lambda store: store.append("x", "two"),
+        lambda store: store.multi_set(["y", "z"], ["3", "4"]),
+        lambda store: store.multi_get(["x", "y", "z"]),
+    ]
+    torchs = dist.HashStore()
+    keys_before = stores[0].num_keys()
+    found = [call(stores[number % RANKS]) for number, call in enumerate(calls)]
+    assert found == [call(torchs) for call in calls]
+    assert stores[1].num_keys() - keys_before == torchs.num_keys()
+
+
+def test_ranks_wait_for_keys_of_others(stores: list[RendezvousStore]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(stores[1].get, "late")
+        both = pool.submit(stores[2].wait, ["late", "later"], timedelta(seconds=20))
+        time.sleep(0.7)  # longer than one request waits
+        assert not first.done()
+        stores[0].set("late", b"1")
+        assert first.result(5) == b"1"
+        assert not both.done()
+        stores[1].set("later", b"")
+        both.result(5)
+    started = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"timeout after 0\.3 s, keys: late, never"):
+        stores[2].wait(["late", "never"], timedelta(seconds=0.3))
+    assert 0.3 <= time.monotonic() - started < 5
+
+
+def test_additions_and_exchanges_of_all_ranks_count_once(stores: list[RendezvousStore]) -> None:
+    def work(store: RendezvousStore) -> None:
+        for _ in range(20):
+            store.add("sum", 1)
+            store.append("letters", "x")
+
+    threads = [threading.Thread(target=work, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stores[0].get("sum") == b"60"
+    assert stores[0].get("letters") == b"x" * 60
+
+
+def test_code_of_torch_uses_it_through_prefixes(stores: list[RendezvousStore]) -> None:
+    """C++ code calls the Python methods, some by other names."""
+    one, two = (dist.PrefixStore("group", store) for store in stores[:2])
+    one.set("key", b"value")
+    assert two.get("key") == b"value"
+    assert stores[2].get("group/key") == b"value"
+    assert two.add("count", 2) == 2
+    assert one.compare_set("key", "value", "new") == b"new"
+    assert one.check(["key", "count"])
+    assert not one.check(["nothing"])
+    assert one.has_extended_api()
+    assert two.multi_get(["key", "count"]) == [b"new", b"2"]
+    before = one.num_keys()
+    assert one.delete_key("key")
+    assert two.num_keys() == before - 1
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        two.wait(["key"], timedelta(seconds=0.1))
+
+
+def test_keys_of_horovod_and_of_torch_do_not_mix(stores: list[RendezvousStore]) -> None:
+    import http.client
+
+    stores[0].set("0", b"torch's")
+    address, port = stores[0]._client._endpoint
+    headers = stores[0]._client._headers
+    for method in ("GET", "PUT", "DELETE"):
+        connection = http.client.HTTPConnection(address, port, timeout=10)
+        connection.request(method, "/keys/0", b"x", headers)
+        assert connection.getresponse().status == 400
+        connection.close()
+    assert stores[1].get("0") == b"torch's"
+
+
+def test_a_rank_without_the_token_is_rejected(stores: list[RendezvousStore]) -> None:
+    address, port = stores[0]._client._endpoint
+    stranger = RankClient(address, port, "guessed")
+    with pytest.raises(ConnectionError, match="status 401"):
+        stranger.request("set", b"x", key="k")
+    assert not stores[0].check(["k"])
+    with pytest.raises(ConnectionError, match="status 400"):
+        stores[0]._client.request("failed", host="h", why="w")
+    assert RankClient.from_environment({}) is None
