@@ -39,6 +39,7 @@ PARTS: Mapping[str, str] = {
     "scaling": "--quick",
     "stores": "--rows 200000 --repeats 1",
     "launch": "--repeats 1",
+    "collectives": "--repeats 1",
     "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
 }
 """Parts in order, and options for a short trial run.

@@ -1,7 +1,8 @@
-"""Allreduces, steps of hand-written training, and idle ranks: Horovod, and `torch.distributed`.
+"""Allreduces, steps by hand and in `fit`, and idle ranks: Horovod, and `torch.distributed`.
 
 Two ranks on this machine, with one thread each. The contenders run in turns; medians count. The
-steps train a small network (641 parameters) and a wide one (5 MB of gradients).
+steps train a small network (641 parameters) and a wide one (5 MB of gradients). A step of `fit`
+includes reading its batch from Parquet, and all checks.
 
 "Horovod, cycle of 1 ms" is this package's build with ``HOROVOD_CYCLE_TIME=1``, with which its
 background thread sleeps as in the release. ``--released`` adds another build of Horovod.
@@ -19,17 +20,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from benchmarks.common import write_regression_data
 from benchmarks.figures import Record, compared, parser, show_result, show_table
+from hvd_estimators import Store
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.torch import TorchEstimator
 
 RANKS = 2
 BATCH = 256
 BYTES = {"4 B": 4, "40 kB": 40_000, "1.3 MB": 1_300_000, "5 MB": 5_000_000, "100 MB": 10**8}
 TORCH, GLOO, HOROVOD = "torch.distributed", "bare Gloo", "Horovod"
 CLOCKED, RELEASED = "Horovod, cycle of 1 ms", "released Horovod"
-GROUPED = ", one group"
+GROUPED, IN_FIT = ", one group", ", in fit"
+STEPS = {"small": 400, "wide": 60}
 WARM_UP = 10
 IDLE_SECONDS = 2.0
 
@@ -162,6 +168,52 @@ class DistributedRanks:
         time.sleep(0.1)
 
 
+class StepTimes:
+    """Callback of `TorchEstimator` that writes the median seconds of rank 0's steps to a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.moments: list[float] = []
+        self.processor: list[float] = []
+
+    def on_train_begin(self, module: torch.nn.Module, **_: Any) -> None:
+        torch.set_num_threads(1)
+        module.register_forward_pre_hook(self.add)
+
+    def add(self, *_: Any) -> None:
+        self.moments.append(time.perf_counter())
+        self.processor.append(time.process_time())
+
+    def on_train_end(self, **_: Any) -> None:
+        if os.environ["HOROVOD_RANK"] == "0":
+            steps = np.diff(self.moments[WARM_UP:])
+            used = self.processor[-1] - self.processor[WARM_UP]
+            np.save(self.path, [np.median(steps), used / len(steps)])
+
+
+def fit(library: str, env: Mapping[str, str], folder: Path, name: str) -> tuple[float, float]:
+    """Train a network in a fit, and return the seconds and processor seconds of its steps."""
+    net, path = network(name == "wide"), folder / "steps.npy"
+    TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=1e-4),
+        loss=torch.nn.functional.mse_loss,
+        callbacks=[StepTimes(str(path))],
+        collectives=library,
+        backend=LocalBackend(RANKS, env=env, warm_start=False),
+        store=Store.create(f"{folder}/store"),
+        feature_cols=["features"],
+        label_cols=["label"],
+        batch_size=BATCH,
+        train_steps_per_epoch=STEPS[name],
+        epochs=1,
+        random_seed=1,
+        verbose=0,
+    ).fit_on_parquet()
+    seconds, processor = np.load(path)
+    return float(seconds), float(processor)
+
+
 def contenders(released: Path | None) -> dict[str, tuple[str, Mapping[str, str]]]:
     """Return the kind of each contender and its environment variables."""
     result: dict[str, tuple[str, Mapping[str, str]]] = {
@@ -188,21 +240,21 @@ def records(found: Mapping[str, list[Measured]]) -> Iterator[Record]:
             }
             yield from compared("share of a core, idle rank", shares, "cores", middle=True)
             continue
-        base = table.removesuffix(GROUPED)
+        way = next((way for way in (GROUPED, IN_FIT) if table.endswith(way)), "")
+        base = table.removesuffix(way)
         for what in ("seconds", "processor"):
             values = {
-                name + (GROUPED if table.endswith(GROUPED) else ""): [
-                    getattr(m, what)[table] for m in all_of
-                ]
+                name + way: [getattr(m, what)[table] for m in all_of]
                 for name, all_of in found.items()
                 if table in getattr(all_of[0], what)
             }
-            if table != base and TORCH in found:
+            if way and TORCH in found:
                 values[TORCH] = [getattr(m, what)[base] for m in found[TORCH]]
-            baseline = GLOO if table.startswith("allreduce") else TORCH
-            title = base if what == "seconds" else f"{base}, processor time"
-            if what == "seconds" or table.startswith("step"):
-                yield from compared(title, values, "s", baseline, middle=True)
+            if what == "seconds" or base.startswith("step"):
+                title = base if what == "seconds" else f"{base}, processor time"
+                baseline = GLOO if base.startswith("allreduce") else TORCH
+                shown = compared(title, values, "s", baseline, middle=True)
+                yield from (record for record in shown if not way or record.name != TORCH)
 
 
 def main() -> None:
@@ -213,12 +265,21 @@ def main() -> None:
     options = options_parser.parse_args()
     given = contenders(options.released)
     found: dict[str, list[Measured]] = {name: [] for name in given}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_path = Store.create(f"{folder}/store").get_train_data_path()
+        write_regression_data(folder, Path(train_path), max(STEPS.values()) * BATCH * RANKS)
         for turn in range(options.repeats):
             for index, (name, (kind, env)) in enumerate(given.items()):
                 backend = LocalBackend(RANKS, verbose=0, warm_start=False)
                 meeting = f"{folder}/{turn}-{index}"
-                found[name].append(backend.run(measure, (kind, meeting), env=env)[0])
+                measured: Measured = backend.run(measure, (kind, meeting), env=env)[0]
+                if name in (HOROVOD, CLOCKED, TORCH):
+                    for net in STEPS:
+                        table = f"step of a {net} network{IN_FIT}"
+                        steps = fit(kind, env, folder, net)
+                        measured.seconds[table], measured.processor[table] = steps
+                found[name].append(measured)
     result = list(records(found))
     for table in dict.fromkeys(record.table for record in result):
         rows = [
