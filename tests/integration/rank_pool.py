@@ -18,9 +18,9 @@ import cloudpickle
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
 
-_TRAINERS = {
-    "torch": "hvd_estimators.lightning.trainer",
-    "tensorflow": "hvd_estimators.keras.trainer",
+_IMPORTED = {
+    "torch": ("hvd_estimators.lightning.trainer", "pytorch_lightning"),
+    "tensorflow": ("hvd_estimators.keras.trainer", "keras"),
 }
 
 
@@ -47,8 +47,8 @@ class StandingBackend(Backend):
 
     def __enter__(self) -> StandingBackend:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # A warm process imports the trainer that a call mentions, once for all ranks of a session.
-        serve = (_serve, (str(self.directory), self._framework, _TRAINERS[self._framework]))
+        # A warm process imports what a call mentions, once for all ranks of a session.
+        serve = (_serve, (str(self.directory), self._framework, _IMPORTED[self._framework]))
         self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
         self._thread.start()
         return self
@@ -81,8 +81,9 @@ class StandingBackend(Backend):
         return self.results
 
 
-def _serve(directory: str, framework: str, trainer: str) -> None:
-    importlib.import_module(trainer)
+def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     # Ranks that leave would find each other's old addresses when they come back.
