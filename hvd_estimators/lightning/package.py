@@ -47,6 +47,28 @@ else:
         "ResultCollection", "trainer.connectors.logger_connector.result._ResultCollection"
     )
 
+__all__ = [
+    "FLAVORS",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "Flavor",
+    "LightningModule",
+    "ParallelStrategy",
+    "ResultCollection",
+    "default_flavor",
+    "flavor_of",
+    "imported_flavors",
+    "is_library",
+    "is_lightning",
+    "of_any_flavor",
+    "of_flavor",
+    "one_flavor",
+    "patch_attribute",
+    "patch_method",
+]
+
 T = TypeVar("T")
 
 
