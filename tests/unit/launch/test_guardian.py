@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import cloudpickle
@@ -180,11 +180,20 @@ def test_children_that_a_rank_leaves_behind_end_with_it_and_delay_nothing(ignori
     assert time.monotonic() - started < 15
 
 
+def ignored_signals(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("SigIgn:")[2].split()[0], 16)
+
+
 def test_helpers_tidy_up_after_a_rank_that_was_killed():
     def leave_shared_memory():
         memory = shared_memory.SharedMemory(create=True, size=100)
         print(memory.name)
         sys.stdout.flush()
+        # The helper has started: it ignores SIGTERM.
+        helper = resource_tracker._resource_tracker._pid
+        while not ignored_signals(helper) >> signal.SIGTERM - 1 & 1:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with RankProcess(3, "here", pickle_call(leave_shared_memory, (), {}), os.environ) as process:
