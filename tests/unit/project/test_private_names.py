@@ -20,8 +20,6 @@ from private_names import TABLE, Private
 
 import hvd_estimators
 
-pytestmark = pytest.mark.versions
-
 PUBLIC = {
     "_asdict": "Named tuples document it.",
     "_exit": "os documents it.",
@@ -43,9 +41,15 @@ SHARED = {
 
 ROOT = Path(hvd_estimators.__file__).parent
 LISTED = {name for row in TABLE for name in row.names.split()}
-TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return this package's files."""
+    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("row", "name"),
     [
@@ -62,7 +66,7 @@ def test_a_private_name_is_where_it_was(row: Private, name: str) -> None:
         pytest.skip(f"{row.until} replaces it")
     owner = next(filter(None, map(find, row.owner.split())), None)
     if not provides(owner, name):
-        used = [str(path.relative_to(ROOT)) for path, tree in TREES.items() if uses(tree, name)]
+        used = [str(path.relative_to(ROOT)) for path, tree in trees().items() if uses(tree, name)]
         pytest.fail(f"{row.owner} has no {name} any more. It is used in {used}. {row.why}")
 
 
@@ -107,13 +111,18 @@ def set_by(module: str) -> set[str]:
 
 def uses(tree: ast.AST, listed: str) -> bool:
     """Return whether a file has a name or a short string, or defines a method of that name."""
-    name = listed.rstrip("*")
+    return listed.rstrip("*") in words_of(tree)
+
+
+@functools.cache
+def words_of(tree: ast.AST) -> set[str]:
+    """Return names and strings of a file; of dotted ones, the last part."""
     found = (
         getattr(node, field, None)
         for node in ast.walk(tree)
         for field in ("attr", "name", "value", "id")
     )
-    return any(isinstance(text, str) and f".{text}".endswith(f".{name}") for text in found)
+    return {text.rpartition(".")[2] for text in found if isinstance(text, str)}
 
 
 def foreign_names(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, int, str]]:
@@ -162,7 +171,7 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
 def test_every_private_name_that_is_used_is_in_the_table() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} uses {name}"
-        for path, line, name in foreign_names(TREES)
+        for path, line, name in foreign_names(trees())
         if not any(matches(entry, name) for entry in LISTED) and name not in PUBLIC
     ]
     assert found == [], (
@@ -171,7 +180,7 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
 
 
 def test_every_name_of_the_table_is_used() -> None:
-    unused = [name for name in LISTED if not any(uses(tree, name) for tree in TREES.values())]
+    unused = [name for name in LISTED if not any(uses(tree, name) for tree in trees().values())]
     assert sorted(unused) == []
 
 
