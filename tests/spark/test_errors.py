@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from processes import wait_until
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
@@ -295,11 +296,15 @@ def test_ranks_end_when_their_job_is_cancelled(spark: Any, tmp_path: Path) -> No
     assert rank_processes() == []
 
 
-def test_slots_that_other_jobs_hold_are_waited_for_no_longer_than_told(spark: Any) -> None:
+def test_slots_that_other_jobs_hold_are_waited_for_no_longer_than_told(
+    spark: Any, tmp_path: Path
+) -> None:
     import threading
 
     def hold(batches: Any) -> Any:
-        time.sleep(12)
+        (tmp_path / f"{os.getpid()}").touch()
+        while not (tmp_path / "go on").exists():
+            time.sleep(0.05)
         yield from batches
 
     def occupy() -> None:
@@ -307,11 +312,12 @@ def test_slots_that_other_jobs_hold_are_waited_for_no_longer_than_told(spark: An
 
     holder = threading.Thread(target=occupy)
     holder.start()
-    time.sleep(3)
     try:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
         with pytest.raises(SlotsError, match="Timed out waiting for Spark tasks to start"):
             SparkBackend(2, start_timeout=2).run(int)
     finally:
+        (tmp_path / "go on").touch()
         holder.join()
 
 

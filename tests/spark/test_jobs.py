@@ -22,6 +22,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.jobs import jobs_on
+from hvd_estimators.launch.rank.graceful_stop import GRACE_VARIABLE
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
@@ -80,7 +81,8 @@ def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
 
     net = torch.nn.Linear(1, 1)
     return TorchEstimator(
-        num_proc=2,
+        # No step of these ranks ends.
+        backend=SparkBackend(2, env={GRACE_VARIABLE: "1"}, verbose=0),
         store=store,
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
