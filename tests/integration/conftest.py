@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from rank_pool import StandingBackend
 
 
-@pytest.fixture(scope="module")
-def backend(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StandingBackend]:
-    """A backend of two ranks that train Lightning again and again, as starting them takes long."""
-    from lightning_reference import standing_ranks
+@pytest.fixture
+def backend() -> StandingBackend:
+    """Two ranks of torch and Lightning, which all fits of a module share."""
+    import cloudpickle
+    import lightning_reference
+    import reference
+    from rank_pool import shared_ranks
 
-    module = sys.modules[request.module.__name__]
-    with standing_ranks(tmp_path_factory.mktemp("ranks"), module) as standing:
-        yield standing
+    for module in (reference, lightning_reference):
+        cloudpickle.register_pickle_by_value(module)
+    return shared_ranks(2)
 
 
 @pytest.fixture(scope="module", autouse=True)

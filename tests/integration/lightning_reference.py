@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import cloudpickle
-import rank_pool
-import reference
 import torch
 from pytorch_lightning import LightningModule
-from rank_pool import StandingBackend
 from reference import OPTIMIZERS, make_net
 from torchmetrics import MeanSquaredError
 
@@ -76,12 +67,3 @@ def fit(backend: Any, store: Any, **params: Any) -> Any:
         }
     )
     return estimator.fit_on_parquet()
-
-
-@contextlib.contextmanager
-def standing_ranks(folder: Path, test: ModuleType) -> Iterator[StandingBackend]:
-    """Keep two ranks for the fits of a test's module, whose classes they are sent by value."""
-    for module in (reference, rank_pool, sys.modules[__name__], test):
-        cloudpickle.register_pickle_by_value(module)
-    with StandingBackend(2, folder) as standing:
-        yield standing

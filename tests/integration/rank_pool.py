@@ -18,6 +18,11 @@ import cloudpickle
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
 
+_IMPORTED = {
+    "torch": ("hvd_estimators.lightning.trainer", "pytorch_lightning"),
+    "tensorflow": ("hvd_estimators.keras.trainer", "keras"),
+}
+
 
 class StandingBackend(Backend):
     """Runs every call in the same processes; a context manager.
@@ -29,7 +34,8 @@ class StandingBackend(Backend):
     directory : Path
         Where calls and results are exchanged.
     framework : str
-        Horovod's name for the framework that trains.
+        Horovod's name for the framework that trains: ``torch``, which includes Lightning, or
+        ``tensorflow``.
     """
 
     def __init__(self, ranks: int, directory: Path, framework: str = "torch") -> None:
@@ -41,7 +47,8 @@ class StandingBackend(Backend):
 
     def __enter__(self) -> StandingBackend:
         self.directory.mkdir(parents=True, exist_ok=True)
-        serve = (_serve, (str(self.directory), self._framework))
+        # A warm process imports what a call mentions, once for all ranks of a session.
+        serve = (_serve, (str(self.directory), self._framework, _IMPORTED[self._framework]))
         self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
         self._thread.start()
         return self
@@ -74,7 +81,9 @@ class StandingBackend(Backend):
         return self.results
 
 
-def _serve(directory: str, framework: str) -> None:
+def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     # Ranks that leave would find each other's old addresses when they come back.
@@ -105,16 +114,22 @@ _shared: dict[tuple[int, str], StandingBackend] = {}
 
 
 def shared_ranks(ranks: int, framework: str = "torch") -> StandingBackend:
-    """Return ranks that all fits of a test module share; conftest.py ends them after the module."""
-    if (ranks, framework) not in _shared:
-        backend = StandingBackend(ranks, Path(tempfile.mkdtemp(prefix="ranks-")), framework)
-        _shared[ranks, framework] = backend.__enter__()
-    return _shared[ranks, framework]
+    """Return ranks that all fits of a test module share; conftest.py ends them after the module.
+
+    The ranks of at most one other number or framework stay: idle ones need 7 % of a core each.
+    """
+    backend = _shared.pop((ranks, framework), None)
+    if backend is None:
+        end_shared_ranks(but=1)
+        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        backend = StandingBackend(ranks, folder, framework).__enter__()
+    _shared[ranks, framework] = backend
+    return backend
 
 
-def end_shared_ranks() -> None:
-    """End all shared ranks, and delete their folders."""
-    while _shared:
-        _, backend = _shared.popitem()
+def end_shared_ranks(but: int = 0) -> None:
+    """End all shared ranks but those that were used last, and delete their folders."""
+    while len(_shared) > but:
+        backend = _shared.pop(next(iter(_shared)))
         backend.__exit__()
         shutil.rmtree(backend.directory)

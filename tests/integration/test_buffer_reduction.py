@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from keras import ops
 from lightning_reference import fit as fit_lightning
 from pytorch_lightning import LightningModule
-from rank_pool import StandingBackend
+from rank_pool import shared_ranks
 from reference import WIDTH, fit, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits
@@ -148,44 +147,41 @@ class KerasTracking(keras.layers.Layer):
         return x
 
 
-def test_keras(store: Any, tmp_path: Path) -> None:
+def test_keras(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-    with StandingBackend(2, tmp_path / "ranks", "tensorflow") as backend:
+    def run(run_id: str, **params: Any) -> dict[str, Any]:
+        keras.utils.set_random_seed(7)
+        x = keras.Input((WIDTH,))
+        net = keras.Model(x, keras.layers.Dense(1)(KerasTracking(name="tracking")(x)))
+        estimator = KerasEstimator(
+            backend=shared_ranks(2, "tensorflow"),
+            store=store,
+            model=net,
+            optimizer=keras.optimizers.SGD(0.01),
+            loss="mse",
+            feature_cols=["features"],
+            label_cols=["label"],
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            buffer_reduction=REDUCTIONS,
+            run_id=run_id,
+            shuffle=False,
+            random_seed=3,
+            verbose=0,
+            **params,
+        )
+        fitted = estimator.fit_on_parquet().getModel()
+        layer = fitted.get_layer("tracking")
+        return {v.name: v.numpy().item() for v in layer.non_trainable_variables}
 
-        def run(run_id: str, **params: Any) -> dict[str, Any]:
-            keras.utils.set_random_seed(7)
-            x = keras.Input((WIDTH,))
-            net = keras.Model(x, keras.layers.Dense(1)(KerasTracking(name="tracking")(x)))
-            estimator = KerasEstimator(
-                backend=backend,
-                store=store,
-                model=net,
-                optimizer=keras.optimizers.SGD(0.01),
-                loss="mse",
-                feature_cols=["features"],
-                label_cols=["label"],
-                batch_size=BATCH,
-                epochs=EPOCHS,
-                buffer_reduction=REDUCTIONS,
-                run_id=run_id,
-                shuffle=False,
-                random_seed=3,
-                verbose=0,
-                **params,
-            )
-            fitted = estimator.fit_on_parquet().getModel()
-            layer = fitted.get_layer("tracking")
-            return {v.name: v.numpy().item() for v in layer.non_trainable_variables}
-
-        whole = run("kept", checkpoint_every_n_steps=3, keep_checkpoints=99)
-        expected = expected_buffers(columns)
-        # By default Keras's variables of floats become their mean.
-        expected["other"] = expected["latest"]
-        assert whole == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}
-        positions = []
-        for run_id, position in kept_checkpoints(store, "kept"):
-            positions.append(position)
-            assert run(run_id) == whole
-        assert {(0, 48), (1, 0), (1, 32)} <= {*positions}
+    whole = run("kept", checkpoint_every_n_steps=3, keep_checkpoints=99)
+    expected = expected_buffers(columns)
+    # By default Keras's variables of floats become their mean.
+    expected["other"] = expected["latest"]
+    assert whole == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}
+    positions = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        positions.append(position)
+        assert run(run_id) == whole
+    assert {(0, 48), (1, 0), (1, 32)} <= {*positions}

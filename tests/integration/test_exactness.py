@@ -25,7 +25,6 @@ from reference import (
 )
 
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
@@ -167,7 +166,7 @@ def test_every_row_reaches_the_gradient_once_per_epoch(store: Any, rows: int, ra
     net = RowCounter(rows)
     batch_size, epochs, learning_rate = 16, 2, 0.5
     estimator = TorchEstimator(
-        backend=LocalBackend(ranks),
+        backend=shared_ranks(ranks),
         store=store,
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=learning_rate),

@@ -166,6 +166,7 @@ def store(tmp_path: Path) -> Store:
     return Store.create(str(tmp_path / "store"))
 
 
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
 def test_all_outputs_and_labels_train_as_in_one_process(

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from reference import write_rows
 
 from hvd_estimators.exceptions import ParamError
@@ -74,7 +74,7 @@ def test_callbacks_see_the_same_and_write_on_one_rank_only(store: Any, tmp_path:
     write_rows(Path(store.get_val_data_path()), 31, seed=1)
     diary = tmp_path / "diary"
     diary.mkdir()
-    fitted = make_estimator(
+    fitted = pooled_estimator(
         store,
         2,
         batch_size=16,
@@ -120,7 +120,7 @@ def test_the_best_model_is_returned_even_after_worse_epochs_and_a_restart(store:
             # Good epochs first, and then one that goes uphill.
             return 0.05 if epoch < 2 else -0.05
 
-        return make_estimator(
+        return pooled_estimator(
             store,
             2,
             batch_size=16,

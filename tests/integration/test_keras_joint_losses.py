@@ -117,6 +117,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_labels_need_not_pair(ranks: Any, tmp_path: Path, case: str) -> None:
     make, loss, params = CASES[case]

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from reference import WIDTH, write_rows
 
 from hvd_estimators.exceptions import ParamError
@@ -73,7 +73,7 @@ def test_what_has_no_config_trains_resumes_and_saves(store: Any, tmp_path: Path)
     columns = write_rows(Path(store.get_train_data_path()), 128)
 
     def fit(epochs: int, run_id: str) -> Any:
-        return make_estimator(
+        return pooled_estimator(
             store,
             2,
             model=make_model(),
@@ -125,7 +125,7 @@ def test_what_has_no_config_trains_resumes_and_saves(store: Any, tmp_path: Path)
 def test_a_model_that_cannot_travel_is_rejected_on_the_driver(store: Any) -> None:
     model = make_model()
     model.guard = threading.Lock()
-    estimator = make_estimator(store, 2, model=model)
+    estimator = pooled_estimator(store, 2, model=model)
     expected = r"model: .*'guard' of type lock.*get_config\(\)"
     with pytest.raises(ParamError, match=expected):
         estimator._training_model()

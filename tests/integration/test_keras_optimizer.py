@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from keras_reference import QUIET
-
-from hvd_estimators.launch.local_backend import LocalBackend
+from rank_pool import shared_ranks
 
 pytestmark = pytest.mark.integration
 
 
-def on_ranks(function: Any, ranks: int = 2) -> list[Any]:
-    return LocalBackend(ranks, env=QUIET).run(function)
+def on_ranks(function: Any) -> list[Any]:
+    return shared_ranks(2, "tensorflow").run(function)
 
 
 def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import make_estimator
-from reference import WIDTH, RecordingBackend, write_rows
+from keras_reference import pooled_estimator
+from reference import WIDTH, write_rows
 
 from hvd_estimators.exceptions import ParamError
 
@@ -73,7 +73,7 @@ def make_adversaries() -> Adversaries:
 def test_both_optimizers_average(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 120)
     params: dict[str, Any] = {"model": make_adversaries(), "optimizer": None, "loss": None}
-    estimator = make_estimator(store, 2, batch_size=30, epochs=3, run_id="pair", **params)
+    estimator = pooled_estimator(store, 2, batch_size=30, epochs=3, run_id="pair", **params)
     fitted = estimator.fit_on_parquet()
     alone = make_adversaries()
     order = np.concatenate([np.r_[i : i + 30, 60 + i : 90 + i] for i in (0, 30)])
@@ -108,6 +108,6 @@ def test_both_optimizers_average(store: Any) -> None:
 def test_what_only_the_user_can_compile_is_left_to_the_user(
     store: Any, params: dict[str, Any], message: str
 ) -> None:
-    given = {"optimizer": None, "loss": None, "backend": RecordingBackend(2), **params}
+    given = {"optimizer": None, "loss": None, **params}
     with pytest.raises(ParamError, match=message):
-        make_estimator(store, 2, model=make_adversaries(), **given).fit_on_parquet()
+        pooled_estimator(store, 2, model=make_adversaries(), **given).fit_on_parquet()

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import collections
 import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import keras
-import keras_reference
 import numpy as np
 import pytest
-import rank_pool
-import reference
-import resuming
 import tensorflow as tf
 from keras_reference import make_estimator
-from rank_pool import StandingBackend
+from rank_pool import StandingBackend, shared_ranks
 from reference import WIDTH, write_rows
 from resuming import AskedToEnd, kept_checkpoints
 
@@ -153,11 +147,8 @@ def assert_equal_bits(found: Any, expected: Any) -> None:
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> Iterator[StandingBackend]:
-    for module in (reference, keras_reference, rank_pool, resuming, sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
-    with StandingBackend(2, tmp_path / "ranks", "tensorflow") as standing:
-        yield standing
+def backend() -> StandingBackend:
+    return shared_ranks(2, "tensorflow")
 
 
 def test_a_run_goes_on_from_each_epoch(

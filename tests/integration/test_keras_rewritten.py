@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from keras_reference import make_estimator
+from keras_reference import pooled_estimator
 from reference import WIDTH, write_rows
 
 from hvd_estimators.checkpoints import load_checkpoint
@@ -87,7 +87,7 @@ def test_ranks_train_resume_and_save_what_one_process_does(store: Any, kind: str
     make_model = VARIANTS[kind]
 
     def fit(epochs: int) -> Any:
-        return make_estimator(
+        return pooled_estimator(
             store,
             2,
             model=make_model(),

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras_reference import assert_same_weights, make_estimator
+from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
 
 from hvd_estimators.exceptions import ColumnError, ShapeError
@@ -90,7 +90,7 @@ def test_strings_train_as_in_one_process(spark: Any, store: Any, kind: str, tmp_
         "epochs": 2,
     }
     write_columns(store.get_train_data_path(), columns, row_group_size=25)
-    estimator = make_estimator(store, 2, **params)
+    estimator = pooled_estimator(store, 2, **params)
     fitted = estimator.fit_on_parquet()
     alone = make(columns)
     alone.compile(keras.optimizers.SGD(0.3), "binary_crossentropy")

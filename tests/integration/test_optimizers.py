@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import optimizers
 import pytest
-import rank_pool
-import reference
 import torch
 from optimizers import (
     Make,
@@ -23,7 +20,7 @@ from optimizers import (
     train_alone,
 )
 from pytorch_lightning import LightningModule
-from rank_pool import StandingBackend
+from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches, write_rows
 
 from hvd_estimators.exceptions import ParamError
@@ -36,14 +33,11 @@ ROWS, BATCH, EPOCHS = 37, 8, 2
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    import cloudpickle
-
-    for module in (optimizers, reference, rank_pool, sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
-    with StandingBackend(2, tmp_path_factory.mktemp("ranks")) as standing:
-        standing.run(import_timm_optimizers_there)
-        yield standing
+def ranks() -> StandingBackend:
+    cloudpickle.register_pickle_by_value(optimizers)
+    backend = shared_ranks(2)
+    backend.run(import_timm_optimizers_there)
+    return backend
 
 
 def import_timm_optimizers_there() -> None:
@@ -164,13 +158,41 @@ def test_every_optimizer_trains_and_resumes_bit_for_bit(ranks: Any, store: Any, 
     check_all(ranks, store, [fit], {**torch_optimizers(), **other_optimizers()}, whole=True)
 
 
-def test_optimizers_that_cannot_train_on_ranks_are_named(ranks: Any, store: Any) -> None:
+def test_an_optimizer_that_differentiates_gradients_is_rejected(ranks: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)
     timm = import_timm_optimizers()
     with pytest.raises(ParamError, match="Adahessian differentiates gradients"):
         fit_torch("", timm.Adahessian, settings(ranks, store, "second", 1))
-    kron = timm.get_optimizer_class("kron")
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights: on each rank another."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter += 0.01 * torch.randn_like(parameter)
+        return loss
+
+
+def make_kron(parameters: Any) -> torch.optim.Optimizer:
+    return import_timm_optimizers().get_optimizer_class("kron")(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Noisy,
+        # Compiles its steps, which takes much longer than the training.
+        pytest.param(make_kron, marks=pytest.mark.soak),
+    ],
+)
+def test_an_optimizer_that_draws_random_numbers_is_named(
+    ranks: Any, store: Any, make: Make
+) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
     # The run's own digests of the ranks, after the first epoch.
-    message = r"After epoch 0, .* different weights: net.0.weight, net.0.bias, .*'kron'"
+    message = r"After epoch 0, .* different weights: net.0.weight, net.0.bias, .*'random'"
     with pytest.raises(AssertionError, match=message):
-        fit_torch("", lambda p: kron(p, lr=0.01), settings(ranks, store, "kron", 3))
+        fit_torch("", make, settings(ranks, store, "random", 3))

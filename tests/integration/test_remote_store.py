@@ -99,14 +99,14 @@ def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
 
 def test_keras(tmp_path: Path, columns: Any) -> None:
     import keras
-    from keras_reference import make_estimator
+    from keras_reference import pooled_estimator
 
     callbacks = [
         keras.callbacks.TensorBoard("elsewhere"),
         keras.callbacks.CSVLogger("log.csv"),
     ]
     store = remote_store.make_store(tmp_path)
-    estimator = make_estimator(store, 2, validation=0.5, callbacks=callbacks, **RUN)
+    estimator = pooled_estimator(store, 2, validation=0.5, callbacks=callbacks, **RUN)
     history = estimator.fit_on_parquet().getHistory()
     files = files_of(tmp_path)
     assert files["checkpoints/checkpoint-000002"] > 0

@@ -8,17 +8,22 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import reference
 import torch
+from rank_pool import shared_ranks
 from reference import (
     OPTIMIZERS,
     assert_same_weights,
-    fit,
     global_batches,
     train_alone,
     write_rows,
 )
 
 pytestmark = pytest.mark.integration
+
+
+def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
+    return reference.fit(store, ranks, name, **{"backend": shared_ranks(ranks), **params})
 
 
 def test_transformation_fn_changes_rows_before_they_reach_the_model(store: Any) -> None:

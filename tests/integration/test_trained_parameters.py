@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backends import InProcessBackend
-from lightning_reference import standing_ranks
 from pytorch_lightning import Callback, LightningModule
-from rank_pool import StandingBackend
+from rank_pool import StandingBackend, shared_ranks
 from reference import WIDTH, assert_same_weights, global_batches, make_net, write_rows
 
 from hvd_estimators.lightning import LightningEstimator
@@ -25,10 +22,9 @@ pytestmark = pytest.mark.integration
 ROWS, BATCH = 37, 8
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    with standing_ranks(tmp_path_factory.mktemp("ranks"), sys.modules[__name__]) as standing:
-        yield standing
+@pytest.fixture
+def ranks() -> StandingBackend:
+    return shared_ranks(2)
 
 
 def fit_torch(backend: Any, store: Any, net: Any, optimizer: Any, **params: Any) -> Any:
