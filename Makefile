@@ -82,14 +82,15 @@ distclean: clean  ## remove the environments too
 	rm -rf .venv .venv-modern
 
 # $(call install,FOLDER,CONSTRAINTS,EXTRAS,PACKAGES WITHOUT THEIR DEPENDENCIES)
+# Python compiles what is imported; pip would compile all of 30,000 files.
 define install
 	@echo "== $(1): creating the environment"
 	@$(PYTHON) -m venv $(1)
 	@echo "== $(1): installing the packages of $(2), about two minutes"
 	@$(1)/bin/python -m pip install --quiet --constraint $(2) setuptools wheel
-	@$(1)/bin/python -m pip install --quiet --constraint $(2) --no-build-isolation \
+	@$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --no-build-isolation \
 		--editable '.[$(3)]'
-	@$(if $(4),$(1)/bin/python -m pip install --quiet --no-deps --constraint $(2) $(4))
+	@$(if $(4),$(1)/bin/python -m pip install --quiet --no-compile --no-deps --constraint $(2) $(4))
 	@echo "== $(1): Horovod"
 	@$(1)/bin/hvd-estimators build-horovod
 	@rm -f $(1)/.setup-* && touch $@
