@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from fewer_ranks import FourShards, fits_of_the_same_steps, note
-from keras_reference import QUIET
-from reference import WIDTH, RecordingBackend, write_rows
+from rank_pool import shared_ranks
+from reference import WIDTH, write_rows
 
 from hvd_estimators.keras import KerasEstimator, LearningRateWarmupCallback
 
@@ -77,7 +77,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
 
     def fit(ranks: int, folder: Path) -> Any:
         estimator = FourShardsEstimator(
-            backend=RecordingBackend(ranks, env=QUIET),
+            backend=shared_ranks(ranks, "tensorflow"),
             store=store,
             model=make_net(str(folder)),
             custom_objects={"Noting": Noting},

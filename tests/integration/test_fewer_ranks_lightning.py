@@ -10,7 +10,8 @@ import pytest
 import torch
 from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from pytorch_lightning import LightningModule
-from reference import WIDTH, RecordingBackend, write_rows
+from rank_pool import shared_ranks
+from reference import WIDTH, write_rows
 from resuming import kept_checkpoints
 from torchmetrics import MeanSquaredError
 
@@ -72,7 +73,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
 
     def fit(ranks: int, folder: Path, run_id: str | None = None) -> Any:
         estimator = FourShardsEstimator(
-            backend=RecordingBackend(ranks),
+            backend=shared_ranks(ranks),
             store=store,
             model=Module(str(folder)),
             feature_cols=["features", "id"],

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fewer_ranks import FourShards, fits_of_the_same_steps, note
-from reference import WIDTH, RecordingBackend, write_rows
+from rank_pool import shared_ranks
+from reference import WIDTH, write_rows
 from torchmetrics import MeanAbsoluteError, PearsonCorrCoef, SpearmanCorrCoef
 
 from hvd_estimators.exceptions import ParamError
@@ -55,7 +56,7 @@ def fit(
     folder.mkdir(exist_ok=True)
     net = Net(str(folder))
     given = {
-        "backend": RecordingBackend(ranks),
+        "backend": shared_ranks(ranks),
         "store": store,
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9),

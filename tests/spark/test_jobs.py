@@ -81,7 +81,8 @@ def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
 
     net = torch.nn.Linear(1, 1)
     return TorchEstimator(
-        num_proc=2,
+        # No step of these ranks ends.
+        backend=SparkBackend(2, env={GRACE_VARIABLE: "1"}, verbose=0),
         store=store,
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
