@@ -20,13 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-    ReduceOp,
-)
+import torch.distributed.distributed_c10d
 
 from hvd_estimators.exceptions import CollectiveError, ParamError
 from hvd_estimators.launch import timeouts
@@ -41,7 +35,16 @@ __all__ = ["DistributedCollectives", "connect", "connected"]
 
 logger = logging.getLogger(__name__)
 
-_OPS = {"mean": ReduceOp.SUM, "sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
+# These modules do not declare their names for type checkers.
+dist: Any = torch.distributed
+c10d: Any = torch.distributed.distributed_c10d
+
+_OPS = {
+    "mean": c10d.ReduceOp.SUM,
+    "sum": c10d.ReduceOp.SUM,
+    "min": c10d.ReduceOp.MIN,
+    "max": c10d.ReduceOp.MAX,
+}
 
 # Operations wait without a limit of Gloo's or NCCL's own, because a rank may read, validate or save
 # for long. `hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead.
@@ -77,7 +80,7 @@ class DistributedCollectives(Collectives):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,
         rank: int,
         size: int,
         local_rank: int,
@@ -105,7 +108,7 @@ class DistributedCollectives(Collectives):
     def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
         """Return a tensor's reduction over the ranks."""
         if torch.is_grad_enabled() and tensor.requires_grad:
-            reduced: torch.Tensor = _Reduce.apply(tensor, self, op, name)  # type: ignore[no-untyped-call]
+            reduced: torch.Tensor = _Reduce.apply(tensor, self, op, name)
             return reduced
         return self.reduce_async(tensor, op, name or "reduce")()
 
@@ -170,7 +173,7 @@ class DistributedCollectives(Collectives):
     def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         """Return the ranks' tensors, concatenated along their first dimension."""
         if torch.is_grad_enabled() and tensor.requires_grad:
-            gathered: torch.Tensor = _Gather.apply(tensor, self, name)  # type: ignore[no-untyped-call]
+            gathered: torch.Tensor = _Gather.apply(tensor, self, name)
             return gathered
         return self.gather_parts(tensor, name)[0]
 
@@ -211,12 +214,12 @@ class DistributedCollectives(Collectives):
         return self._nccl if uses_nccl else self._gloo
 
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
-        options = _without_limit(AllreduceOptions())
+        options = _without_limit(c10d.AllreduceOptions())
         options.reduceOp = _OPS[op]
         return self._waiting(self._group(tensor).allreduce([tensor], options), tensor, name)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
-        options = _without_limit(BroadcastOptions())
+        options = _without_limit(c10d.BroadcastOptions())
         options.rootRank, options.rootTensor = root, 0
         return self._waiting(self._group(tensor).broadcast([tensor], options), tensor, name)
 
@@ -226,7 +229,7 @@ class DistributedCollectives(Collectives):
         """Start a gather of tensors with the same shape on all ranks."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         parts = list(gathered.unbind(0))
-        options = _without_limit(AllgatherOptions())
+        options = _without_limit(c10d.AllgatherOptions())
         work = self._group(tensor).allgather([parts], [tensor], options)
         wait = self._waiting(work, tensor, name)
 
@@ -367,8 +370,8 @@ def _without_limit(options: Any) -> Any:
     return options
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int, address: str | None) -> Any:
-    gloo = dist.distributed_c10d.ProcessGroupGloo
+def _gloo_group(store: Any, rank: int, size: int, address: str | None) -> Any:
+    gloo = c10d.ProcessGroupGloo
     options = gloo._Options()
     device = gloo.create_default_device() if address is None else gloo.create_device(address)
     options._devices = [device]
@@ -380,8 +383,8 @@ def _gloo_group(store: dist.Store, rank: int, size: int, address: str | None) ->
         return gloo(dist.PrefixStore("gloo", store), rank, size, options)
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int, limit: float) -> Any:
-    nccl = dist.distributed_c10d.ProcessGroupNCCL
+def _nccl_group(store: Any, rank: int, size: int, limit: float) -> Any:
+    nccl = c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _UNLIMITED if math.isinf(limit) else timedelta(seconds=limit)
     return nccl(dist.PrefixStore("nccl", store), rank, size, options)
@@ -410,7 +413,7 @@ def connect() -> DistributedCollectives:
     """
     client = RankClient.from_environment()
     numbers = _numbers_of_rank(os.environ)
-    store: dist.Store
+    store: Any
     if client is not None:
         store = RendezvousStore(client)
     elif numbers[1] == 1:

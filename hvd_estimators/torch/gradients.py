@@ -359,6 +359,7 @@ class _Bucket:
             self.parameters[index].grad = self._zero_gradient(self.parameters[index])
         if self.sparse:
             (parameter,) = self.parameters
+            assert parameter.grad is not None
             self._wait = current().average_sparse_async(parameter.grad, self.name)
             return
         compressed = [self._compress(p.grad) for p in self.parameters]

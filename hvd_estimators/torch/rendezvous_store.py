@@ -15,8 +15,11 @@ __all__ = ["RendezvousStore"]
 
 _OK = 200
 
+# The module does not declare its names for type checkers.
+_distributed: Any = torch.distributed
 
-class RendezvousStore(torch.distributed.Store):
+
+class RendezvousStore(_distributed.Store):
     """Store over the rendezvous of the job, see ``torch.distributed.Store``.
 
     Parameters

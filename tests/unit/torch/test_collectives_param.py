@@ -26,10 +26,10 @@ class Recorder:
     """A callback that records the collectives of the rank that trains."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
-        RECORDED.append(current().library)
+        recorded.append(current().library)
 
 
-RECORDED: list[str] = []
+recorded: list[str] = []
 
 
 class Module(LightningModule):
@@ -38,7 +38,7 @@ class Module(LightningModule):
         self.layer = torch.nn.Linear(1, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        RECORDED.append(current().library)
+        recorded.append(current().library)
         return torch.nn.functional.mse_loss(self.layer(batch["x"][:, None])[:, 0], batch["y"])
 
     def configure_optimizers(self) -> Any:
@@ -46,7 +46,7 @@ class Module(LightningModule):
 
 
 def fit(store: Any, cls: Any = TorchEstimator, **params: Any) -> Any:
-    RECORDED.clear()
+    recorded.clear()
     folder = Path(store.get_train_data_path())
     folder.mkdir(parents=True, exist_ok=True)
     columns = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32)}
@@ -80,10 +80,10 @@ def test_each_library_trains_both_estimators_to_the_same_bits(store: Any) -> Non
     weights = []
     for library, name in (("horovod", "Horovod"), ("torch", "torch.distributed")):
         model = fit(store, model=net, collectives=library, shuffle=False)
-        assert [name] == RECORDED
+        assert recorded[:] == [name]
         weights.append(model.getModel().weight)
         fit(store, LightningEstimator, collectives=library)
-        assert set(RECORDED) == {name}
+        assert set(recorded) == {name}
     assert torch.equal(*weights)
 
 
@@ -95,12 +95,12 @@ def test_auto_takes_horovod_or_else_torch_and_the_choice_is_logged(
 
     with caplog.at_level(logging.INFO, "hvd_estimators"):
         fit(store)
-        assert RECORDED == ["Horovod"]
+        assert recorded == ["Horovod"]
         assert lines() == ["collectives: the ranks use Horovod (it is built for this torch)."]
         caplog.clear()
         monkeypatch.setitem(sys.modules, "horovod.torch", None)
         fit(store)
-        assert RECORDED == ["torch.distributed"]
+        assert recorded == ["torch.distributed"]
         (line,) = lines()
         assert "the ranks use torch.distributed (this Python has no Horovod" in line
 
@@ -118,4 +118,4 @@ def test_wrong_values_and_combinations_are_rejected_on_the_driver(
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
     with pytest.raises(DependencyError, match="Set collectives='torch', or run"):
         fit(store, collectives="horovod")
-    assert RECORDED == []
+    assert recorded == []
