@@ -71,8 +71,13 @@ def test_the_first_program_of_the_readme_runs(
     program = tmp_path / "digits.py"
     program.write_text(block.text.replace("/tmp/", f"{tmp_path}/"))
 
-    # Matplotlib would open a window.
-    printed = output_of({**with_torch_alone, "MPLBACKEND": "agg"}, program)
+    # No window, and no progress bar of Spark between the lines.
+    quiet = {
+        "MPLBACKEND": "agg",
+        "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.showConsoleProgress=false pyspark-shell",
+    }
+
+    printed = output_of({**with_torch_alone, **quiet}, program)
 
     assert documented.prints(block.shown, printed), printed
 
