@@ -1,0 +1,152 @@
+"""Programs for an environment without Horovod and compilers; the first argument names one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from pyspark.sql import SparkSession
+
+from hvd_estimators import Store, run
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch import LocalBackend
+
+ROWS = [(n / 16.0, 2 * n / 16.0 + 1) for n in range(16)]
+SAVED = Path(__file__).parents[1] / "spark" / "saved" / "keras"
+
+
+class Line(LightningModule):
+    """A line, trained by one step of gradient descent per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.float().reshape(-1, 1)).squeeze(1)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self(batch["x"]), batch["y"].float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def expected(epochs: int) -> tuple[float, float]:
+    """Return what that finds in NumPy, from a weight and a bias of 0.5 and 0."""
+    x, y = np.array(ROWS).T
+    weight, bias = 0.5, 0.0
+    for _ in range(epochs):
+        error = weight * x + bias - y
+        weight, bias = weight - 0.2 * np.mean(error * x), bias - 0.2 * np.mean(error)
+    return weight, bias
+
+
+def first_weights(module: torch.nn.Module) -> torch.nn.Module:
+    for parameter, value in zip(module.parameters(), (0.5, 0.0), strict=True):
+        torch.nn.init.constant_(parameter, value)
+    return module
+
+
+def settings(store: Store, **further: Any) -> dict[str, Any]:
+    return {
+        "store": store,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "epochs": 5,
+        "shuffle": False,
+        "scale_learning_rate": False,
+        "verbose": 0,
+        **further,
+    }
+
+
+def check_fit(estimator: Any, frame: Any) -> None:
+    """Fit, compare with NumPy, and predict with `transform` and with `load_predictor`."""
+    model = estimator.fit(frame)
+    weight, bias = (float(value) for value in model.getModel().state_dict().values())
+    np.testing.assert_allclose((weight, bias), expected(5), rtol=1e-5)
+    predicted = model.transform(frame).toPandas()
+    np.testing.assert_allclose(
+        predicted["y__output"].astype(float), weight * predicted["x"] + bias, rtol=1e-5
+    )
+
+
+def torch_estimator(store: Store, **further: Any) -> Any:
+    from hvd_estimators.torch import TorchEstimator
+
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Flatten(0))
+    return TorchEstimator(
+        model=first_weights(net),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        input_shapes=[[-1, 1]],
+        **settings(store, **further),
+    )
+
+
+def sum_over_ranks() -> float:
+    """Run as a program for ``torchrun`` does."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return float(total)
+
+
+def on_spark(store: Store) -> None:
+    """Fit and predict with torch and Lightning in Spark tasks, and run a function there."""
+    from hvd_estimators.lightning import LightningEstimator
+
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
+    frame = spark.createDataFrame(ROWS, ["x", "y"]).repartition(1).sortWithinPartitions("x")
+    check_fit(torch_estimator(store, num_proc=2), frame)
+    check_fit(LightningEstimator(model=first_weights(Line()), **settings(store, num_proc=2)), frame)
+    assert run(sum_over_ranks, num_proc=2, verbose=0) == [3.0, 3.0]
+    spark.stop()
+
+
+def on_this_machine(store: Store) -> None:
+    """Fit and run with a `LocalBackend`."""
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", False).getOrCreate()
+    frame = spark.createDataFrame(ROWS, ["x", "y"]).repartition(1).sortWithinPartitions("x")
+    check_fit(torch_estimator(store, backend=LocalBackend(2, verbose=0)), frame)
+    assert LocalBackend(2, verbose=0).run(sum_over_ranks) == [3.0, 3.0]
+    spark.stop()
+
+
+def keras(store: Store) -> None:
+    """Predict with a saved model; training names what is missing."""
+    import hvd_estimators.keras
+    from hvd_estimators.keras import load_predictor
+
+    # The rows and the predictions of `saved_models`.
+    columns = {
+        "a.b": np.array([n % 5 / 4.0 for n in range(24)]),
+        "é": np.array([float(n % 7) / 6.0 for n in range(24)]),
+    }
+    (predicted,) = load_predictor(str(SAVED)).predict(columns).values()
+    kept = json.loads(SAVED.with_name("expected.json").read_text())["keras"]
+    np.testing.assert_allclose(np.ravel(predicted), kept, rtol=1e-4, atol=1e-6)
+    try:
+        print(hvd_estimators.keras.KerasEstimator)
+    except DependencyError as error:
+        print("DependencyError:", error)
+
+
+if __name__ == "__main__":
+    assert find_spec("horovod") is None
+    assert not any(map(shutil.which, ("g++", "c++", "clang++", "make", "cmake")))
+    with_store = {"on_spark": on_spark, "on_this_machine": on_this_machine, "keras": keras}
+    with_store[sys.argv[1]](Store.create(sys.argv[2]))
+    print("done")

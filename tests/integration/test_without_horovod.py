@@ -1,0 +1,115 @@
+"""Training without Horovod, without compilers, and without the calls that only Linux has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import documented
+import psutil
+import pytest
+from lean_environment import lean_environment
+from other_systems import like_macos
+
+pytestmark = [pytest.mark.spark, pytest.mark.integration, pytest.mark.timeout(300)]
+
+JOB = Path(__file__).with_name("lean_job.py")
+OF_TENSORFLOW = ("keras", "tensorflow", "tf_keras", "tf2onnx")
+
+
+@pytest.fixture(scope="module")
+def without_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of an environment with every package but Horovod."""
+    return lean_environment(tmp_path_factory.mktemp("lean") / "venv", ["horovod"])
+
+
+@pytest.fixture(scope="module")
+def with_torch_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of an environment that has no TensorFlow either."""
+    return lean_environment(tmp_path_factory.mktemp("torch") / "venv", ["horovod", *OF_TENSORFLOW])
+
+
+def output_of(environment: Mapping[str, str], *arguments: object, status: int = 0) -> str:
+    """Run Python in an environment, and return what it printed; nothing is left afterwards."""
+    mark = f"{os.getpid()} {arguments}"
+    done = subprocess.run(
+        [environment["PYSPARK_PYTHON"], *map(str, arguments)],
+        env={**environment, "HVD_TEST_MARK": mark},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == status, done.stdout
+    left = [p for p in psutil.process_iter(["environ"]) if _marked(p, mark)]
+    assert not left
+    # The folder of warm processes' sockets stays for the next launch.
+    for name in ("hvd-estimators-rank-*", "hvd_estimators-*"):
+        assert not list(Path(environment["TMPDIR"]).glob(name))
+    return done.stdout
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    is_of_test = (process.info["environ"] or {}).get("HVD_TEST_MARK") == mark
+    # The warm process, which imports ahead, ends soon after its owner.
+    return is_of_test and "--warm" not in process.cmdline()
+
+
+def test_torch_and_lightning_train_predict_and_run(
+    without_horovod: dict[str, str], tmp_path: Path
+) -> None:
+    assert output_of(without_horovod, JOB, "on_spark", tmp_path).endswith("done\n")
+
+
+def test_the_first_program_of_the_readme_runs(
+    with_torch_alone: dict[str, str], tmp_path: Path
+) -> None:
+    block = documented.blocks_of(documented.ROOT / "README.rst")[0]
+    program = tmp_path / "digits.py"
+    program.write_text(block.text.replace("/tmp/", f"{tmp_path}/"))
+
+    # No window, and no progress bar of Spark between the lines.
+    quiet = {
+        "MPLBACKEND": "agg",
+        "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.showConsoleProgress=false pyspark-shell",
+    }
+
+    printed = output_of({**with_torch_alone, **quiet}, program)
+
+    assert documented.prints(block.shown, printed), printed
+
+
+def test_keras_predicts_and_names_what_training_needs(
+    without_horovod: dict[str, str], tmp_path: Path
+) -> None:
+    printed = output_of(without_horovod, JOB, "keras", tmp_path)
+
+    assert "DependencyError: hvd_estimators.keras needs horovod" in printed
+    assert "hvd-estimators build-horovod" in printed
+
+
+def test_the_doctor_is_content_without_horovod_if_torch_trains_alone(
+    with_torch_alone: dict[str, str],
+) -> None:
+    rows = json.loads(output_of(with_torch_alone, "-m", "hvd_estimators", "doctor", "--json"))
+
+    found = {row["component"]: row for row in rows}
+    assert found["Horovod"]["status"] == "not installed, optional"
+    assert "torch.distributed" in found["Training, torch"]["found"]
+    assert found["Training, torch"]["status"] == "ok"
+    assert found["Training, Lightning"]["status"] == "ok"
+    assert found["Allreduce"]["status"] == "ok"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes away what Linux has")
+def test_a_laptop_with_macos_trains_and_runs(
+    with_torch_alone: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    environment = like_macos(tmp_path / "bin", with_torch_alone)
+
+    assert output_of(environment, JOB, "on_this_machine", tmp_path / "store").endswith("done\n")
+    assert output_of(environment, JOB, "on_spark", tmp_path / "store").endswith("done\n")
