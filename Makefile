@@ -20,8 +20,8 @@ else
 CONSTRAINTS := constraints/modern.txt
 endif
 SOURCES := hvd_estimators tests benchmarks examples docs setup.py
-# Tests train with these; their own dependencies do not fit beside the others.
-LIBRARIES := keras-hub timm
+# Tests train with these. Some of their own dependencies do not fit beside the others.
+LIBRARIES := accelerate keras-hub timm
 EXTRAS := build,dev,examples,hdfs,keras,lightning,onnx,s3,torch
 
 # An environment is as its files say if it has the stamp of their contents.

@@ -90,6 +90,44 @@ def test_ranks_reduce_over_ipv6_by_the_interface_that_is_named(
     assert [total for _, _, total, _ in results] == [3.0, 3.0]
 
 
+def sum_in_process_group() -> tuple[float, str, str, set[str]]:
+    """Return the sum over torch's ranks, two variables, and the addresses of connections."""
+    import os
+
+    import psutil
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    total = torch.tensor([torch.distributed.get_rank() + 1.0])
+    torch.distributed.all_reduce(total)
+    connections = psutil.Process().net_connections()
+    used = {
+        c.laddr.ip for c in connections if c.status == "ESTABLISHED" and c.family == socket.AF_INET6
+    }
+    place = os.environ["MASTER_ADDR"], f"{os.environ['LOCAL_RANK']} {os.environ['GROUP_RANK']}"
+    torch.distributed.barrier()
+    return float(total), *place, used
+
+
+def run_process_group(nics: str) -> list[tuple[float, str, str, set[str]]]:
+    from hvd_estimators.launch.spark_backend import SparkBackend
+
+    return SparkBackend(2, nics=nics).run(sum_in_process_group)
+
+
+def test_a_program_for_torchrun_meets_at_an_address_that_all_hosts_reach(cluster: Cluster) -> None:
+    """Over IPv6, without a name of any host, and with none but pretended GPUs."""
+    results = cluster.run(run_process_group, "six0")
+
+    addresses = [cluster.first.only6, cluster.second.only6]
+    assert [total for total, *_ in results] == [3.0, 3.0]
+    assert results[0][1] == results[1][1]
+    assert results[0][1] in addresses
+    # Spark has assigned a GPU to each rank, which sees no other: number 0 of a node.
+    assert [place for _, _, place, _ in results] == ["0 0", "0 1"]
+    assert all(used & set(addresses) for *_, used in results)
+
+
 def test_a_network_that_does_not_lead_to_the_other_host_is_an_error_at_once(
     cluster: Cluster,
 ) -> None:

@@ -1,0 +1,52 @@
+"""Programs for `torchrun`, without a change, on ranks of `LocalBackend`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torchrun_programs
+from rank_pool import shared_ranks
+from torchrun_programs import PROGRAMS, assert_trained_as_alone, train_ddp
+
+from hvd_estimators import HorovodRunner
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+cloudpickle.register_pickle_by_value(torchrun_programs)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_trains_as_one_process_in_ranks_that_use_horovod_too(
+    program: Callable[[], dict[str, list[Any]]],
+) -> None:
+    def train_and_reduce() -> tuple[dict[str, list[Any]], float]:
+        import gc
+
+        import horovod.torch as hvd
+        import torch
+
+        found = program()
+        # Else an object of the program may keep torch's store, and with it the old addresses.
+        gc.collect()
+        return found, float(hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum))
+
+    of_ranks = shared_ranks(2).run(train_and_reduce)
+
+    assert [total for _, total in of_ranks] == [3.0, 3.0]
+    for found in [found for found, _ in of_ranks if found]:
+        assert_trained_as_alone(found)
+
+
+def test_horovod_runner_runs_it_without_horovod() -> None:
+    def train() -> tuple[dict[str, list[Any]], set[str]]:
+        found = train_ddp()
+        return found, {name.partition(".")[0] for name in sys.modules}
+
+    found, modules = HorovodRunner(np=-2).run(train)
+
+    assert_trained_as_alone(found)
+    assert "horovod" not in modules
