@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.fixture(autouse=os.environ.get("HVD_TEST_COLLECTIVES") is not None)
+def _collectives_of_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fits of whole suites use the library that HVD_TEST_COLLECTIVES names, for soaks."""
+    library = os.environ["HVD_TEST_COLLECTIVES"]
+    module = "hvd_estimators.torch.params.choose_collectives"
+    monkeypatch.setattr(module, lambda wanted: (library, "HVD_TEST_COLLECTIVES"))
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[object]:
     """A session with three task slots, shared by all tests."""
