@@ -114,14 +114,7 @@ class DistributedCollectives(Collectives):
 
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
         """Start the reduction of a copy of a tensor."""
-        total = tensor.detach().clone()
-        wait = self._all_reduce(total, op, name)
-
-        def finish() -> torch.Tensor:
-            wait()
-            return total.div_(self.size) if op == "mean" else total
-
-        return finish
+        return self._reduce_in_place(tensor.detach().clone(), op, name)
 
     def reduce_group_async(
         self, tensors: Sequence[torch.Tensor], op: str, name: str
@@ -132,7 +125,7 @@ class DistributedCollectives(Collectives):
         for tensor in tensors:
             groups.setdefault(tensor.dtype, []).append(tensor)
         flats = [torch.cat([t.reshape(-1) for t in group]) for group in groups.values()]
-        waits = [self.reduce_async_in_place(flat, op, name) for flat in flats]
+        waits = [self._reduce_in_place(flat, op, name) for flat in flats]
 
         def finish() -> Sequence[torch.Tensor]:
             for group, wait in zip(groups.values(), waits, strict=True):
@@ -140,18 +133,6 @@ class DistributedCollectives(Collectives):
                 for tensor, part in zip(group, parts, strict=True):
                     tensor.copy_(part.view_as(tensor))
             return tensors
-
-        return finish
-
-    def reduce_async_in_place(
-        self, tensor: torch.Tensor, op: str, name: str
-    ) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a tensor, which the result overwrites."""
-        wait = self._all_reduce(tensor, op, name)
-
-        def finish() -> torch.Tensor:
-            wait()
-            return tensor.div_(self.size) if op == "mean" else tensor
 
         return finish
 
@@ -212,6 +193,18 @@ class DistributedCollectives(Collectives):
     def _group(self, tensor: torch.Tensor) -> Any:
         uses_nccl = tensor.device.type == "cuda" and self._nccl is not None
         return self._nccl if uses_nccl else self._gloo
+
+    def _reduce_in_place(
+        self, tensor: torch.Tensor, op: str, name: str
+    ) -> Callable[[], torch.Tensor]:
+        """Start the reduction of a tensor, which the result overwrites."""
+        wait = self._all_reduce(tensor, op, name)
+
+        def finish() -> torch.Tensor:
+            wait()
+            return tensor.div_(self.size) if op == "mean" else tensor
+
+        return finish
 
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
         options = _without_limit(c10d.AllreduceOptions())
