@@ -15,20 +15,6 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = [
-    "ProcessIdentity",
-    "ProcessStat",
-    "boot_id",
-    "descendants",
-    "is_dead",
-    "is_here",
-    "namespace_id",
-    "pid_exists",
-    "process_stat",
-    "related_processes",
-    "this_process",
-]
-
 
 @dataclass(frozen=True)
 class ProcessStat:

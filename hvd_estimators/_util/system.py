@@ -17,16 +17,6 @@ import threading
 import time
 from typing import IO
 
-__all__ = [
-    "PLATFORM",
-    "adopt_orphans",
-    "available_cores",
-    "die_with_parent",
-    "forks_are_safe",
-    "has_warm_start_calls",
-    "memory_file",
-]
-
 PLATFORM = sys.platform
 """Name of the operating system, as in ``sys.platform``."""
 

@@ -46,15 +46,6 @@ from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
 from hvd_estimators.exceptions import BuildError, DependencyError
 from hvd_estimators.launch.horovod_build import BUILD_FILE
 
-__all__ = [
-    "Report",
-    "build_horovod",
-    "build_wheel",
-    "default_cache_dir",
-    "install_wheel",
-    "run_logged",
-]
-
 Report = Callable[[str], None]
 """Called with each line of progress."""
 

@@ -40,20 +40,6 @@ from hvd_estimators.launch.horovod_build import (
 )
 from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES
 
-__all__ = [
-    "Facts",
-    "HorovodFacts",
-    "ProbeError",
-    "Row",
-    "Status",
-    "collect",
-    "diagnose",
-    "main",
-    "print_sums",
-    "run_python",
-    "two_rank_allreduce",
-]
-
 _SUMS = ["3.0", "3.0"]  # ranks 0 and 1 contribute 1 and 2
 
 # Displayed component to the distributions that may provide it; the first match counts.

@@ -49,8 +49,6 @@ from hvd_estimators.launch.horovod_build import (
 )
 from hvd_estimators.launch.versions import MARKER
 
-__all__ = ["FINISH_REVISION", "finish_wheel", "finished_folder", "local_version", "record_module"]
-
 FINISH_REVISION = 3
 """Part of a finished wheel's version and cache folder; increment it if the written text changes."""
 

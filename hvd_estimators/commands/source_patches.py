@@ -44,8 +44,6 @@ from hvd_estimators.launch.versions import (
     TOKEN_VARIABLE,
 )
 
-__all__ = ["PATCHES", "SourcePatch", "patch_source", "unpack_source"]
-
 _MARKER_TEXT = f'''\
 """Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""
 

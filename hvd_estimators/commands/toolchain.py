@@ -43,23 +43,6 @@ from hvd_estimators.exceptions import BuildError, DependencyError
 from hvd_estimators.launch.horovod_build import DISTRIBUTIONS, cuda_of, installed_version
 from hvd_estimators.launch.versions import PATCHES_REVISION
 
-__all__ = [
-    "GPU_CHOICES",
-    "HOROVOD_VERSION",
-    "NCCL_LIBRARY",
-    "BuildRecipe",
-    "build_path",
-    "check_system",
-    "compiler_version",
-    "default_jobs",
-    "detect_recipe",
-    "find_compiler",
-    "find_cuda_toolkit",
-    "find_nccl",
-    "missing_build_packages",
-    "nccl_version",
-]
-
 HOROVOD_VERSION = "0.28.1"
 
 # Part of the cache key. Increment it if a change below, or a source patch, changes the wheel of the

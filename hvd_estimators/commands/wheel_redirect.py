@@ -16,15 +16,6 @@ from pathlib import Path
 
 from hvd_estimators._util.horovod_spark_names import HOMES
 
-__all__ = [
-    "SIGN",
-    "SPARK_FOLDER",
-    "SPARK_MODULE",
-    "compat_modules",
-    "installed_horovod_spark",
-    "spark_modules",
-]
-
 SPARK_FOLDER = "horovod/spark/"
 """Folder of ``horovod.spark`` in a wheel."""
 

@@ -14,8 +14,6 @@ from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.worker import call_without_notifications, of_first_rank
 from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
 
-__all__ = ["HorovodRunner", "run", "run_elastic"]
-
 
 def run(
     fn: Callable[..., Any],

@@ -24,26 +24,6 @@ from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.versions import MARKER, REQUIRED_PATCHES
 
-__all__ = [
-    "BUILD_FILE",
-    "BUILD_VARIABLE",
-    "DISTRIBUTIONS",
-    "TITLES",
-    "check_builds",
-    "cuda_of",
-    "describe_build",
-    "difference",
-    "horovod_build",
-    "horovod_problem",
-    "installed_patches",
-    "installed_record",
-    "installed_version",
-    "is_horovod_installed",
-    "patches_of",
-    "read_record",
-    "require_patches",
-]
-
 BUILD_FILE = "horovod/hvd_estimators_build.py"
 """File of a wheel with the record of what it was built for."""
 

@@ -12,16 +12,6 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
 
-__all__ = [
-    "call_of",
-    "check_further_arguments",
-    "check_run_arguments",
-    "environment_given",
-    "interface_names",
-    "seconds_given",
-    "whole_number",
-]
-
 logger = logging.getLogger(__name__)
 
 _GLOO = "Gloo is always the controller. Leave it out"

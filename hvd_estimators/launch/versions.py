@@ -16,16 +16,6 @@ from collections.abc import Mapping
 
 import hvd_estimators
 
-__all__ = [
-    "ADDRESS_VARIABLE",
-    "MARKER",
-    "PATCHES_REVISION",
-    "REQUIRED_PATCHES",
-    "TOKEN_VARIABLE",
-    "differences",
-    "installed_versions",
-]
-
 ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 """Environment variable with the numeric address on which a rank's Gloo listens."""
 

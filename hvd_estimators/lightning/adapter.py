@@ -19,8 +19,6 @@ from hvd_estimators.torch.serialization import load_optimizer, load_with_referen
 from hvd_estimators.torch.tensors import Batch
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["ModuleAdapter", "users_module"]
-
 
 class ModuleAdapter(LightningModule):
     """LightningModule around a plain torch module, with a tensor per feature and a loss per label.

@@ -36,16 +36,6 @@ from hvd_estimators.training.step_control import StepControl
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = [
-    "EpochEnds",
-    "EpochRecorder",
-    "TerminateOnNaN",
-    "agree_on_stopping",
-    "has_epoch_ends",
-    "steps_taken",
-    "without_epoch_ends",
-]
-
 _ATTRIBUTE = "should_stop"
 _HOOK = "on_train_batch_start"
 _SKIP_EPOCH = -1

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
-__all__ = [
-    "RankResults",
-    "lists_with_lengths",
-    "reduce_results",
-    "results_of",
-    "without_effects",
-]
-
 
 class RankResults(ResultCollection):
     """Logged values of one rank, and values of all ranks after a reduction.

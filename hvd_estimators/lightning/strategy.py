@@ -56,8 +56,6 @@ from hvd_estimators.training.shard_state import ShardStates
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["PARAMETER_GROUPS", "HorovodEnvironment", "HorovodStrategy", "WeightedStrategy"]
-
 PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 """Checkpoint key of the parameter names in each group of each optimizer."""
 

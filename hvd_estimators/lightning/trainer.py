@@ -63,8 +63,6 @@ from hvd_estimators.training.step_control import (
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["train"]
-
 # These hooks get batches that are on the CPU.
 _MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 

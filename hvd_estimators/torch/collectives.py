@@ -23,31 +23,6 @@ from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.spec import check_equal_weights, weight_digest
 
-__all__ = [
-    "CARRIED_AS",
-    "COLLECTIVES",
-    "Collectives",
-    "PendingSum",
-    "average_batch_norm",
-    "batch_norm_statistics",
-    "bits_of",
-    "broadcast_tensors",
-    "check_same_weights",
-    "choose_collectives",
-    "choose_device",
-    "connect",
-    "current",
-    "exchange",
-    "gather_tensor",
-    "not_finite",
-    "reduce_tensor",
-    "session",
-    "sum_over_ranks",
-    "sum_tensor",
-    "using",
-    "weight_digests",
-]
-
 logger = logging.getLogger(__name__)
 
 COLLECTIVES = ("auto", "horovod", "torch")

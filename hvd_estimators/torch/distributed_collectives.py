@@ -31,8 +31,6 @@ from hvd_estimators.torch.collectives import CARRIED_AS, Collectives
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
 from hvd_estimators.training.horovod_session import check_ranks, set_start_method
 
-__all__ = ["DistributedCollectives", "connect", "connected"]
-
 logger = logging.getLogger(__name__)
 
 # These modules do not declare their names for type checkers.

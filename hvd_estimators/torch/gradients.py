@@ -15,8 +15,6 @@ from hvd_estimators.torch.collectives import current
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import StatedDenominators
 
-__all__ = ["UNUSED_GRADIENTS", "GradientAverager"]
-
 UNUSED_GRADIENTS = (
     "These parameters have gradients, and no optimizer has stepped with them: %s. They are not "
     "trained. Give them to an optimizer, or call requires_grad_(False) on them. The weights of a "

@@ -13,8 +13,6 @@ from hvd_estimators.launch.horovod_build import horovod_problem
 from hvd_estimators.torch.collectives import Collectives
 from hvd_estimators.training.horovod_session import horovod_session
 
-__all__ = ["HorovodCollectives", "connect", "connected", "problem"]
-
 
 class HorovodCollectives(Collectives):
     """Collectives over Horovod, which agrees on the order of operations by their names.

@@ -22,19 +22,6 @@ from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = [
-    "EpochMetricStates",
-    "Metric",
-    "MetricSums",
-    "Metrics",
-    "connect_metrics",
-    "has_state",
-    "merge_metrics",
-    "metric_states",
-    "named_metrics",
-    "restore_metrics",
-]
-
 Metric = Callable[..., Any]
 
 MetricStates = Mapping[str, Mapping[str, Any]]

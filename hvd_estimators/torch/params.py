@@ -32,8 +32,6 @@ from hvd_estimators.torch.shard_state import reductions_of
 from hvd_estimators.torch.stateful import StatefulObjects, has_state, is_loadable
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
-__all__ = ["TorchParams"]
-
 logger = logging.getLogger(__name__)
 
 _HOOKS: dict[str, tuple[str, ...]] = {

@@ -11,8 +11,6 @@ import torch.distributed
 
 from hvd_estimators.launch.rendezvous.rank_client import RankClient
 
-__all__ = ["RendezvousStore"]
-
 _OK = 200
 
 # The module does not declare its names for type checkers.

@@ -18,15 +18,6 @@ from hvd_estimators.training.shard_state import (
 )
 from hvd_estimators.training.spec import array_digest
 
-__all__ = [
-    "BufferReducer",
-    "BufferState",
-    "ShardBuffers",
-    "TorchStreams",
-    "non_persistent_buffers",
-    "reductions_of",
-]
-
 
 class TorchStreams(HostStreams):
     """Global random generators of Python, NumPy and torch, including the rank's device.

@@ -62,8 +62,6 @@ from hvd_estimators.training.step_control import (
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
-__all__ = ["TorchTrainSpec", "train"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,15 +17,6 @@ import numpy as np
 
 from hvd_estimators.store.base import Store
 
-__all__ = [
-    "check_ranks",
-    "gather_timeline",
-    "horovod_session",
-    "rank_seed",
-    "seed_rank",
-    "set_start_method",
-]
-
 logger = logging.getLogger(__name__)
 
 

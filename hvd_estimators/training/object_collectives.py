@@ -21,8 +21,6 @@ import numpy.typing as npt
 from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.launch.rendezvous.channel import RANKS_KEY_VARIABLE
 
-__all__ = ["ObjectExchange"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _TAG_BYTES = 32

@@ -11,19 +11,6 @@ from dataclasses import dataclass
 from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
 from hvd_estimators.launch.timeouts import GLOO_TIMEOUT
 
-__all__ = [
-    "DEFAULTS",
-    "IDENTITY_VARIABLES",
-    "Master",
-    "SlotInfo",
-    "assign_ranks",
-    "child_environment",
-    "python_path",
-    "rank_environment",
-    "shared_environment",
-    "torchrun_environment",
-]
-
 
 @dataclass(frozen=True)
 class SlotInfo:

@@ -35,8 +35,6 @@ from hvd_estimators._util.process_identity import descendants, process_stat, rel
 from hvd_estimators._util.system import adopt_orphans, die_with_parent, forks_are_safe
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, grace_asked
 
-__all__ = ["PID_FILE", "RANK_ARGUMENT", "empty_stdin", "split_off_guardian"]
-
 PID_FILE = "rank.pid"
 """Name of the file in a rank's directory with the rank's process ID, written by the guardian."""
 

@@ -40,8 +40,6 @@ from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_fil
 from hvd_estimators.launch.rank.worker import OUTCOME_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
-__all__ = ["RankProcess", "pickle_call"]
-
 _EXIT_SECONDS = 3.0
 _LOOK_SECONDS = 0.5
 # Errors for a file that does not exist or is not executable.

@@ -28,8 +28,6 @@ from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_envi
 from hvd_estimators.launch.rendezvous.server import Failure
 from hvd_estimators.launch.warm.client import WarmStart
 
-__all__ = ["RankLauncher", "failure_of", "supervise"]
-
 _POLL_SECONDS = 0.05
 # A rank whose peer failed usually ends by itself, with an error that is worth reporting.
 _GRACE_SECONDS = 3.0

@@ -15,8 +15,6 @@ from typing import Any
 from hvd_estimators.launch.timeouts import Patience
 from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
-__all__ = ["RankClient"]
-
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _OK = 200

@@ -9,8 +9,6 @@ from typing_extensions import Self
 
 from hvd_estimators._util.system import PLATFORM
 
-__all__ = ["ReservedPort"]
-
 
 class ReservedPort:
     """Free TCP port that the system gives to no other program; used as a context manager.

@@ -31,17 +31,6 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import BACKLOG, bound_socket
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
 
-__all__ = [
-    "HostAddresses",
-    "HostCandidates",
-    "ProbeListener",
-    "agree",
-    "candidate_addresses",
-    "choose",
-    "executor_identity",
-    "host_identity",
-]
-
 _NONCE_BYTES = 16
 
 

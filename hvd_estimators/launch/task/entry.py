@@ -19,8 +19,6 @@ from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["import_task", "run_task"]
-
 
 def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""

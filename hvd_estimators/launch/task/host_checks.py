@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.task.addresses import HostCandidates
     from hvd_estimators.launch.task.job import Job
 
-__all__ = ["check_machines", "gpu_variables", "horovod_problem", "machine_facts"]
-
 
 def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[str, Any]:
     """Return the facts that the other tasks need for their checks, serializable as JSON.

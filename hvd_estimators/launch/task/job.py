@@ -23,15 +23,6 @@ from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-__all__ = [
-    "INLINE_BYTES",
-    "AddedFile",
-    "Job",
-    "broadcast",
-    "task_environment",
-    "warm_start",
-]
-
 
 @dataclass(frozen=True)
 class Job:

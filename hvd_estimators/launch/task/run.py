@@ -51,9 +51,6 @@ from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "TaskOutput", "hosts_without", "outcomes", "run_rank"]
-
-
 # Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
 _LOG_CHARS = 2**26
 _LOG_CHARS_PER_SECOND = 2**20 / 60

@@ -31,21 +31,6 @@ from pathlib import Path
 from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators._util.system import has_warm_start_calls
 
-__all__ = [
-    "ANSWER_SECONDS",
-    "WARM_START_VARIABLE",
-    "ForkedRank",
-    "WarmStart",
-    "address_of",
-    "allows_warm_start",
-    "connected",
-    "is_alive",
-    "modules_of",
-    "sockets_folder",
-    "warm_environment",
-]
-
-
 WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
 """Environment variable; ``0`` starts every rank in a fresh process."""
 

@@ -29,8 +29,6 @@ from typing import Any
 
 from hvd_estimators.launch.warm.client import GO, HELLO, STALE
 
-__all__ = ["NAME", "ForkSpec", "serve"]
-
 NAME = "hvd-warm"
 """Name of the process in ``ps`` and ``top``."""
 
