@@ -104,7 +104,7 @@ def test_launchers_ask_for_a_patched_horovod(tmp_path, monkeypatch):
     monkeypatch.setattr(horovod_build, "find_spec", lambda name: as_released)
     assert installed_patches() == 0
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
-        LocalBackend(1).run(print)
+        LocalBackend(1).check_horovod()
 
 
 def test_a_healthy_machine_has_no_problem_and_exits_with_0(capsys):

@@ -266,6 +266,7 @@ class TestCandidates:
         assert listening_environment("10.1.0.5") == {
             "HVD_ESTIMATORS_GLOO_ADDRESS": "10.1.0.5",
             "HOROVOD_GLOO_IFACE": "eth1",
+            "GLOO_SOCKET_IFNAME": "eth1",
         }
 
 
