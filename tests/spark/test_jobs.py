@@ -90,8 +90,6 @@ def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
         feature_cols=["x"],
         label_cols=["y"],
         input_shapes=[[-1, 1]],
-        # No step of these ranks ends.
-        backend_env={GRACE_VARIABLE: "1"},
         verbose=0,
     )
 
