@@ -9,10 +9,10 @@ from typing import Any
 import cloudpickle
 import pytest
 import torchrun_programs
-from rank_pool import shared_ranks
 from torchrun_programs import PROGRAMS, assert_trained_as_alone, train_ddp
 
 from hvd_estimators import HorovodRunner
+from hvd_estimators.launch.local_backend import LocalBackend
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -24,17 +24,15 @@ def test_it_trains_as_one_process_in_ranks_that_use_horovod_too(
     program: Callable[[], dict[str, list[Any]]],
 ) -> None:
     def train_and_reduce() -> tuple[dict[str, list[Any]], float]:
-        import gc
-
         import horovod.torch as hvd
         import torch
 
         found = program()
-        # Else an object of the program may keep torch's store, and with it the old addresses.
-        gc.collect()
+        hvd.init()
         return found, float(hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum))
 
-    of_ranks = shared_ranks(2).run(train_and_reduce)
+    # A launch for each program: a second one in the same process would meet torch's old store.
+    of_ranks = LocalBackend(2, verbose=0).run(train_and_reduce)
 
     assert [total for _, total in of_ranks] == [3.0, 3.0]
     for found in [found for found, _ in of_ranks if found]:
