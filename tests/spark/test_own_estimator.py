@@ -172,9 +172,14 @@ class Noting(LeastSquares):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name in HOOKS:
+        if name not in HOOKS:
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
             CALLED.append(name)
-        return value
+            return value(*args, **kwargs)
+
+        return call
 
 
 CALLED: list[str] = []
