@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.torch.collectives import current, session
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
 from hvd_estimators.torch.metrics import MetricSums
@@ -271,8 +272,6 @@ def step_of_one_process(case: Case, columns: Any, net: torch.nn.Module, weighted
 
 def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarray], Any, Any]:
     """Train two steps on this rank, and alone; return the weights and the losses of both."""
-    import horovod.torch as hvd
-
     columns, net, alone = columns_of(case), Net(case), Net(case)
     starts = iter(np.cumsum([0, *(n for step in range(2) for r in ROWS for n in r[step])]))
     places = {
@@ -283,7 +282,7 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
             strict=False,
         )
     }
-    rank = hvd.rank()
+    rank = current().rank
     own = [
         {name: c[places[step, rank, number]] for name, c in columns.items()}
         for step in range(2)
@@ -341,19 +340,16 @@ def weightable(case: Case) -> bool:
 
 def run_all(variants: list[tuple[str, int, Case, bool]]) -> list[str]:
     """Return what differs, of all variants in one launch."""
-    import horovod.torch as hvd
-
-    hvd.init()
     wrong = []
-    for name, number, case, weighted in variants:
-        found, expected, loss, reference = trained(case, weighted)
-        label = f"{name}[{number}]{' with sample weights' if weighted else ''}: {case.loss}"
-        pairs = zip(found, expected, strict=True)
-        if not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs):
-            wrong.append(label)
-        if not np.isclose(loss, reference, rtol=1e-5, equal_nan=True):
-            wrong.append(f"{label} measured {loss}, not {reference}")
-    hvd.shutdown()
+    with session("horovod"):
+        for name, number, case, weighted in variants:
+            found, expected, loss, reference = trained(case, weighted)
+            label = f"{name}[{number}]{' with sample weights' if weighted else ''}: {case.loss}"
+            pairs = zip(found, expected, strict=True)
+            if not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs):
+                wrong.append(label)
+            if not np.isclose(loss, reference, rtol=1e-5, equal_nan=True):
+                wrong.append(f"{label} measured {loss}, not {reference}")
     return wrong
 
 
