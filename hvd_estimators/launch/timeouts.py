@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GLOO_TIMEOUT_VARIABLE = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+"""Environment variable of Horovod with the value that `GLOO_TIMEOUT` is the default of."""
+
 GLOO_TIMEOUT = "120"
 """Seconds for which ranks wait for each other within Gloo, unless the user sets another value.
 

@@ -15,6 +15,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from hvd_estimators.launch.gpus import gpu_index
+from hvd_estimators.launch.rendezvous.rank_client import PROXY_ADDRESS_VARIABLE, PROXY_PORT_VARIABLE
 from hvd_estimators.lightning.callbacks import agree_on_stopping
 from hvd_estimators.lightning.dry_run import takes_tuple
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
@@ -71,12 +72,12 @@ class HorovodEnvironment(ClusterEnvironment):
     @property
     def main_address(self) -> str:
         """The rendezvous address of Horovod's ranks."""
-        return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+        return os.environ.get(PROXY_ADDRESS_VARIABLE, "127.0.0.1")
 
     @property
     def main_port(self) -> int:
         """The rendezvous port of Horovod's ranks; 0 if there is only one rank."""
-        return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
+        return int(os.environ.get(PROXY_PORT_VARIABLE, 0))
 
     @staticmethod
     def detect() -> bool:

@@ -25,7 +25,7 @@ import torch.distributed.distributed_c10d
 from hvd_estimators.exceptions import CollectiveError, ParamError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.hang_detection import hold_up_limits, not_taking_part
-from hvd_estimators.launch.rendezvous.rank_client import RankClient
+from hvd_estimators.launch.rendezvous.rank_client import JOINED, RankClient
 from hvd_estimators.launch.versions import ADDRESS_VARIABLE
 from hvd_estimators.torch.collectives import CARRIED_AS, Collectives
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
@@ -366,7 +366,7 @@ def _gloo_group(store: Any, rank: int, size: int, address: str | None) -> Any:
     options = gloo._Options()
     device = gloo.create_default_device() if address is None else gloo.create_device(address)
     options._devices = [device]
-    seconds = os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "")
+    seconds = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
     options._timeout = timedelta(
         seconds=int(seconds) if seconds.isdigit() else int(timeouts.GLOO_TIMEOUT)
     )
@@ -419,7 +419,7 @@ def connect() -> DistributedCollectives:
     collectives = DistributedCollectives(store, *numbers, os.environ.get(ADDRESS_VARIABLE))
     _connections.append(collectives)
     if client is not None:
-        client.request("joined")
+        client.request(JOINED)
     return collectives
 
 

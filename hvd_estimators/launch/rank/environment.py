@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
-from hvd_estimators.launch.timeouts import GLOO_TIMEOUT
+from hvd_estimators.launch.timeouts import GLOO_TIMEOUT, GLOO_TIMEOUT_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def torchrun_environment(
     }
 
 
-DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, LOG_LEVEL_VARIABLE: "1"}
+DEFAULTS = {GLOO_TIMEOUT_VARIABLE: GLOO_TIMEOUT, LOG_LEVEL_VARIABLE: "1"}
 """Default variables of ranks, used if neither user, driver nor executor has set them.
 
 TensorFlow then logs only errors and warnings, such as of unusable GPUs.

@@ -23,6 +23,12 @@ from typing_extensions import Self
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
+from hvd_estimators.launch.rendezvous.rank_client import (
+    JOINED,
+    KEYS_SCOPE,
+    PROXY_ADDRESS_VARIABLE,
+    PROXY_PORT_VARIABLE,
+)
 from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -37,10 +43,8 @@ _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
 _KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
-# Requests of `RankClient`, whose keys do not mix with those of Horovod's Gloo.
-_KEYS_SCOPE = "keys"
+# Kinds of requests of `RankClient`, whose keys do not mix with those of Horovod's Gloo.
 _KEYS_KINDS = ("set", "get", "add", "append", "compare_set", "wait", "delete", "count")
-_JOINED = "joined"
 # hvd.init() connects the ranks of several scopes, and deletes its keys of each of them. The last
 # one connects ranks of the default process set across hosts.
 _LAST_SCOPE = re.compile("cross_.*_process_set_")
@@ -87,8 +91,8 @@ class GlooProxy:
     def environment(self) -> dict[str, str]:
         """Return the environment variables with this server's address and token."""
         return {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._listener.port),
+            PROXY_ADDRESS_VARIABLE: LOOPBACK,
+            PROXY_PORT_VARIABLE: str(self._listener.port),
             TOKEN_VARIABLE: self._token,
         }
 
@@ -103,7 +107,7 @@ class GlooProxy:
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers = _head(connection, deadline)
-        if self._rejects and not path.startswith(f"/{_KEYS_SCOPE}/"):
+        if self._rejects and not path.startswith(f"/{KEYS_SCOPE}/"):
             # An answer could end the rank with an error that does not name the reason.
             self.was_rejected = True
             self._ended.wait()
@@ -127,7 +131,7 @@ class GlooProxy:
 
     def _answer_keys(self, kind: str, content: bytes) -> tuple[int, bytes]:
         """Answer a request of `RankClient`: JSON values and bytes, separated by a line break."""
-        if kind == _JOINED:
+        if kind == JOINED:
             self._on_joined()
             return _OK, b"{}\n"
         if kind not in _KEYS_KINDS:
@@ -136,21 +140,21 @@ class GlooProxy:
         try:
             self._on_init()
             answer, body = self._client.request(
-                kind, body, **{**json.loads(values), "scope": _KEYS_SCOPE}
+                kind, body, **{**json.loads(values), "scope": KEYS_SCOPE}
             )
         except PeerLostError:
             return _UNAVAILABLE, b""
         return _OK, json.dumps(answer).encode() + b"\n" + body
 
     def _reply(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
-        if method == "POST" and path.startswith(f"/{_KEYS_SCOPE}/"):
-            return self._answer_keys(path.removeprefix(f"/{_KEYS_SCOPE}/"), content)
+        if method == "POST" and path.startswith(f"/{KEYS_SCOPE}/"):
+            return self._answer_keys(path.removeprefix(f"/{KEYS_SCOPE}/"), content)
         named = _PATH.fullmatch(path)
         kind = _KINDS.get(method)
         if named is None or kind is None:
             return _BAD_REQUEST, b""
         scope, key = named.groups()
-        if scope == _KEYS_SCOPE:
+        if scope == KEYS_SCOPE:
             return _BAD_REQUEST, b""
         try:
             self._on_init()

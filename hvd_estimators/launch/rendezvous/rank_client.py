@@ -15,8 +15,18 @@ from typing import Any
 from hvd_estimators.launch.timeouts import Patience
 from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
-_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+PROXY_ADDRESS_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+"""Environment variable of Horovod: the address of the rank's proxy."""
+
+PROXY_PORT_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+"""Environment variable of Horovod: the port of the rank's proxy."""
+
+KEYS_SCOPE = "keys"
+"""First part of the path of each request of `RankClient`."""
+
+JOINED = "joined"
+"""Kind of the request that reports that the rank is connected to the others."""
+
 _OK = 200
 
 
@@ -42,7 +52,7 @@ class RankClient:
         """Return the client for a rank's environment; None if another launcher started the rank."""
         if TOKEN_VARIABLE not in env:
             return None
-        return cls(env[_ADDRESS], int(env[_PORT]), env[TOKEN_VARIABLE])
+        return cls(env[PROXY_ADDRESS_VARIABLE], int(env[PROXY_PORT_VARIABLE]), env[TOKEN_VARIABLE])
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> tuple[dict[str, Any], bytes]:
         """Send a message, and return the values and the bytes of its answer.
@@ -58,7 +68,8 @@ class RankClient:
         connection = http.client.HTTPConnection(*self._endpoint, timeout=seconds)
         try:
             head = json.dumps(values).encode()
-            connection.request("POST", f"/keys/{kind}", head + b"\n" + body, self._headers)
+            path = f"/{KEYS_SCOPE}/{kind}"
+            connection.request("POST", path, head + b"\n" + body, self._headers)
             answer = connection.getresponse()
             content = answer.read()
         except http.client.HTTPException as error:
