@@ -37,7 +37,7 @@ from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import LaunchWatch, Stage
+from hvd_estimators.launch.service.stages import LaunchWatch
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,
@@ -164,17 +164,13 @@ class LocalBackend(Backend):
             given = {**os.environ, **self._env, **(env or {})}
 
             def start(slot: SlotInfo, relay: Relay) -> RankProcess:
-                enter = functools.partial(watch.record_rank, slot.rank)
                 rank = launcher.start(
                     slot,
                     LOOPBACK,
                     LocalRendezvousClient(store, slot.rank),
                     rank_gpus([], [], slot.local_rank, slot.local_size, given),
                     self._outlets.line_handlers(relay.put),
-                    on_start=lambda: enter(Stage.RANK_PROCESS),
-                    on_init=lambda: enter(Stage.HOROVOD_INIT),
-                    on_joined=lambda: enter(Stage.HOROVOD_JOINED),
-                    on_end=lambda: enter(Stage.ENDED),
+                    on_stage=functools.partial(watch.record_rank, slot.rank),
                 )
                 return stack.enter_context(rank)
 

@@ -112,9 +112,9 @@ def log_size(cluster: Cluster) -> int:
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
-        (stop_itself, "rank process"),
-        (wait_for_release, "rank process"),
-        (stop_its_task, "(process start|rank process)"),
+        (stop_itself, "function"),
+        (wait_for_release, "function"),
+        (stop_its_task, "(process start|rank process|function)"),
     ],
     ids=["stopped", "no hvd.init()", "stopped task"],
 )

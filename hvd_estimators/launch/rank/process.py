@@ -37,7 +37,7 @@ from hvd_estimators.launch.rank.hang_detection import (
 )
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_filter
-from hvd_estimators.launch.rank.worker import OUTCOME_FILE
+from hvd_estimators.launch.rank.worker import CALLED_FILE, OUTCOME_FILE
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 _EXIT_SECONDS = 3.0
@@ -105,6 +105,8 @@ class RankProcess:
         Fork the process from this warm process, if possible. Default: start a fresh process.
     on_start : callable
         Called once when the process runs this package's code; by `stalled`.
+    on_call : callable
+        Called once when the process has loaded the call and runs its function; by `stalled`.
     on_end : callable
         Called when the process has ended; by `outcome`.
     problem : callable
@@ -122,6 +124,7 @@ class RankProcess:
         on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
         on_start: Callable[[], None] = lambda: None,
+        on_call: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
         problem: Callable[[], str] = lambda: "",
     ) -> None:
@@ -137,7 +140,7 @@ class RankProcess:
         self._on_error_lines = on_error_lines
         self._executable = executable or sys.executable
         self._warm = warm
-        self._on_start: Callable[[], None] | None = on_start
+        self._awaited_files = {PID_FILE: on_start, CALLED_FILE: on_call}
         self._on_end = on_end
 
     def __enter__(self) -> Self:
@@ -174,12 +177,12 @@ class RankProcess:
         if self._process is None or now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
+        for name in [*self._awaited_files]:
+            if Path(self._directory, name).exists():
+                self._awaited_files.pop(name)()
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
-            if self._on_start is not None:
-                self._on_start()
-                self._on_start = None
         stopped = self._stalls.look(any(map(is_stopped, pids)), now)
         return stopped or self._hangs.look(sign_left(self._directory), now)
 

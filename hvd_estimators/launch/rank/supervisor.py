@@ -7,6 +7,7 @@ job fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import Failure
+from hvd_estimators.launch.service.stages import Stage
 from hvd_estimators.launch.warm.client import WarmStart
 
 _POLL_SECONDS = 0.05
@@ -74,10 +76,7 @@ class RankLauncher:
         gpus: Mapping[str, str],
         line_handlers: tuple[LineHandler | None, LineHandler | None],
         *,
-        on_start: Callable[[], None],
-        on_init: Callable[[], None],
-        on_joined: Callable[[], None],
-        on_end: Callable[[], None],
+        on_stage: Callable[[Stage], None],
     ) -> Iterator[RankProcess]:
         """Start one rank, and end it and its descendants when the block ends.
 
@@ -93,14 +92,20 @@ class RankLauncher:
             The variables that restrict the rank to its GPUs.
         line_handlers : (callable or None, callable or None)
             Handlers of the rank's output; see ``on_lines`` and ``on_error_lines`` of `RankProcess`.
-        on_start : callable
-            Called when the process runs this package's code.
-        on_init, on_joined : callable
-            Called when ``hvd.init()`` begins and ends; see `GlooProxy`.
-        on_end : callable
-            Called when the process has ended.
+        on_stage : callable
+            Called, from any thread, with each stage of `hvd_estimators.launch.service.stages` that
+            the process enters, once or more often.
         """
-        with GlooProxy(client, on_init, on_joined, bool(self.horovod_problem)) as proxy:
+
+        def entering(stage: Stage) -> Callable[[], None]:
+            return functools.partial(on_stage, stage)
+
+        with GlooProxy(
+            client,
+            entering(Stage.HOROVOD_INIT),
+            entering(Stage.HOROVOD_JOINED),
+            bool(self.horovod_problem),
+        ) as proxy:
             # The user's variables may show a rank other GPUs, too.
             visible = self.environment(gpus).get(VISIBLE_VARIABLE)
             has_own_gpus = bool(visible) and visible == gpus.get(VISIBLE_VARIABLE)
@@ -118,8 +123,9 @@ class RankLauncher:
                 executable=self.executable,
                 on_error_lines=on_error_lines,
                 warm=self.warm,
-                on_start=on_start,
-                on_end=on_end,
+                on_start=entering(Stage.RANK_PROCESS),
+                on_call=entering(Stage.FUNCTION),
+                on_end=entering(Stage.ENDED),
                 problem=lambda: self.horovod_problem if proxy.was_rejected else "",
             ) as process:
                 yield process

@@ -25,6 +25,8 @@ from hvd_estimators.launch.rank.guardian import RANK_ARGUMENT, empty_stdin, spli
 from hvd_estimators.launch.rank.outcome import ErrorReport, report_error
 
 OUTCOME_FILE = "outcome.pkl"
+CALLED_FILE = "called"
+"""Name of the empty file in the rank's directory that exists once the function was called."""
 
 
 def main(directory: str) -> int:
@@ -45,6 +47,7 @@ def main(directory: str) -> int:
         empty_stdin()
         *_, sys.argv, fn, args, kwargs = cloudpickle.loads(call)
         del call
+        Path(directory, CALLED_FILE).touch()
         outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
         outcome = ("error", report_error(error))

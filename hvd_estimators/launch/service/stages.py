@@ -39,9 +39,10 @@ class Stage(enum.IntEnum):
     RENDEZVOUS = 6
     PROCESS_START = 7
     RANK_PROCESS = 8
-    HOROVOD_INIT = 9
-    HOROVOD_JOINED = 10
-    ENDED = 11
+    FUNCTION = 9
+    HOROVOD_INIT = 10
+    HOROVOD_JOINED = 11
+    ENDED = 12
 
     @property
     def label(self) -> str:
@@ -63,7 +64,11 @@ _EXPLANATIONS = {
     ),
     Stage.RENDEZVOUS: "the task connects to the task of rank 0",
     Stage.PROCESS_START: "the task has started the rank's Python, which does not run yet",
-    Stage.RANK_PROCESS: "the rank's process runs, and has not called hvd.init()",
+    Stage.RANK_PROCESS: (
+        "the rank's process runs, and has not called its function yet; it imports the modules that "
+        "the function needs"
+    ),
+    Stage.FUNCTION: "the rank runs its function, and has not called hvd.init()",
     Stage.HOROVOD_INIT: "hvd.init() connects the rank to the other ranks",
 }
 
@@ -177,7 +182,7 @@ class LaunchWatch:
 
     A thread warns if tasks stay in the earliest stage of all tasks for 8 seconds. It warns again if
     the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined. Ranks
-    whose process runs are expected to join only if another rank has called ``hvd.init()``.
+    that run their function are expected to join only if another rank has called ``hvd.init()``.
 
     Parameters
     ----------
@@ -279,7 +284,7 @@ class LaunchWatch:
         with self._lock:
             reached = {at.stage for at, _ in self._stages.values()}
             stage = min(reached)
-            if stage == Stage.RANK_PROCESS and reached <= {stage, Stage.ENDED}:
+            if stage == Stage.FUNCTION and reached <= {stage, Stage.ENDED}:
                 return
             waiting = [
                 (at, now - since) for at, since in self._stages.values() if at.stage == stage

@@ -309,10 +309,7 @@ def _run_process(
             client,
             gpu_variables(context, job, slot),
             (output.on_lines, output.on_error_lines),
-            on_start=lambda: stages.enter(Stage.RANK_PROCESS),
-            on_init=lambda: stages.enter(Stage.HOROVOD_INIT),
-            on_joined=lambda: stages.enter(Stage.HOROVOD_JOINED),
-            on_end=lambda: stages.enter(Stage.ENDED),
+            on_stage=stages.enter,
         ) as process,
     ):
         (outcome,) = supervise([process], client.failure)

@@ -80,13 +80,23 @@ def test_ranks_without_horovod_are_not_waited_for(
 ) -> None:
     with LaunchWatch(2) as watch:
         for rank in range(2):
-            watch.record(RankStage(rank, rank, "host", Stage.RANK_PROCESS))
+            watch.record(RankStage(rank, rank, "host", Stage.FUNCTION))
         time.sleep(0.6)
         watch.record(RankStage(0, 0, "host", Stage.ENDED))
         time.sleep(0.6)
         assert not caplog.records
         watch.record(RankStage(1, 1, "host", Stage.HOROVOD_INIT))
         wait_until(lambda: "waits for rank 1 on host, in stage 'Horovod init'" in caplog.text)
+
+
+def test_ranks_that_all_hang_before_their_function_are_named(
+    fast: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LaunchWatch(2) as watch:
+        for rank in range(2):
+            watch.record(RankStage(rank, rank, "host", Stage.RANK_PROCESS))
+        wait_until(lambda: caplog.records)
+    assert "waits for rank 0 on host, rank 1 on host, in stage 'rank process'" in caplog.text
 
 
 def test_a_stage_that_arrives_late_does_not_set_a_rank_back(
@@ -180,7 +190,7 @@ def test_a_local_rank_that_is_stopped_before_it_joins_is_named(
         return int(hvd.rank())
 
     def go_on() -> None:
-        wait_until(lambda: re.search("waits for rank 1 on .* 'rank process'", caplog.text), 40)
+        wait_until(lambda: re.search("waits for rank 1 on .* 'function'", caplog.text), 40)
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if path.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T":
