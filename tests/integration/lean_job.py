@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from hvd_estimators import Store, run
 from hvd_estimators.exceptions import DependencyError
@@ -104,16 +104,26 @@ def sum_over_ranks() -> float:
     return float(total)
 
 
+def frame_on_spark() -> DataFrame:
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
+    return spark.createDataFrame(ROWS, ["x", "y"]).repartition(1).sortWithinPartitions("x")
+
+
 def on_spark(store: Store) -> None:
     """Fit and predict with torch and Lightning in Spark tasks, and run a function there."""
     from hvd_estimators.lightning import LightningEstimator
 
-    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
-    frame = spark.createDataFrame(ROWS, ["x", "y"]).repartition(1).sortWithinPartitions("x")
-    check_fit(torch_estimator(store, num_proc=2), frame)
+    frame = frame_on_spark()
     check_fit(LightningEstimator(model=first_weights(Line()), **settings(store, num_proc=2)), frame)
+    torch_on_spark(store)
+
+
+def torch_on_spark(store: Store) -> None:
+    """Fit and predict with torch in Spark tasks, and run a function there."""
+    frame = frame_on_spark()
+    check_fit(torch_estimator(store, num_proc=2), frame)
     assert run(sum_over_ranks, num_proc=2, verbose=0) == [3.0, 3.0]
-    spark.stop()
+    frame.sparkSession.stop()
 
 
 def on_this_machine(store: Store) -> None:
@@ -147,6 +157,6 @@ def keras(store: Store) -> None:
 if __name__ == "__main__":
     assert find_spec("horovod") is None
     assert not any(map(shutil.which, ("g++", "c++", "clang++", "make", "cmake")))
-    with_store = {"on_spark": on_spark, "on_this_machine": on_this_machine, "keras": keras}
-    with_store[sys.argv[1]](Store.create(sys.argv[2]))
+    jobs = {job.__name__: job for job in (on_spark, torch_on_spark, on_this_machine, keras)}
+    jobs[sys.argv[1]](Store.create(sys.argv[2]))
     print("done")

@@ -15,7 +15,10 @@ import pytest
 from lean_environment import lean_environment
 from other_systems import like_macos
 
-pytestmark = [pytest.mark.spark, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [
+    *(pytest.mark.spark, pytest.mark.once, pytest.mark.integration),
+    pytest.mark.timeout(300),
+]
 
 JOB = Path(__file__).with_name("lean_job.py")
 OF_TENSORFLOW = ("keras", "tensorflow", "tf_keras", "tf2onnx")
@@ -111,5 +114,5 @@ def test_a_laptop_with_macos_trains_and_runs(
     (tmp_path / "bin").mkdir()
     environment = like_macos(tmp_path / "bin", with_torch_alone)
 
-    assert output_of(environment, JOB, "on_this_machine", tmp_path / "store").endswith("done\n")
-    assert output_of(environment, JOB, "on_spark", tmp_path / "store").endswith("done\n")
+    for job in ("on_this_machine", "torch_on_spark"):
+        assert output_of(environment, JOB, job, tmp_path / "store").endswith("done\n")
