@@ -1,14 +1,17 @@
 """Time `fit` against horovod.spark's, and against hand-written loops.
 
 One loop uses Horovod, and its rows exist as arrays. The other uses Spark's `TorchDistributor`, and
-its time includes writing the DataFrame. Fits of a tenth of the rows determine the fixed cost.
+its time includes writing the DataFrame. Fits of a tenth of the rows determine the fixed cost. The
+first fit of an application, which users of scripts wait for, is measured in fresh processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +34,15 @@ from benchmarks.common import (
     squared_error,
 )
 from benchmarks.figures import parser, seconds
-from benchmarks.fit_report import SHARE_OF_FEW, Fitted, report
+from benchmarks.fit_report import (
+    BASELINE,
+    BY_HAND,
+    DISTRIBUTOR,
+    OURS,
+    SHARE_OF_FEW,
+    Fitted,
+    report,
+)
 from hvd_estimators import Store
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.spark_backend import SparkBackend
@@ -179,29 +190,68 @@ def fit_distributed(
     return Fitted(net, taken, {"prepare, launch and reading": taken - loop, "training": loop})
 
 
-def measure(
+def contenders(
     frame: DataFrame, options: argparse.Namespace, folder: Path
-) -> tuple[dict[str, list[Fitted]], Arrays]:
-    """Fit with each contender in turn, the requested number of times."""
-    validation = collect(frame.where("is_validation"))
-    train_by_hand.save(folder, "train", collect(frame.where("not is_validation")))
-    train_by_hand.save(folder, "validation", validation)
+) -> dict[str, Callable[[int], Fitted]]:
+    """Return each contender's fit of the rows, as a function of a seed."""
 
     def in_folder(fit: Callable[..., Fitted]) -> Callable[[int], Fitted]:
         return lambda seed: fit(frame, options, seed, tempfile.mkdtemp(dir=folder))
 
-    fits: dict[str, Callable[[int], Fitted]] = {
-        "hvd_estimators": in_folder(fit_ours),
-        "horovod.spark": in_folder(fit_baseline),
-        "TorchDistributor": in_folder(fit_distributed),
-        "by hand": lambda seed: fit_by_hand(folder, options, seed),
+    return {
+        OURS: in_folder(fit_ours),
+        BASELINE: in_folder(fit_baseline),
+        DISTRIBUTOR: in_folder(fit_distributed),
+        BY_HAND: lambda seed: fit_by_hand(folder, options, seed),
     }
+
+
+def save_arrays(frame: DataFrame, folder: Path) -> Arrays:
+    """Save the rows for the loop by hand, and return those of validation."""
+    validation = collect(frame.where("is_validation"))
+    train_by_hand.save(folder, "train", collect(frame.where("not is_validation")))
+    train_by_hand.save(folder, "validation", validation)
+    return validation
+
+
+def measure(
+    frame: DataFrame, options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, list[Fitted]], Arrays]:
+    """Fit with each contender in turn, the requested number of times."""
+    validation = save_arrays(frame, folder)
+    fits = contenders(frame, options, folder)
     fitted: dict[str, list[Fitted]] = {name: [] for name in fits}
     for repeat in range(options.repeats):
         for name, fit in fits.items():
             fitted[name].append(fit(repeat))
             print(f"{name}: {fitted[name][-1].seconds:.1f} s", flush=True)
     return fitted, validation
+
+
+def fit_first(name: str, options: argparse.Namespace) -> None:
+    """Fit once with a contender, as the first fit of this process, and print its times as JSON."""
+    with (
+        spark_session(options.num_proc) as spark,
+        tempfile.TemporaryDirectory(prefix="hvd-estimators-bench-") as folder,
+    ):
+        frame = regression_data(spark, options.rows)
+        if name == BY_HAND:
+            save_arrays(frame, Path(folder))
+        fitted = contenders(frame, options, Path(folder))[name](0)
+    print(json.dumps([fitted.seconds, fitted.parts]), flush=True)
+
+
+def measure_first(options: argparse.Namespace) -> dict[str, list[Fitted]]:
+    """Fit with each contender in turn, each time in a fresh process."""
+    fitted: dict[str, list[Fitted]] = {name: [] for name in (OURS, BASELINE, DISTRIBUTOR, BY_HAND)}
+    for _ in range(options.repeats):
+        for name, fits in fitted.items():
+            command = [sys.executable, "-m", "benchmarks.fit", *sys.argv[1:], "--first", name]
+            printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            taken, parts = json.loads(printed.splitlines()[-1])
+            fits.append(Fitted(Net(), taken, parts))
+            print(f"{name}, first fit: {taken:.1f} s", flush=True)
+    return fitted
 
 
 def main() -> None:
@@ -212,8 +262,15 @@ def main() -> None:
     options_parser.add_argument(
         "--learning-rate", type=float, default=1e-3, help="of one rank; all multiply it by ranks"
     )
+    options_parser.add_argument(
+        "--first", metavar="CONTENDER", help="fit only once with this contender, in this process"
+    )
     options = options_parser.parse_args()
     need_baseline()
+    if options.first:
+        fit_first(options.first, options)
+        return
+    first = measure_first(options)
     with (
         spark_session(options.num_proc) as spark,
         tempfile.TemporaryDirectory(prefix="hvd-estimators-bench-") as folder,
@@ -228,7 +285,7 @@ def main() -> None:
         fitted_few, _ = measure(few, options, Path(folder))
         fitted, validation = measure(frame, options, Path(folder))
         few.unpersist()
-    report(fitted, fitted_few, validation, options)
+    report(fitted, fitted_few, first, validation, options)
 
 
 if __name__ == "__main__":
