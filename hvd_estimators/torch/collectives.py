@@ -73,13 +73,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a tensor, which is not modified."""
-
-    @abc.abstractmethod
-    def reduce_group_async(
-        self, tensors: Sequence[torch.Tensor], op: str, name: str
-    ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start one reduction of several tensors, which the results overwrite."""
+        """Start the reduction of a tensor, which the result overwrites."""
 
     @abc.abstractmethod
     def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
@@ -214,11 +208,56 @@ class _TensorExchange(ObjectExchange):
 exchange = _TensorExchange(lambda: current().rank, lambda: current().size, _gather_bytes)
 
 
+def reduce_group_async(
+    tensors: Sequence[torch.Tensor], op: str, name: str
+) -> Callable[[], list[torch.Tensor]]:
+    """Start one reduction of several tensors for each dtype and device.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+        Tensors of any strides, which are copied. Shapes and order are the same on all ranks.
+    op, name : str
+        The operation and its name, see `Collectives`.
+
+    Returns
+    -------
+    callable
+        Waits, and returns the results: contiguous tensors that share memory with each other.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+    started = []
+    for number, members in enumerate(groups.values()):
+        flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
+        part_name = f"{name}.{number}" if number else name
+        started.append((members, current().reduce_async(flat, op, part_name)))
+    shapes = [tensor.shape for tensor in tensors]
+
+    def finish() -> list[torch.Tensor]:
+        results: list[Any] = [None] * len(shapes)
+        for members, wait in started:
+            parts = wait().split([shapes[index].numel() for index in members])
+            for index, part in zip(members, parts, strict=True):
+                results[index] = part.view(shapes[index])
+        return results
+
+    return finish
+
+
+@_outside_inference_mode
+def reduce_group(tensors: Sequence[torch.Tensor], op: str, name: str) -> None:
+    """Overwrite tensors with their reduction over the ranks; see `reduce_group_async`."""
+    for tensor, reduced in zip(tensors, reduce_group_async(tensors, op, name)(), strict=True):
+        tensor.detach().copy_(reduced)
+
+
 def average_batch_norm(module: torch.nn.Module) -> None:
     """Set batch normalization's running statistics to their mean over the ranks."""
     statistics = batch_norm_statistics(module)
     if statistics and current().size > 1:
-        current().reduce_group_async(statistics, "mean", "batch_norm")()
+        reduce_group(statistics, "mean", "batch_norm")
 
 
 def batch_norm_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -396,7 +435,7 @@ class PendingSum:
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's tensor, of the same shape and dtype on all ranks.
+        This rank's tensor, of the same shape and dtype on all ranks. The sum overwrites it.
     name : str
         Name of the reduction; the same on all ranks.
     """

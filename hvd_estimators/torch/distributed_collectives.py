@@ -108,29 +108,15 @@ class DistributedCollectives(Collectives):
         if torch.is_grad_enabled() and tensor.requires_grad:
             reduced: torch.Tensor = _Reduce.apply(tensor, self, op, name)
             return reduced
-        return self.reduce_async(tensor, op, name or "reduce")()
+        return self.reduce_async(_copied(tensor), op, name or "reduce")()
 
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a copy of a tensor."""
-        return self._reduce_in_place(tensor.detach().clone(), op, name)
+        """Start the reduction of a tensor, in place."""
+        wait = self._all_reduce(tensor, op, name)
 
-    def reduce_group_async(
-        self, tensors: Sequence[torch.Tensor], op: str, name: str
-    ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start one reduction of several tensors for each dtype; the results overwrite them."""
-        tensors = [tensor.detach() for tensor in tensors]
-        groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            groups.setdefault(tensor.dtype, []).append(tensor)
-        flats = [torch.cat([t.reshape(-1) for t in group]) for group in groups.values()]
-        waits = [self._reduce_in_place(flat, op, name) for flat in flats]
-
-        def finish() -> Sequence[torch.Tensor]:
-            for group, wait in zip(groups.values(), waits, strict=True):
-                parts = wait().split([tensor.numel() for tensor in group])
-                for tensor, part in zip(group, parts, strict=True):
-                    tensor.copy_(part.view_as(tensor))
-            return tensors
+        def finish() -> torch.Tensor:
+            wait()
+            return tensor.div_(self.size) if op == "mean" else tensor
 
         return finish
 
@@ -191,18 +177,6 @@ class DistributedCollectives(Collectives):
     def _group(self, tensor: torch.Tensor) -> Any:
         uses_nccl = tensor.device.type == "cuda" and self._nccl is not None
         return self._nccl if uses_nccl else self._gloo
-
-    def _reduce_in_place(
-        self, tensor: torch.Tensor, op: str, name: str
-    ) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a tensor, which the result overwrites."""
-        wait = self._all_reduce(tensor, op, name)
-
-        def finish() -> torch.Tensor:
-            wait()
-            return tensor.div_(self.size) if op == "mean" else tensor
-
-        return finish
 
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
         options = _without_limit(c10d.AllreduceOptions())
@@ -303,13 +277,13 @@ class _Reduce(torch.autograd.Function):
         name: str | None,
     ) -> torch.Tensor:
         context.collectives, context.op, context.name = collectives, op, name
-        return collectives.reduce_async(tensor, op, name or "reduce")()
+        return collectives.reduce_async(_copied(tensor), op, name or "reduce")()
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = gradients
         name = f"{context.name or 'reduce'}.gradient"
-        reduced = context.collectives.reduce_async(gradient.contiguous(), context.op, name)()
+        reduced = context.collectives.reduce_async(_copied(gradient), context.op, name)()
         return reduced, None, None, None
 
 
@@ -328,8 +302,13 @@ class _Gather(torch.autograd.Function):
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = gradients
         collectives, name = context.collectives, f"{context.name or 'gather'}.gradient"
-        averaged = collectives.reduce_async(gradient.contiguous(), "mean", name)()
+        averaged = collectives.reduce_async(_copied(gradient), "mean", name)()
         return averaged.split(context.rows)[collectives.rank], None, None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _is_done(work: Any, seconds: float) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvd_estimators.torch.collectives import current
+from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import StatedDenominators
 
@@ -120,7 +120,8 @@ class GradientAverager:
     def unused_gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients that wait for a step, by parameter name."""
         return {
-            name: parameter.grad
+            # A view would be saved with the whole bucket.
+            name: parameter.grad.clone()
             for name, parameter in self._named()
             if parameter in self._unused and parameter.grad is not None
         }
@@ -344,6 +345,7 @@ class _Bucket:
         self._wait: Callable[[], Any] | None = None
         self._contexts: list[Any] = []
         self._missing: list[int] = []
+        self._all_exist: torch.Tensor | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -364,12 +366,14 @@ class _Bucket:
         self._contexts = [context for _, context in compressed]
         # Flags for existing gradients are sent as well, so that a gradient that no rank has stays
         # None.
-        has = torch.ones(len(self.parameters), dtype=torch.float32)
-        has[self._missing] = 0.0
         tensors = [tensor for tensor, _ in compressed]
-        self._wait = current().reduce_group_async(
-            [*tensors, has.to(tensors[0].device, tensors[0].dtype)], "mean", self.name
-        )
+        if self._all_exist is None:
+            self._all_exist = tensors[0].new_ones(len(self.parameters))
+        has = self._all_exist
+        if self._missing:
+            has = has.clone()
+            has[self._missing] = 0.0
+        self._wait = reduce_group_async([*tensors, has], "mean", self.name)
 
     def finish(self) -> None:
         """Wait for the reduction, and set each gradient to the mean over the ranks."""
@@ -384,6 +388,7 @@ class _Bucket:
             ):
                 gradient = self._decompress(output, context, parameter.dtype)
                 own = parameter.grad
+                # The new gradients are views of one tensor.
                 if own is None or own.is_contiguous():
                     parameter.grad = gradient
                 else:  # Keep the memory format, such as channels_last.
@@ -405,7 +410,7 @@ class _Bucket:
         tensor, context = gradient, None
         if self._compression is not None:
             tensor, context = self._compression.compress(gradient)
-        return tensor.contiguous(), context
+        return tensor, context
 
     def _decompress(self, tensor: torch.Tensor, context: Any, dtype: torch.dtype) -> torch.Tensor:
         gradient = tensor

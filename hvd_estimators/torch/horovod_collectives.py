@@ -41,15 +41,8 @@ class HorovodCollectives(Collectives):
         return reduced
 
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a tensor."""
-        handle = self._hvd.allreduce_async(tensor, name=name, op=self._ops[op])
-        return lambda: self._hvd.synchronize(handle)
-
-    def reduce_group_async(
-        self, tensors: Sequence[torch.Tensor], op: str, name: str
-    ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start one reduction of several tensors, in place."""
-        handle = self._hvd.grouped_allreduce_async_(list(tensors), name=name, op=self._ops[op])
+        """Start the reduction of a tensor, in place."""
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._ops[op])
         return lambda: self._hvd.synchronize(handle)
 
     def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:

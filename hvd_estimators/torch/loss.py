@@ -190,6 +190,8 @@ class LossPart:
         """Numerator of the loss; 0 if the denominator is 0, even if the mean is NaN."""
         if self.kind not in ("rows", "stated"):
             return self.value
+        if self.kind == "rows" and self.denominator > 0:
+            return self.value.double() * self.denominator
         return torch.where(self._counts, self.value.double() * self.denominator, 0.0)
 
     @property
@@ -249,7 +251,8 @@ class Evaluation:
     rows : int
         Rows of the batch.
     counted : torch.Tensor or None
-        Numerators and denominators of the loss, see `Loss.counted`; None for a mean over rows.
+        Numerators and denominators of the loss, see `Loss.counted`. None if ``loss`` is a mean over
+        rows.
     step_loss : torch.Tensor or None
         Loss for the backward pass, see `Loss.over_ranks`; None if the caller runs no backward pass.
     stated : torch.Tensor, float or None
@@ -291,7 +294,13 @@ class LossParts:
 
     def weighted(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the labels' values, times their loss weights."""
-        terms = [w * value for w, value in zip(self.loss_weights, values, strict=True)]
+        terms = [
+            value if weight == 1.0 else weight * value
+            for weight, value in zip(self.loss_weights, values, strict=True)
+        ]
+        if len(terms) == 1:
+            (term,) = terms
+            return term if term.dim() == 0 else term.reshape(())
         return torch.stack([term.reshape(()) for term in terms]).sum()
 
     def over_ranks(self, parts: Sequence[LossPart], share: StepShare) -> torch.Tensor:

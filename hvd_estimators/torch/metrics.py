@@ -427,8 +427,11 @@ class MetricSums:
         self._metrics = metrics
         self._parts = loss_parts
         self._names = metrics.function_names
-        self._states = EpochMetricStates(metrics)
+        self._states = EpochMetricStates(metrics) if metrics.have_state else None
         self._sums: torch.Tensor | None = None
+        # A loss that is a mean over rows is counted apart, with one operation for each batch.
+        self._row_mean: torch.Tensor | None = None
+        self._rows_of_mean = 0
         self._rows = 0
 
     def add(self, evaluation: Evaluation) -> None:
@@ -442,20 +445,33 @@ class MetricSums:
         ]
         counted = evaluation.counted
         if counted is None:
-            loss = evaluation.loss.detach().reshape(1).double()
-            counted = torch.cat([loss * rows, torch.full_like(loss, rows)])
-        total = torch.cat([counted.reshape(-1), *measured])
+            self._add_row_mean(evaluation.loss.detach(), rows)
+            if measured:
+                counted = measured[0].new_zeros(2 * self._parts)
+        if counted is not None:
+            self._add_sums(torch.cat([counted.reshape(-1), *measured]))
+        if self._states is not None:
+            self._states.update(evaluation)
+
+    def _add_row_mean(self, loss: torch.Tensor, rows: int) -> None:
+        if self._row_mean is None:
+            self._row_mean = torch.zeros((), dtype=torch.float64, device=loss.device)
+        # The loss is converted to float64 before the multiplication.
+        self._row_mean.add_(loss, alpha=rows)
+        self._rows_of_mean += rows
+
+    def _add_sums(self, total: torch.Tensor) -> None:
         if self._sums is None:
             self._sums = total
         elif self._sums.device == total.device:
             self._sums += total
         else:  # after a restart
             self._sums = self._sums.to(total.device) + total
-        self._states.update(evaluation)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's sums and states so far, for `restore`."""
-        return {"sums": self._own().numpy(), "metrics": self._states.capture()}
+        states = [] if self._states is None else self._states.capture()
+        return {"sums": self._own().numpy(), "metrics": states}
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Resume from the `state` results of the ranks that this rank replaces."""
@@ -463,7 +479,8 @@ class MetricSums:
             rows, *_ = sums = sum(state["sums"] for state in states)
             self._rows = int(rows)
             self._sums = torch.from_numpy(sums[1:].copy())
-        self._states.restore([part for state in states for part in state["metrics"]])
+        if self._states is not None:
+            self._states.restore([part for state in states for part in state["metrics"]])
 
     def means(self) -> dict[str, float]:
         """Return this rank's means so far, of the loss and of metric functions."""
@@ -472,7 +489,7 @@ class MetricSums:
     def reduced(self, name: str) -> dict[str, Any]:
         """Return the values over the rows of all ranks. Called by all ranks at the same time."""
         means = self._means(current().reduce(self._own(), "sum", f"measures.{name}"))
-        if not self._metrics.have_state:
+        if self._states is None:
             return means
         ranks = exchange.gather(self._states.capture(), f"measures.{name}.states")
         return {**means, **self._states.values([part for rank in ranks for part in rank])}
@@ -485,8 +502,12 @@ class MetricSums:
         counts = torch.tensor([self._rows], dtype=torch.float64)
         if self._sums is None:
             sums = torch.zeros(2 * self._parts + len(self._names), dtype=torch.float64)
-            return torch.cat([counts, sums])
-        return torch.cat([counts, self._sums.cpu()])
+        else:
+            sums = self._sums.cpu().clone()
+        if self._row_mean is not None:
+            sums[0] += self._row_mean.cpu()
+            sums[self._parts] += self._rows_of_mean
+        return torch.cat([counts, sums])
 
     def _means(self, sums: torch.Tensor) -> dict[str, float]:
         rows, *totals = sums.tolist()

@@ -271,7 +271,9 @@ class RankObjective:
     ) -> Evaluation:
         """Return a batch's evaluation; with ``share``, including the loss for a backward pass."""
         raw = self._tensors.call(module, batch.inputs)
-        arranged = self._arranged(raw, batch.labels)
+        outputs, labels = self._tensors.align(raw, batch.labels)
+        is_joint = isinstance(self._loss, JointLoss)
+        arranged = (raw, batch.labels) if is_joint else (outputs, labels)
         parts = self._parts(*arranged, batch.weights, batch)
         assert self._loss is not None
         loss = self._loss.mean(parts)
@@ -280,11 +282,10 @@ class RankObjective:
         if share is not None:
             scaled = loss if share.factor == 1.0 else loss * share.factor
             step_loss = scaled if is_mean else self._loss.over_ranks(parts, share)
-        outputs, labels = self._tensors.align(raw, batch.labels)
         stated = next((part.denominator for part in parts if part.kind == "stated"), None)
         if step_loss is not None and stated is not None and not stated > 0:
             step_loss = _no_gradient(outputs)
-        counted = self._loss.counted(parts)
+        counted = None if is_mean and self.loss_parts == 1 else self._loss.counted(parts)
         return Evaluation(loss, outputs, labels, batch.rows, counted, step_loss, stated, is_mean)
 
     def run_minibatch(

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.torch.collectives import batch_norm_statistics, bits_of, current, exchange
+from hvd_estimators.torch.collectives import (
+    batch_norm_statistics,
+    bits_of,
+    current,
+    exchange,
+    reduce_group,
+)
 from hvd_estimators.training.shard_state import (
     HostStreams,
     ShardStates,
@@ -194,7 +200,7 @@ class BufferReducer:
             return
         if shards.passes == 1:
             if current().size > 1:
-                current().reduce_group_async(statistics, "mean", "batch_norm")()
+                reduce_group(statistics, "mean", "batch_norm")
             return
         sums = [torch.zeros_like(value) for value in statistics]
 
@@ -208,7 +214,7 @@ class BufferReducer:
 
         shards.for_each(add)
         if current().size > 1:
-            current().reduce_group_async(sums, "sum", "batch_norm")()
+            reduce_group(sums, "sum", "batch_norm")
         shards.for_each(set_mean)
 
     def _reduce_named(self) -> None:

@@ -24,6 +24,7 @@ from hvd_estimators.torch.collectives import (
     current,
     exchange,
     gather_tensor,
+    reduce_group,
     reduce_tensor,
     session,
     sum_over_ranks,
@@ -71,13 +72,13 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
 
         # Two dtypes, one tensor that is not contiguous in memory, an empty one, and a number.
         group = [own[:600].float().reshape(20, 30), own[600:], torch.empty(0), torch.tensor(3.0)]
-        mine.reduce_group_async(group, "mean", "group")()
+        reduce_group(group, "mean", "group")
         found["group"] = [tensor.numpy() for tensor in group]
 
         # Three at a time, and ended in another order than they were started.
         waits = [mine.reduce_async(own + turn, "sum", f"turn.{turn}") for turn in range(3)]
         found["turns"] = [waits[turn]().numpy() for turn in (2, 0, 1)]
-        pending = PendingSum(own, "pending")
+        pending = PendingSum(own.clone(), "pending")
         found["pending"] = pending.value().numpy()
 
         rows = torch.from_numpy(rows_of(rank))
