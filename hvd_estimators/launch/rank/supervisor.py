@@ -27,7 +27,7 @@ from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
 from hvd_estimators.launch.rendezvous.server import Failure
-from hvd_estimators.launch.service.stages import Stage
+from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.warm.client import WarmStart
 
 _POLL_SECONDS = 0.05
@@ -93,7 +93,7 @@ class RankLauncher:
         line_handlers : (callable or None, callable or None)
             Handlers of the rank's output; see ``on_lines`` and ``on_error_lines`` of `RankProcess`.
         on_stage : callable
-            Called, from any thread, with each stage of `hvd_estimators.launch.service.stages` that
+            Called, from any thread, with each `hvd_estimators.launch.stage.Stage` that
             the process enters, once or more often.
         """
 

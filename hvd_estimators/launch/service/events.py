@@ -142,7 +142,7 @@ class RankStage:
     host : str
         Name of the task's machine.
     stage : int
-        A `hvd_estimators.launch.service.stages.Stage`.
+        A `hvd_estimators.launch.stage.Stage`.
     """
 
     kind: ClassVar[str] = "stage"

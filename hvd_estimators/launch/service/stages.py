@@ -1,4 +1,4 @@
-"""Stages of a launch: reported by each rank's task and watched on the driver.
+"""Stages of a launch: their reports by each rank's task, and the watch over them on the driver.
 
 A task reports each stage that it enters, and writes it to its log. The driver warns if a rank stays
 in a stage for long, and names the stage, the rank and the host. Before a task's Python reports, the
@@ -7,7 +7,6 @@ driver asks Spark where the task runs. Imports little, because tasks import it b
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
 import threading
@@ -19,58 +18,13 @@ from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
+from hvd_estimators.launch.stage import EXPLANATIONS, Stage
 
 logger = logging.getLogger(__name__)
 
 # Each further warning about the same ranks waits this many times longer than the one before.
 _REPEAT_FACTOR = 8
 _MOST_NAMED_RANKS = 8
-
-
-class Stage(enum.IntEnum):
-    """Stage of a rank's launch, in the order in which a rank enters them."""
-
-    TASK_SLOT = 0
-    PYTHON_START = 1
-    IMPORTS = 2
-    HOST_CHECKS = 3
-    EXCHANGE = 4
-    ADDRESSES = 5
-    RENDEZVOUS = 6
-    PROCESS_START = 7
-    RANK_PROCESS = 8
-    FUNCTION = 9
-    HOROVOD_INIT = 10
-    HOROVOD_JOINED = 11
-    ENDED = 12
-
-    @property
-    def label(self) -> str:
-        """The stage's name in messages."""
-        words = self.name.lower().replace("_", " ")
-        return words.replace("horovod", "Horovod").replace("python", "Python")
-
-
-_EXPLANATIONS = {
-    Stage.TASK_SLOT: "Spark has not started the task; other jobs may hold the task slots",
-    Stage.PYTHON_START: (
-        "Spark has started the task, but its Python has not started, or it cannot reach the driver"
-    ),
-    Stage.IMPORTS: "the task imports this package",
-    Stage.HOST_CHECKS: "the task checks its machine, its packages and its GPUs",
-    Stage.EXCHANGE: "the task has sent its address, and waits for those of the other tasks",
-    Stage.ADDRESSES: (
-        "the task connects to the other hosts; a firewall may be between them, or nics must be set"
-    ),
-    Stage.RENDEZVOUS: "the task connects to the task of rank 0",
-    Stage.PROCESS_START: "the task has started the rank's Python, which does not run yet",
-    Stage.RANK_PROCESS: (
-        "the rank's process runs, and has not called its function yet; it imports the modules that "
-        "the function needs"
-    ),
-    Stage.FUNCTION: "the rank runs its function, and has not called hvd.init()",
-    Stage.HOROVOD_INIT: "hvd.init() connects the rank to the other ranks",
-}
 
 
 class StageReporter:
@@ -300,7 +254,7 @@ class LaunchWatch:
         logger.warning(
             "The launch waits for %s, in stage '%s' for %.0f s: %s.",
             *(_titles(late), Stage(stage).label, max(seconds for _, seconds in waiting)),
-            _EXPLANATIONS[Stage(stage)],
+            EXPLANATIONS[Stage(stage)],
         )
 
 

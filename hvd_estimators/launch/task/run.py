@@ -38,7 +38,8 @@ from hvd_estimators.launch.rendezvous.reserved_port import ReservedPort
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankOutput
 from hvd_estimators.launch.service.exchange import Exchange
-from hvd_estimators.launch.service.stages import Stage, StageReporter
+from hvd_estimators.launch.service.stages import StageReporter
+from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
 from hvd_estimators.launch.task.host_checks import (
     check_machines,

@@ -63,7 +63,7 @@ def test_a_call_which_may_hold_secrets_is_in_no_file():
 
     call = run(look, "mark")
 
-    assert pickle.loads(call.result) == ("mark", ["owner.json", "rank.pid"], False, "")
+    assert pickle.loads(call.result) == ("mark", ["called", "owner.json", "rank.pid"], False, "")
 
 
 def test_a_main_function_that_parses_arguments_finds_those_of_the_driver(monkeypatch):

@@ -21,7 +21,8 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.service.events import RankStage, receive_events
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask, Stage, StageReporter
+from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask, StageReporter
+from hvd_estimators.launch.stage import Stage
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -18,7 +18,7 @@ from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
-from hvd_estimators.launch.service.stages import Stage
+from hvd_estimators.launch.stage import Stage
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -1,0 +1,55 @@
+"""Stages of a rank's launch, and their explanations.
+
+Imports nothing else, because tasks import it before anything else.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Stage(enum.IntEnum):
+    """Stage of a rank's launch, in the order in which a rank enters them."""
+
+    TASK_SLOT = 0
+    PYTHON_START = 1
+    IMPORTS = 2
+    HOST_CHECKS = 3
+    EXCHANGE = 4
+    ADDRESSES = 5
+    RENDEZVOUS = 6
+    PROCESS_START = 7
+    RANK_PROCESS = 8
+    FUNCTION = 9
+    HOROVOD_INIT = 10
+    HOROVOD_JOINED = 11
+    ENDED = 12
+
+    @property
+    def label(self) -> str:
+        """The stage's name in messages."""
+        words = self.name.lower().replace("_", " ")
+        return words.replace("horovod", "Horovod").replace("python", "Python")
+
+
+EXPLANATIONS = {
+    Stage.TASK_SLOT: "Spark has not started the task; other jobs may hold the task slots",
+    Stage.PYTHON_START: (
+        "Spark has started the task, but its Python has not started, or it cannot reach the driver"
+    ),
+    Stage.IMPORTS: "the task imports this package",
+    Stage.HOST_CHECKS: "the task checks its machine, its packages and its GPUs",
+    Stage.EXCHANGE: "the task has sent its address, and waits for those of the other tasks",
+    Stage.ADDRESSES: (
+        "the task connects to the other hosts; a firewall may be between them, or nics must be set"
+    ),
+    Stage.RENDEZVOUS: "the task connects to the task of rank 0",
+    Stage.PROCESS_START: "the task has started the rank's Python, which does not run yet",
+    Stage.RANK_PROCESS: (
+        "the rank's process runs, and has not called its function yet; it imports the modules that "
+        "the function needs"
+    ),
+    Stage.FUNCTION: "the rank runs its function, and has not called hvd.init()",
+    Stage.HOROVOD_INIT: "hvd.init() connects the rank to the other ranks",
+}
+"""What a launch waits for in each stage, for messages."""
