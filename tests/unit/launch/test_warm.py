@@ -253,6 +253,7 @@ def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> No
     assert warm_environment({**present, "OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.timeout(180)  # Lightning is imported twice
 def test_lightning_prints_on_rank_0_only_as_in_a_fresh_process() -> None:
     def rank_that_prints() -> int:
         from lightning_utilities.core.rank_zero import rank_zero_only
