@@ -79,6 +79,7 @@ class JobStore:
         self._keys: dict[tuple[str, str], bytes] = {}
         self._hosts: list[str] = []
         self._silent: dict[int, float] = {}
+        self._local: set[int] = set()
         self._done: set[int] = set()
         self._failure: Failure | None = None
         self._answers: dict[tuple[int, int], Answer] = {}
@@ -102,6 +103,11 @@ class JobStore:
         with self._changed:
             self._hosts = list(hosts)
             self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
+
+    def never_lost(self, rank: int) -> None:
+        """Register a rank whose task runs in this process, and so is as alive as this store."""
+        with self._changed:
+            self._local.add(rank)
 
     def handle(self, message: Mapping[str, Any], body: bytes = b"") -> Answer:
         """Answer one message from a rank's task."""
@@ -130,7 +136,7 @@ class JobStore:
         A rank that has been silent for too long counts as lost.
         """
         with self._changed:
-            for rank in self._silent.keys() - self._done:
+            for rank in self._silent.keys() - self._done - self._local:
                 self._silent[rank] += min(seconds, _PAUSED_LOOKS * self.look_seconds)
                 if self._is_lost(rank) and self._failure is None:
                     why = f"has not been heard of for {self._silence:g} s"

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -99,6 +100,19 @@ def test_a_rank_is_lost_after_the_time_of_silence_and_not_before():
 
     store.look(1.0)
     assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
+
+
+def test_the_rank_of_the_stores_own_task_may_take_as_long_as_it_likes_to_start():
+    store = make_store()
+    own = LocalRendezvousClient(store, 0)
+    for _ in range(100):
+        store.look(1.0)
+        tell(store, "alive", rank=1)
+    assert own.failure() is None
+
+    for _ in range(60):
+        store.look(1.0)
+    assert own.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
 
 
 def test_a_pause_of_ones_own_is_no_silence_of_others():
