@@ -68,13 +68,14 @@ def network(wide: bool) -> torch.nn.Module:
 def timed(action: Callable[[], Any], count: int) -> tuple[float, float]:
     """Return the median seconds and the mean processor seconds of a call."""
     taken = []
-    for index in range(WARM_UP + count):
-        if index == WARM_UP:
+    warm_up = min(WARM_UP, count)
+    for index in range(warm_up + count):
+        if index == warm_up:
             processor = time.process_time()
         started = time.perf_counter()
         action()
         taken.append(time.perf_counter() - started)
-    return statistics.median(taken[WARM_UP:]), (time.process_time() - processor) / count
+    return statistics.median(taken[warm_up:]), (time.process_time() - processor) / count
 
 
 def measure(kind: str, meeting: str) -> Measured:
@@ -96,7 +97,7 @@ def measure(kind: str, meeting: str) -> Measured:
 
     for name, size in BYTES.items():
         reduce = functools.partial(ranks.reduce, torch.zeros(size // 4))
-        add(f"allreduce, {name}", reduce, 200 if size < 10**6 else 20)
+        add(f"allreduce, {name}", reduce, 200 if size < 10**6 else max(5, 10**8 // size // 4))
     for name, count in (("small", 300), ("wide", 50)):
         for way in ranks.ways:
             model, optimizer = ranks.prepare(network(name == "wide"), way)
@@ -274,7 +275,7 @@ def main() -> None:
                 backend = LocalBackend(RANKS, verbose=0, warm_start=False)
                 meeting = f"{folder}/{turn}-{index}"
                 measured: Measured = backend.run(measure, (kind, meeting), env=env)[0]
-                if name in (HOROVOD, CLOCKED, TORCH):
+                if name in (HOROVOD, TORCH):
                     for net in STEPS:
                         table = f"step of a {net} network{IN_FIT}"
                         steps = fit(kind, env, folder, net)
