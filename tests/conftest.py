@@ -22,10 +22,17 @@ os.environ["TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
 
 pytest_plugins = ("servers.fixtures",)
 
+PATIENCE = float(os.environ.get("HVD_TEST_PATIENCE", "1"))
+"""Factor of all time limits of tests, for machines that are slow or busy."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run first what forks, and leave out what takes many minutes, unless ``-m`` names it."""
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
+    for item in items if PATIENCE != 1 else ():
+        limit = item.get_closest_marker("timeout")
+        seconds = limit.args[0] if limit else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     if "soak" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("soak")]

@@ -269,7 +269,7 @@ def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
         found["pipeline"] = predictions(loaded, "y__output")
         return found
 
-    found = connect.run(job, str(connect.folder / "fit"), timeout=240)
+    found = connect.run(job, str(connect.folder / "fit"), timeout=560)
     _, y = linear_rows()
     np.testing.assert_allclose(found["weights"], WEIGHTS, atol=1e-3)
     losses = [epoch["validation"]["loss"] for epoch in found["history"]]
@@ -356,7 +356,7 @@ def test_a_cross_validator_finds_the_better_params(connect: Application) -> None
         found = validator.setParallelism(2).fit(linear_frame())
         return found.avgMetrics, found.bestModel.getOrDefault("history")
 
-    errors, history = connect.run(job, str(connect.folder / "folds"), timeout=240)
+    errors, history = connect.run(job, str(connect.folder / "folds"), timeout=560)
     assert errors[1] < errors[0]
     assert len(history) == 3
 

@@ -44,7 +44,7 @@ def test_each_row_is_written_once_by_applications_that_are_killed(tmp_path: Path
             os.killpg(process.pid, signal.SIGKILL)
     assert 9 <= done() <= 12
     with start() as process:
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=560)
     assert process.returncode == 0, output
     assert "all well" in output
 

@@ -99,7 +99,7 @@ def test_ranks_know_their_places_and_train_as_one_process(
 ) -> None:
     ranks = cluster_kind.ranks if train is on_clusters.train_torch else 2
 
-    results = cluster_kind.run(on_clusters.run, train, ranks, timeout=200)
+    results = cluster_kind.run(on_clusters.run, train, ranks, timeout=560)
 
     for _, found in results:
         np.testing.assert_allclose(found, line(), rtol=1e-12)
@@ -108,5 +108,5 @@ def test_ranks_know_their_places_and_train_as_one_process(
 
 def test_an_estimator_fits_as_one_process(cluster_kind: ClusterKind) -> None:
     np.testing.assert_allclose(
-        cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=200), line(), rtol=1e-5
+        cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=560), line(), rtol=1e-5
     )

@@ -20,7 +20,6 @@ def test_the_tutorial_runs_with_plots_and_bars_that_reach_their_end(tmp_path: Pa
 
     client = nbclient.NotebookClient(
         notebook,
-        timeout=280,
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
         store_widget_state=True,
