@@ -211,7 +211,7 @@ class TestAgreement:
         with pytest.raises(UnreachableError, match="it has no network"):
             hosts.agree()
 
-    def test_the_driver_raises_what_the_tasks_found(self):
+    def test_the_driver_raises_the_error_of_the_tasks(self):
         failed = RankOutcome(0, "node", None, "UnreachableError", "a reaches b nowhere")
 
         with pytest.raises(UnreachableError, match="a reaches b nowhere"):

@@ -111,7 +111,7 @@ class Wire:
 
 
 def exchange(wire):
-    """Exchange one message and its answer over a wire; return what each end received."""
+    """Exchange one message and its answer over a wire; return the received messages."""
     taken = []
 
     def serve():

@@ -1,4 +1,4 @@
-"""Guardians: a rank and all processes it started end with their owner, whatever they do."""
+"""Guardians, which end a rank and all its processes with their owner, even if busy."""
 
 import ctypes
 import multiprocessing

@@ -128,7 +128,7 @@ def test_ranks_that_do_not_train_are_left_alone():
     assert raised.value.rank == 0
 
 
-def test_ranks_that_are_all_stopped_are_ended():
+def test_ranks_are_ended_if_all_are_stopped():
     def work():
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -184,7 +184,7 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
         ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "5"}, 5, {CHECK: "2"}),
     ],
 )
-def test_horovods_variables_set_the_limits(env, limit, added):
+def test_horovods_variables_set_the_stall_limits(env, limit, added):
     assert stall_limit(env) == limit
     assert stall_environment(env) == added
 

@@ -160,7 +160,7 @@ def test_variables_are_inherited_overridden_and_deleted(monkeypatch):
     assert "DELETED" not in env
 
 
-def test_ranks_import_what_the_driver_can_import(tmp_path, monkeypatch):
+def test_ranks_can_import_the_modules_of_the_driver(tmp_path, monkeypatch):
     (tmp_path / "module_of_the_driver.py").write_text("ANSWER = 42")
     monkeypatch.syspath_prepend(str(tmp_path))
 

@@ -120,7 +120,7 @@ def test_a_rank_continues_if_its_output_cannot_be_forwarded(caplog):
 
 
 @pytest.mark.parametrize(("length", "left_out"), [(10, 0), (11, 1), (1000, 990)])
-def test_a_text_is_shortened_to_its_ends(length, left_out):
+def test_a_shortened_text_keeps_both_ends(length, left_out):
     text = "".join(chr(ord("0") + i % 10) for i in range(length))
 
     gap = f"[... {left_out} characters left out ...]" if left_out else ""

@@ -41,7 +41,7 @@ def sleep_and_tell(path):
     time.sleep(300)
 
 
-def test_the_outcome_holds_what_the_function_returned():
+def test_the_outcome_holds_the_functions_result():
     outcome = run(lambda *args: {"sum": sum(args), "pid": os.getpid()}, 1, 2)
 
     result = pickle.loads(outcome.result)
@@ -174,7 +174,7 @@ def test_standard_input_is_empty(read, error_type):
 
 
 @pytest.mark.parametrize("executable", ["missing/python", "text", "folder"])
-def test_a_python_that_cannot_be_started_is_named(tmp_path, executable, monkeypatch):
+def test_a_python_that_does_not_start_is_named(tmp_path, executable, monkeypatch):
     (tmp_path / "text").write_text("no program")
     (tmp_path / "folder").mkdir()
     scratch = tmp_path / "scratch"
@@ -208,7 +208,7 @@ def outcome(rank, error_type="", ended_at=0.0):
     )
 
 
-def test_results_are_in_the_order_of_the_ranks():
+def test_results_are_in_rank_order():
     assert results_in_order([outcome(2), outcome(0), outcome(1)]) == [0, 10, 20]
 
 

@@ -71,7 +71,7 @@ def test_two_jobs_are_isolated():
         assert server.store.failure() is None
 
 
-def test_the_server_listens_only_when_told_and_only_at_one_address():
+def test_the_server_listens_only_on_demand_and_at_one_address():
     with RendezvousServer(SECRET, ["127.0.0.1", "127.0.0.2"], PATIENCE) as server:
         for endpoint in server.endpoints:
             with pytest.raises(ConnectionRefusedError):

@@ -80,7 +80,7 @@ def test_the_system_assigns_it_to_no_other_program() -> None:
 
 
 @only_linux
-def test_torch_listens_on_it_in_another_process() -> None:
+def test_torch_can_listen_on_it_in_another_process() -> None:
     program = """
 import sys
 from datetime import timedelta
