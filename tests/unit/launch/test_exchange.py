@@ -195,7 +195,7 @@ def test_a_lost_answer_is_requested_again() -> None:
 
 
 def test_a_task_whose_message_arrived_does_not_fall_back_to_spark() -> None:
-    """The other tasks may have the answer, and would wait for this one over Spark indefinitely."""
+    """If the others have the answer, a fallback would deadlock: tasks would await each other."""
 
     def work(number: int, exchange: Exchange) -> Any:
         try:
