@@ -14,7 +14,7 @@ from hvd_estimators._util.lazy_imports import after_import
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package whose module ``user`` looks at its module ``hooked`` while it is imported."""
+    """A package whose module ``user`` reads its module ``hooked`` at import time."""
     folder = tmp_path / "package_with_hook"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -31,7 +31,7 @@ def replace_value(module: ModuleType) -> None:
     module.value = "replaced"  # type: ignore[attr-defined]
 
 
-def test_a_module_is_changed_before_others_see_it_and_imported_only_by_them(package: str) -> None:
+def test_a_module_is_patched_before_others_see_it_but_not_imported_early(package: str) -> None:
     finders = list(sys.meta_path)
     with after_import(f"{package}.hooked", replace_value):
         assert f"{package}.hooked" not in sys.modules
@@ -39,13 +39,13 @@ def test_a_module_is_changed_before_others_see_it_and_imported_only_by_them(pack
     assert sys.meta_path == finders
 
 
-def test_a_module_that_is_there_already_is_changed_at_once(package: str) -> None:
+def test_an_imported_module_is_patched_at_once(package: str) -> None:
     module = importlib.import_module(f"{package}.hooked")
     with after_import(f"{package}.hooked", replace_value):
         assert module.value == "replaced"
 
 
-def test_a_module_that_does_not_exist_is_an_error_as_always(package: str) -> None:
+def test_a_missing_module_raises_the_usual_error(package: str) -> None:
     with (
         after_import(f"{package}.missing", replace_value),
         pytest.raises(ModuleNotFoundError, match="missing"),

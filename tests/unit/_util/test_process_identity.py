@@ -1,4 +1,4 @@
-"""Processes are identified by what the system says about them."""
+"""Identification of processes by the system's data about them."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ input()
 """
 
 
-def test_a_processs_name_may_contain_anything():
+def test_a_process_name_may_contain_any_characters():
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", RENAMED], stdin=pipe, stdout=pipe) as process:
         assert process.stdout.readline()
@@ -39,7 +39,7 @@ def test_a_processs_name_may_contain_anything():
     assert int(stat.started) >= int(this_process().started)
 
 
-def test_a_process_that_has_ended_has_no_state():
+def test_an_ended_process_has_no_state():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert not pid_exists(process.pid)
@@ -47,7 +47,7 @@ def test_a_process_that_has_ended_has_no_state():
         process_stat(process.pid)
 
 
-def test_another_users_process_exists_too(monkeypatch):
+def test_a_process_of_another_user_exists(monkeypatch):
     assert pid_exists(os.getpid())
 
     def kill(pid, number):
@@ -64,7 +64,7 @@ def has_proc(request, monkeypatch):
     return request.param
 
 
-def test_states_parents_and_descendants_are_those_that_psutil_sees(has_proc):
+def test_states_parents_and_descendants_match_psutil(has_proc):
     script = "import subprocess; subprocess.run(['sleep', '60'])"
     child = subprocess.Popen([sys.executable, "-c", script])
     try:
@@ -92,8 +92,8 @@ def test_states_parents_and_descendants_are_those_that_psutil_sees(has_proc):
         process_stat(child.pid)
 
 
-def test_processes_are_related_by_a_variable_whatever_their_session(has_proc):
-    """A session counts for its leader alone, which the process of a test is not."""
+def test_processes_are_related_by_a_variable_across_sessions(has_proc):
+    """A session counts only for its leader, and a test's process is not a leader."""
     variables = {**os.environ, "HVD_TEST_RELATED": "1"}
     started = [
         subprocess.Popen(["sleep", "60"], env=environment, start_new_session=apart)
@@ -111,7 +111,7 @@ def test_processes_are_related_by_a_variable_whatever_their_session(has_proc):
 
 
 def test_macos_identifies_processes_by_its_boot(tmp_path):
-    """So temporary folders and leases of ended processes are free there, too."""
+    """So temporary folders and leases of ended processes are released there, too."""
     script = (
         "import dataclasses, json, os\n"
         "from hvd_estimators._util.process_identity import is_dead, is_here, this_process\n"

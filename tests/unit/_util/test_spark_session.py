@@ -1,4 +1,4 @@
-"""Of what kind a session is."""
+"""Classic and Spark Connect sessions."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Frame:
     sparkSession = OldConnect()
 
 
-def test_the_kind_of_a_session_is_told_by_what_it_has() -> None:
+def test_connect_sessions_are_recognized_by_their_attributes() -> None:
     sessions: list[Any] = [Classic(), Connect()]
     assert [is_connect(session) for session in sessions] == [False, True]
 
 
-def test_clients_of_an_older_pyspark_are_refused_with_the_remedy() -> None:
+def test_connect_clients_of_an_older_pyspark_are_rejected_with_a_remedy() -> None:
     old: Any = OldConnect()
     with pytest.raises(DependencyError, match=r"needs PySpark 4 or newer.*pyspark\[connect\]>=4"):
         is_connect(old)

@@ -1,4 +1,4 @@
-"""Each call that a system may lack, with its fallback."""
+"""Fallbacks for calls that some systems lack."""
 
 import ast
 import os
@@ -37,7 +37,7 @@ WITH_FALLBACKS = {
 
 
 def linux_only(path):
-    """Yield the names and folders of Linux that a module uses, comments and docstrings aside."""
+    """Yield the Linux-only names and folders that a module uses outside comments and docstrings."""
     tree = ast.parse(path.read_text())
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     for node in ast.walk(tree):
@@ -48,7 +48,7 @@ def linux_only(path):
             yield from (folder for folder in FOLDERS if node.value.startswith(folder))
 
 
-def test_calls_of_linux_are_where_their_fallbacks_are():
+def test_linux_only_calls_occur_only_in_modules_with_fallbacks():
     users = {
         str(path.relative_to(PACKAGE)): sorted(set(linux_only(path)))
         for path in PACKAGE.rglob("*.py")
@@ -57,7 +57,7 @@ def test_calls_of_linux_are_where_their_fallbacks_are():
     assert {name for name, used in users.items() if used} == set(WITH_FALLBACKS)
 
 
-def test_without_memory_files_a_file_without_a_name_takes_their_place(monkeypatch, tmp_path):
+def test_an_unnamed_file_replaces_memory_files_if_these_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(system.tempfile, "tempdir", str(tmp_path))
     for _ in range(2):
         with system.memory_file() as file:
@@ -68,7 +68,7 @@ def test_without_memory_files_a_file_without_a_name_takes_their_place(monkeypatc
         monkeypatch.delattr(os, "memfd_create", raising=False)
 
 
-def test_cores_are_those_of_the_process_or_all(monkeypatch):
+def test_available_cores_fall_back_to_all_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
     assert system.available_cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")
@@ -77,7 +77,7 @@ def test_cores_are_those_of_the_process_or_all(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has them")
-def test_ranks_are_forked_where_everything_for_it_is_there(monkeypatch):
+def test_warm_start_requires_all_of_its_system_calls(monkeypatch):
     assert allows_warm_start({})
     for owner, name in ((os, "pidfd_open"), (os, "memfd_create"), (system.socket, "SO_PEERCRED")):
         with monkeypatch.context() as patch:
@@ -92,7 +92,7 @@ def test_ranks_are_forked_where_everything_for_it_is_there(monkeypatch):
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_process_ends_with_its_parent_without_prctl(tmp_path, is_gone):
-    """Also if the parent has ended before the process could look for it."""
+    """Also if the parent ended before the process could look for it."""
     child = (
         "import os, time\n"
         "from hvd_estimators._util.system import adopt_orphans, die_with_parent\n"

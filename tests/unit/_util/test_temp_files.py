@@ -1,4 +1,4 @@
-"""Temporary folders of processes that were killed are swept, and those of others are not."""
+"""Sweeping of temporary folders of killed processes, and only of those."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def own_folder(tmp_path, monkeypatch):
     temp_files._sweep_once.cache_clear()
 
 
-def test_a_killed_processs_folder_is_swept_by_the_next_one_that_makes_one(tmp_path):
+def test_the_folder_of_a_killed_process_is_swept_when_another_is_made(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER],
         stdin=subprocess.PIPE,
@@ -43,7 +43,7 @@ def test_a_killed_processs_folder_is_swept_by_the_next_one_that_makes_one(tmp_pa
         path = Path(process.stdout.readline().strip())
         own = LocalFile()
         Path(own).write_text("mine")
-        # It lives, and so does this one.
+        # Its owner lives, and so does this process.
         sweep(str(tmp_path))
         assert path.read_text() == "much"
     finally:
@@ -59,9 +59,9 @@ def test_a_killed_processs_folder_is_swept_by_the_next_one_that_makes_one(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_what_is_surely_a_dead_processs_is_swept(tmp_path, monkeypatch):
+def test_only_folders_of_certainly_dead_processes_are_swept(tmp_path, monkeypatch):
     machine, pid, started = folder_prefix().removeprefix("hvd_estimators-of-").split("-")[:3]
-    # A PID that is used again is another process.
+    # A reused PID belongs to another process.
     swept = tmp_path / f"hvd_estimators-of-{machine}-{pid}-{int(started) + 1}-a1b2"
     target = tmp_path / "elsewhere"
     kept = [

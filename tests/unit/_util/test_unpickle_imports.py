@@ -1,4 +1,4 @@
-"""Loading a pickle leaves the classes of the process that wrote it as they are."""
+"""Unpickling that leaves the classes of the process that wrote the pickle unchanged."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_live_classes_keep_their_globals_and_attributes(notebook: dict[str, Any]
     notebook["SCALE"] = 10.0
     assert copy.apply(3) == net.apply(3) == 60.0
     assert kind.describe() == "ONE 10.0"
-    # The loader of the standard library is what detaches them.
+    # The standard library's loader, in contrast, detaches them.
     pickle.loads(document)
     notebook["SCALE"] = 100.0
     assert net.apply(3) == 6.0
 
 
-def test_classes_that_a_pickle_brought_are_updated_by_the_next(notebook: dict[str, Any]) -> None:
+def test_classes_defined_by_a_pickle_are_updated_by_the_next(notebook: dict[str, Any]) -> None:
     net = notebook["Net"](2.0)
     first = cloudpickle.dumps(net)
     notebook["Net"].apply = lambda self, x: -x
@@ -90,7 +90,7 @@ def test_classes_that_a_pickle_brought_are_updated_by_the_next(notebook: dict[st
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_all_else_loads_as_with_the_standard_library() -> None:
+def test_other_objects_load_as_with_the_standard_library() -> None:
     value = {"a": [1, 2.0, "x"], "b": enum.Enum, "c": None}
     assert unpickle_imports.load(io.BytesIO(pickle.dumps(value))) == value
     buffers: list[Any] = []
@@ -127,7 +127,7 @@ def test_names_in_pickles_of_earlier_versions_are_found(former: str, now: str) -
     assert f"{found.__module__}.{found.__name__}" == (expected or f"hvd_estimators.{now}.{name}")
 
 
-def test_former_modules_are_gone_and_their_successors_are_there() -> None:
+def test_moved_modules_exist_only_under_their_new_names() -> None:
     for former, now in unpickle_imports._MOVED.items():
         assert importlib.util.find_spec(now) is not None
         with pytest.raises(ImportError):

@@ -1,4 +1,4 @@
-"""The cache of Horovod's wheels, and their installation."""
+"""The cache of Horovod wheels, and their installation."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from hvd_estimators.exceptions import BuildError
 class TestBuildHorovod:
     @pytest.fixture
     def builds(self, monkeypatch):
-        """Replace the build by one that takes half a second; the list counts its runs."""
+        """Replace the build with one that takes half a second; the list counts its runs."""
         runs = []
 
         def slow_build(recipe, folder, *, jobs, report):
@@ -44,7 +44,7 @@ class TestBuildHorovod:
         assert len(builds) == 1
         assert first.parent.parent.name == detect_recipe().key
 
-    def test_wheel_dir_receives_the_wheel_under_its_own_name(self, builds, tmp_path):
+    def test_wheel_dir_receives_the_wheel_under_its_original_name(self, builds, tmp_path):
         cached = build_horovod(cache_dir=tmp_path, install=False)
 
         for _ in range(2):
@@ -57,7 +57,7 @@ class TestBuildHorovod:
         assert wheel.read_bytes() == cached.read_bytes()
         assert [path.name for path in wheel.parent.iterdir()] == [cached.name]
 
-    def test_a_wheel_dir_that_cannot_be_written_is_named(self, builds, tmp_path):
+    def test_an_unwritable_wheel_dir_is_named(self, builds, tmp_path):
         (tmp_path / "file").touch()
 
         with pytest.raises(BuildError, match=r"--wheel-dir DIR"):
@@ -69,9 +69,7 @@ class TestBuildHorovod:
 
         assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py").endswith(b"\nbuild 2")
 
-    def test_a_wheel_that_an_earlier_version_built_is_finished_and_not_compiled(
-        self, builds, tmp_path
-    ):
+    def test_a_wheel_of_an_earlier_version_is_finished_without_compiling(self, builds, tmp_path):
         folder = tmp_path / "wheels" / detect_recipe().key
         folder.mkdir(parents=True)
         old = make_wheel(folder / WHEEL_NAME, "of before")
@@ -83,7 +81,7 @@ class TestBuildHorovod:
         assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py").endswith(b"\nof before")
         assert b"ImportError" in zipfile.ZipFile(wheel).read("horovod/spark/__init__.py")
 
-    def test_compat_is_asked_for_or_is_as_it_is_installed(self, builds, tmp_path, monkeypatch):
+    def test_compat_defaults_to_the_installed_state(self, builds, tmp_path, monkeypatch):
         def built(installed, **options):
             monkeypatch.setattr(build, "installed_horovod_spark", lambda: installed)
             wheel = build_horovod(cache_dir=tmp_path, install=False, **options)
@@ -96,7 +94,7 @@ class TestBuildHorovod:
         assert not built("compat", with_compat=False)
         assert len(builds) == 1
 
-    def test_of_two_calls_at_the_same_time_one_builds_and_the_other_waits(self, builds, tmp_path):
+    def test_one_of_two_concurrent_calls_builds_and_the_other_waits(self, builds, tmp_path):
         lines = []
         calls = [
             threading.Thread(
@@ -114,13 +112,13 @@ class TestBuildHorovod:
         assert sum("waiting" in line for line in lines) == 1
         assert sum(line.startswith("found ") for line in lines) == 1
 
-    def test_a_cache_that_cannot_be_written_is_named(self, tmp_path):
+    def test_an_unwritable_cache_is_named(self, tmp_path):
         (tmp_path / "file").touch()
 
         with pytest.raises(BuildError, match="HVD_ESTIMATORS_CACHE"):
             build_horovod(cache_dir=tmp_path / "file", install=False)
 
-    def test_cache_dir_is_the_projects_variable_then_the_users_cache_folder(self, monkeypatch):
+    def test_cache_dir_prefers_the_projects_variable_to_the_users_cache_folder(self, monkeypatch):
         monkeypatch.setenv("HVD_ESTIMATORS_CACHE", "/own")
         monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
         assert default_cache_dir() == Path("/own")
@@ -133,7 +131,7 @@ class TestBuildHorovod:
 class TestInstall:
     @pytest.fixture
     def installed_from(self, monkeypatch):
-        """Make it look as if Horovod was installed from a wheel of these contents, and imports."""
+        """Pretend that Horovod was installed from a wheel with these contents and imports."""
 
         def pretend(content):
             hashes = {"sha256": hashlib.sha256(content).hexdigest()}
@@ -144,7 +142,7 @@ class TestInstall:
 
         return pretend
 
-    def test_the_build_that_is_installed_is_not_installed_again(self, tmp_path, installed_from):
+    def test_the_installed_build_is_not_installed_again(self, tmp_path, installed_from):
         wheel = tmp_path / WHEEL_NAME
         wheel.write_bytes(b"this build")
         installed_from(b"this build")
@@ -159,6 +157,6 @@ class TestInstall:
         wheel.write_bytes(b"this build")
         installed_from(b"another build")
 
-        # The file is no wheel, so pip is seen to be asked, and this environment stays as it is.
+        # The file is not a wheel: pip fails visibly, and this environment does not change.
         with pytest.raises(BuildError, match=f"(?s)could not install .*{re.escape(WHEEL_NAME)}"):
             install_wheel(wheel, RECIPE)

@@ -1,4 +1,4 @@
-"""What follows from the versions that Horovod is built for."""
+"""Build settings that follow from the versions that Horovod is built for."""
 
 import subprocess
 from dataclasses import replace
@@ -27,7 +27,7 @@ class TestRecipe:
             (None, "2.9.3", 14),
         ],
     )
-    def test_cxx_standard_is_the_highest_that_a_framework_asks_for(
+    def test_cxx_standard_is_the_highest_that_a_framework_requires(
         self, torch, tensorflow, standard
     ):
         assert BuildRecipe("tag", torch=torch, tensorflow=tensorflow).cxx_standard == standard
@@ -44,10 +44,10 @@ class TestRecipe:
             {"horovod": "0.28.2"},
         ],
     )
-    def test_key_differs_where_anything_differs(self, change):
+    def test_key_differs_if_any_field_differs(self, change):
         assert replace(RECIPE, **change).key != RECIPE.key
 
-    def test_key_is_the_same_for_the_same_versions_and_names_one_folder(self):
+    def test_key_is_stable_and_names_one_folder(self):
         assert replace(RECIPE).key == RECIPE.key
         assert Path("parent", RECIPE.key).parent == Path("parent")
 
@@ -69,7 +69,7 @@ class TestRecipe:
         assert with_cuda["HOROVOD_CUDA_HOME"] == with_cuda["CUDA_HOME"] == "/opt/cuda"
         assert not any("GPU" in name for name in RECIPE.environment(cxx="c++", jobs=1))
 
-    def test_nccl_is_linked_as_torch_loads_it(self):
+    def test_nccl_is_linked_as_a_shared_library_like_torchs(self):
         cuda = replace(RECIPE, cuda="13.0")
 
         without = cuda.environment(cxx="c++", jobs=1)
@@ -85,7 +85,7 @@ class TestRecipe:
 class TestCompilerWrapper:
     @pytest.fixture
     def flags(self, tmp_path):
-        """Run the wrapper around a compiler that prints its arguments, one a line."""
+        """Run the wrapper around a compiler that prints its arguments, one per line."""
 
         def run(recipe, *arguments):
             compiler = tmp_path / "show arguments"
@@ -100,7 +100,7 @@ class TestCompilerWrapper:
 
         return run
 
-    def test_the_standard_comes_after_the_one_that_cmake_gives(self, flags):
+    def test_the_standard_follows_the_one_from_cmake(self, flags):
         given = ["-std=c++14", "-o", "ops.cc.o", "-c", "/src dir/ops.cc"]
 
         seen = flags(RECIPE, *given)
@@ -108,27 +108,25 @@ class TestCompilerWrapper:
         assert seen[: len(given)] == given
         assert [flag for flag in seen if flag.startswith("-std=")][-1] == "-std=gnu++20"
 
-    def test_linking_and_cuda_sources_are_left_alone(self, flags):
+    def test_linking_and_cuda_compilation_are_unchanged(self, flags):
         for given in (["-shared", "ops.cc.o", "-o", "lib.so"], ["-std=c++11", "-c", "kernels.cu"]):
             assert flags(RECIPE, *given) == given
 
-    def test_tensorflow_is_hidden_from_the_xla_file_alone(self, flags):
+    def test_tensorflow_is_hidden_only_from_the_xla_file(self, flags):
         hidden = {"-UTENSORFLOW_VERSION", "-DTENSORFLOW_VERSION=0"}
 
         assert hidden <= set(flags(RECIPE, "-c", "/src/tensorflow/xla_mpi_ops.cc"))
         assert not hidden & set(flags(RECIPE, "-c", "/src/tensorflow/mpi_ops.cc"))
 
-    def test_tensorflow_is_not_hidden_where_the_xla_file_compiles(self, flags):
+    def test_tensorflow_is_not_hidden_if_the_xla_file_compiles(self, flags):
         older = replace(RECIPE, tensorflow="2.17.1")
 
         assert "-DTENSORFLOW_VERSION=0" not in flags(older, "-c", "xla_mpi_ops.cc")
 
-    def test_a_source_of_the_newer_standard_compiles_although_the_older_was_asked_for(
-        self, tmp_path
-    ):
+    def test_the_newer_standard_overrides_the_requested_one(self, tmp_path):
         source = tmp_path / "source.cc"
         source.write_text("consteval int f() { return 1; }\nint main() { return f(); }\n")
-        # As in Horovod's own files, a header is missing.
+        # As in Horovod's own files, an include is missing.
         with source.open("a") as file:
             file.write(
                 "void g(uint8_t, const std::string&) { throw std::logic_error(std::string()); }\n"

@@ -1,4 +1,4 @@
-"""The build of Horovod, with a stand-in for pip: nothing here compiles Horovod itself."""
+"""The build of Horovod with a stand-in for pip, without compiling Horovod itself."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ from hvd_estimators.launch.versions import PATCHES_REVISION
 
 @pytest.fixture
 def folder(tmp_path):
-    """A wheel's folder in an empty cache."""
+    """The folder of a wheel in an empty cache."""
     path = tmp_path / "wheels" / RECIPE.key
     path.mkdir(parents=True)
     return path
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def fake_pip(tmp_path, archive):
-    """Make a command that stands in for ``python -m pip`` and builds as its `body` says.
+    """Return a factory of commands that stand in for ``python -m pip`` and run `body` to build.
 
     The body finds the value of ``--wheel-dir`` in `wheel_dir`. A download is `archive`.
     """
@@ -55,7 +55,7 @@ BUILD = "wheel_dir = pathlib.Path(sys.argv[sys.argv.index('--wheel-dir') + 1])\n
 
 @pytest.fixture
 def archive(tmp_path):
-    """Pack what the patches look for in Horovod's source."""
+    """Pack an archive with all the lines of Horovod's source that the patches expect."""
     source = tmp_path / "horovod-0.28.1"
     for path in {patch.path for patch in PATCHES}:
         text = "// between\n".join(patch.before for patch in PATCHES if patch.path == path)
@@ -78,7 +78,7 @@ def scratch_folders(folder):
 
 
 class TestBuildWheel:
-    def test_the_wheel_is_moved_into_the_cache_and_the_scratch_folder_removed(
+    def test_the_wheel_is_moved_into_the_cache_and_the_scratch_folder_deleted(
         self, folder, fake_pip
     ):
         pip = fake_pip(f"(wheel_dir / {WHEEL_NAME!r}).write_text('whole')")
@@ -89,7 +89,7 @@ class TestBuildWheel:
         assert wheel.read_text() == "whole"
         assert not scratch_folders(folder)
 
-    def test_a_failed_build_tells_its_errors_and_leaves_no_wheel(self, folder, fake_pip):
+    def test_a_failed_build_reports_its_errors_and_leaves_no_wheel(self, folder, fake_pip):
         pip = fake_pip(
             f"(wheel_dir / {WHEEL_NAME!r}).write_text('half')\n"
             "print('  ops.cc:12:3: error: no member named x')\n"
@@ -111,7 +111,7 @@ class TestBuildWheel:
         assert no_wheels(folder)
         assert not scratch_folders(folder)
 
-    def test_the_patched_source_is_what_is_built(self, folder, fake_pip):
+    def test_the_patched_source_is_built(self, folder, fake_pip):
         pip = fake_pip(
             "source = pathlib.Path(sys.argv[-1])\n"
             "files = [p for end in ('cc', 'cmake', 'h', 'py') for p in source.rglob(f'*.{end}')]\n"
@@ -125,7 +125,7 @@ class TestBuildWheel:
         assert f"REVISION = {PATCHES_REVISION}\n" in built
         assert read_record(built[built.index("BUILD = {") :])["torch"] == RECIPE.torch
 
-    def test_a_source_that_is_not_known_is_not_built(self, folder, fake_pip, archive):
+    def test_an_unknown_source_is_not_built(self, folder, fake_pip, archive):
         with tarfile.open(archive, "w:gz") as tar:
             setup = archive.with_name("setup.py")
             setup.touch()
@@ -141,7 +141,7 @@ class TestBuildWheel:
         with pytest.raises(BuildError, match="made no wheel"):
             build_wheel(RECIPE, folder, pip=fake_pip(""))
 
-    def test_a_failed_rebuild_keeps_the_wheel_that_was_there(self, folder, fake_pip):
+    def test_a_failed_rebuild_keeps_the_previous_wheel(self, folder, fake_pip):
         (folder / WHEEL_NAME).write_text("from before")
 
         with pytest.raises(BuildError):
@@ -149,7 +149,7 @@ class TestBuildWheel:
 
         assert (folder / WHEEL_NAME).read_text() == "from before"
 
-    def test_missing_build_tools_are_fetched_for_the_build_alone(
+    def test_missing_build_tools_are_installed_only_for_the_build(
         self, folder, tmp_path, monkeypatch, archive
     ):
         monkeypatch.setattr(build, "missing_build_packages", lambda: ["cmake", "cffi"])
@@ -177,7 +177,7 @@ class TestBuildWheel:
         assert wheel.startswith("wheel ")
         assert wheel.endswith("/horovod-0.28.1")
 
-    def test_the_users_own_horovod_choices_do_not_reach_the_build(
+    def test_the_users_horovod_variables_do_not_override_the_recipe(
         self, folder, fake_pip, monkeypatch
     ):
         monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
@@ -193,7 +193,7 @@ class TestBuildWheel:
             "HOROVOD_NCCL_HOME"
         }
 
-    def test_a_long_build_shows_how_far_it_is(self, folder, fake_pip, monkeypatch):
+    def test_a_long_build_shows_its_progress(self, folder, fake_pip, monkeypatch):
         monkeypatch.setattr(build, "_REPORT_SECONDS", 0.3)
         lines = []
         pip = fake_pip(
@@ -207,7 +207,7 @@ class TestBuildWheel:
         assert any("[ 43%] Building CXX object a.cc.o" in line for line in lines)
         assert any(str(folder / "build.log") in line for line in lines)
 
-    def test_what_the_build_started_ends_when_it_is_interrupted(
+    def test_an_interrupt_ends_the_processes_of_the_build(
         self, folder, fake_pip, tmp_path, monkeypatch
     ):
         monkeypatch.setattr(build, "_REPORT_SECONDS", 0.1)
@@ -238,9 +238,7 @@ class TestBuildWheel:
         with pytest.raises(BuildError, match=r"(?s)old-g\+\+ cannot compile C\+\+20.*unrecognized"):
             build_wheel(RECIPE, folder)
 
-    def test_a_missing_compiler_names_the_package_that_brings_it(
-        self, folder, tmp_path, monkeypatch
-    ):
+    def test_a_missing_compiler_names_the_package_to_install(self, folder, tmp_path, monkeypatch):
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""The doctor's judgement of given facts, and its probes on this machine."""
+"""The doctor's diagnosis of given facts, and its probes on this machine."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ HEALTHY = Facts(
 
 
 def without(facts, *names):
-    """Return the facts of a machine without some components."""
+    """Return facts without some components."""
     return replace(
         facts,
         versions={name: version for name, version in facts.versions.items() if name not in names},
@@ -74,14 +74,14 @@ def problems(facts):
     return {row.component for row in diagnose(facts) if row.status is Status.PROBLEM}
 
 
-def test_a_horovod_as_it_was_released_is_a_problem():
+def test_an_unpatched_horovod_is_a_problem():
     facts = replace(HEALTHY, horovod_patches=0)
 
     assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow", "Training, Keras"}
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
-def test_a_horovod_with_the_patches_that_ranks_need_is_good_enough_to_be_warned_of():
+def test_a_horovod_with_only_the_required_patches_is_a_warning():
     facts = replace(HEALTHY, horovod_patches=REQUIRED_PATCHES)
 
     assert REQUIRED_PATCHES < PATCHES_REVISION
@@ -90,13 +90,13 @@ def test_a_horovod_with_the_patches_that_ranks_need_is_good_enough_to_be_warned_
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
-def test_what_horovod_spark_is_is_told():
+def test_the_state_of_horovod_spark_is_reported():
     for state, status in [("compat", Status.OK), ("off", Status.OK), ("frozen", Status.WARNING)]:
         assert row(replace(HEALTHY, horovod_spark=state), "horovod.spark").status is status
     assert "horovod.spark" not in {row.component for row in diagnose(HEALTHY)}
 
 
-def test_launchers_ask_for_a_patched_horovod(tmp_path, monkeypatch):
+def test_launchers_require_a_patched_horovod(tmp_path, monkeypatch):
     assert installed_patches() >= REQUIRED_PATCHES
 
     as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
@@ -107,20 +107,20 @@ def test_launchers_ask_for_a_patched_horovod(tmp_path, monkeypatch):
         LocalBackend(1).check_horovod()
 
 
-def test_a_healthy_machine_has_no_problem_and_exits_with_0(capsys):
+def test_a_healthy_machine_exits_with_0(capsys):
     assert problems(HEALTHY) == set()
     assert doctor.main(facts=HEALTHY) == 0
     assert "two processes in 2.5 s with Horovod, 1.5 s with torch" in capsys.readouterr().out
 
 
-def test_a_problem_makes_the_exit_status_1_and_its_remedy_is_printed(capsys):
+def test_a_problem_exits_with_1_and_prints_its_remedy(capsys):
     facts = replace(HEALTHY, horovod_patches=0)
 
     assert doctor.main(facts=facts) == 1
     assert "-> hvd-estimators build-horovod" in capsys.readouterr().out
 
 
-def test_json_has_the_rows_of_the_table(capsys):
+def test_json_contains_the_rows_of_the_table(capsys):
     facts = replace(HEALTHY, java=None)
 
     assert doctor.main(facts=facts, as_json=True) == 1
@@ -145,7 +145,7 @@ def test_json_has_the_rows_of_the_table(capsys):
         ("4.3.0", None, False),
     ],
 )
-def test_java_has_to_be_one_that_this_pyspark_runs_on(pyspark, java, fits):
+def test_the_java_version_must_suit_pyspark(pyspark, java, fits):
     facts = replace(with_version(HEALTHY, "pyspark", pyspark), java=java)
 
     assert (row(facts, "Java").status is Status.OK) == fits
@@ -165,7 +165,7 @@ def test_a_version_that_is_too_old_is_a_problem(name, version, component):
 
 
 @pytest.mark.parametrize("name", ["pyspark", "pyarrow"])
-def test_what_cannot_be_done_without_is_a_problem_where_it_is_missing(name):
+def test_a_missing_required_component_is_a_problem(name):
     assert {component.lower() for component in problems(without(HEALTHY, name))} == {name}
 
 
@@ -179,7 +179,7 @@ def test_keras_alone_cannot_train_without_horovod():
     assert not problems(without(facts, "tensorflow", "keras"))
 
 
-def test_what_each_estimator_trains_with_is_told():
+def test_the_training_libraries_of_each_estimator_are_reported():
     facts = replace(HEALTHY, torch_backends=("gloo", "nccl"))
 
     both = "Horovod (gloo) or torch.distributed (gloo, nccl)"
@@ -190,7 +190,7 @@ def test_what_each_estimator_trains_with_is_told():
     assert {"Training, torch", "Training, Lightning"} <= problems(unusable)
 
 
-def test_missing_optional_components_are_no_problem():
+def test_missing_optional_components_are_not_a_problem():
     facts = without(HEALTHY, "petastorm", "tensorflow", "keras", "lightning")
 
     assert problems(facts) == set()
@@ -199,14 +199,14 @@ def test_missing_optional_components_are_no_problem():
     assert "--no-deps petastorm==0.13.1" in row(facts, "Petastorm").remedy
 
 
-def test_no_framework_at_all_is_a_problem():
+def test_a_machine_without_frameworks_is_a_problem():
     facts = replace(without(HEALTHY, "torch", "tensorflow", "keras", "lightning"), allreduce={})
 
     assert problems(facts) == {"Frameworks"}
     assert "hvd_estimators[torch]" in row(facts, "Frameworks").remedy
 
 
-def test_petastorm_that_cannot_be_imported_is_told_with_pyarrows_version():
+def test_a_failing_import_of_petastorm_is_reported_with_pyarrows_version():
     facts = replace(
         with_version(HEALTHY, "pyarrow", "26.0.1"),
         import_errors={"petastorm": "ModuleNotFoundError: No module named 'pyarrow.filesystem'"},
@@ -235,7 +235,7 @@ def test_a_framework_that_cannot_be_imported_is_a_problem():
         (HorovodFacts(("mpi",)), {}, "without Gloo"),
     ],
 )
-def test_a_horovod_that_does_not_fit_its_framework_is_to_be_built(build, record, told):
+def test_a_horovod_that_does_not_match_its_framework_must_be_rebuilt(build, record, told):
     facts = replace(HEALTHY, horovod={**HEALTHY.horovod, "torch": build})
     if record:
         facts = replace(facts, horovod_record={"tensorflow": "2.21.0", **record})
@@ -248,7 +248,7 @@ def test_a_horovod_that_does_not_fit_its_framework_is_to_be_built(build, record,
 @pytest.mark.parametrize(
     ("built_for", "installed"), [("2.13.0+cu130", "2.13.0"), ("2.13.0", "2.13.0+cpu")]
 )
-def test_a_version_fits_whatever_the_index_calls_its_build(built_for, installed):
+def test_local_version_labels_are_ignored_when_comparing_versions(built_for, installed):
     facts = replace(
         with_version(HEALTHY, "torch", installed),
         horovod_record={**HEALTHY.horovod_record, "torch": built_for},
@@ -275,7 +275,7 @@ def test_a_failed_allreduce_is_a_problem():
         ("13.0", ("gloo", "nccl", "cuda"), Status.OK),
     ],
 )
-def test_gpus_that_would_not_be_used_are_a_warning(torch_cuda, features, status):
+def test_unusable_gpus_are_a_warning(torch_cuda, features, status):
     horovod = {name: replace(found, features=features) for name, found in HEALTHY.horovod.items()}
     facts = replace(HEALTHY, gpus=("H100",), torch_cuda=torch_cuda, horovod=horovod)
 
@@ -284,11 +284,11 @@ def test_gpus_that_would_not_be_used_are_a_warning(torch_cuda, features, status)
 
 
 @pytest.mark.parametrize("module", ["horovod.torch", "horovod.tensorflow", "torch.distributed"])
-def test_two_processes_really_reduce_on_this_machine(module):
+def test_two_processes_reduce_on_this_machine(module):
     assert 0 < two_rank_allreduce(module, seconds=120) < 120
 
 
-def test_a_rank_that_fails_in_the_trial_is_told_by_its_last_line():
+def test_a_failed_rank_of_the_trial_is_reported_with_its_last_line():
     cause = r"failed: rank \d: ModuleNotFoundError: No module named 'horovod.nothing'$"
     with pytest.raises(ProbeError, match=cause):
         two_rank_allreduce("horovod.nothing", seconds=120)
@@ -300,7 +300,7 @@ def test_this_environment_is_healthy(capsys):
 
     rows = {row["component"]: row for row in json.loads(capsys.readouterr().out)}
     assert status == 0, rows
-    # One that was built before a patch that ranks can do without is told to be built anew.
+    # A Horovod that lacks only optional patches gets a warning to rebuild it.
     expected = "ok" if installed_patches() >= PATCHES_REVISION else "warning"
     assert rows["Horovod for torch"]["status"] == expected
     assert rows["Horovod for tensorflow"]["status"] == expected
@@ -308,14 +308,14 @@ def test_this_environment_is_healthy(capsys):
 
 
 class TestRunPython:
-    def test_the_last_line_comes_back(self):
+    def test_the_last_line_is_returned(self):
         assert run_python("-c", "print('noise')\nprint('end')\nprint()", seconds=60) == "end"
 
-    def test_a_failure_is_told_by_its_last_line(self):
+    def test_a_failure_is_reported_with_its_last_line(self):
         with pytest.raises(ProbeError, match=r"a trial failed: ValueError: the cause$"):
             run_python("-c", "raise ValueError('the cause')", seconds=60, what="a trial")
 
-    def test_what_a_process_started_ends_with_it_when_time_is_up(self, tmp_path):
+    def test_child_processes_end_on_timeout(self, tmp_path):
         pid_file = tmp_path / "pid"
         script = "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
         script += f"open({str(pid_file)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
@@ -326,7 +326,7 @@ class TestRunPython:
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int(pid_file.read_text())).wait(timeout=10)
 
-    def test_much_output_does_not_block(self):
+    def test_large_output_does_not_block(self):
         script = "import sys\nfor _ in range(20000): print('x' * 50, file=sys.stderr)\nprint('end')"
 
         assert run_python("-c", script, seconds=60) == "end"

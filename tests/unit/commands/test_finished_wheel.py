@@ -1,4 +1,4 @@
-"""Versions, requirements and records of finished wheels, and what pip and imports make of them."""
+"""Versions, requirements and records of finished wheels, and their use by pip and imports."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def read(wheel, file):
 
 
 class TestVersion:
-    def test_file_name_and_metadata_name_frameworks_device_and_revision(self, tmp_path):
+    def test_file_name_and_metadata_contain_frameworks_device_and_revision(self, tmp_path):
         wheel = finished(tmp_path, RECIPE)
 
         version = f"0.28.1+torch2.13.0.tensorflow2.21.0.cpu.{REVISION}"
@@ -54,7 +54,7 @@ class TestVersion:
         assert f"horovod-{version}.dist-info/METADATA" in zipfile.ZipFile(wheel).namelist()
         assert is_as_recorded(wheel)
 
-    def test_a_requirement_of_the_release_matches_and_newer_builds_are_newer(self):
+    def test_versions_satisfy_the_release_and_newer_builds_sort_later(self):
         record = RECIPE.record()
         cuda = {**record, "tensorflow": None, "cuda": "13.0", "torch": "2.9.1+cu130"}
         versions = [
@@ -69,21 +69,21 @@ class TestVersion:
         assert all(SpecifierSet("==0.28.1").contains(version) for version in versions)
         assert min(map(Version, versions)) > Version("0.28.1")
 
-    def test_frameworks_are_required_in_the_versions_of_the_build(self, tmp_path):
+    def test_the_framework_versions_of_the_build_are_required(self, tmp_path):
         lines = read(finished(tmp_path, RECIPE), "/METADATA").splitlines()
 
         requirements = [line for line in lines if line.startswith("Requires-Dist: ")]
         assert requirements == ["Requires-Dist: torch==2.13.0", "Requires-Dist: tensorflow==2.21.0"]
 
-    def test_the_same_wheel_gives_the_same_bytes(self, tmp_path):
+    def test_finishing_a_wheel_is_reproducible(self, tmp_path):
         for with_compat in (False, True):
             first = finished(tmp_path, with_compat=with_compat).read_bytes()
             assert finished(tmp_path, with_compat=with_compat).read_bytes() == first
 
 
 class TestRecord:
-    def test_the_record_of_the_compiled_wheel_stays(self, tmp_path):
-        """What finds a wheel in the cache does not know the compiler that it was built with."""
+    def test_the_record_of_the_compiled_wheel_is_kept(self, tmp_path):
+        """The step that finds a wheel in the cache does not know the compiler that built it."""
         compiled = make_wheel(tmp_path / WHEEL_NAME, "x = 1")
         with zipfile.ZipFile(compiled, "a") as wheel:
             record = TORCH_ONLY.record("g++")
@@ -95,7 +95,7 @@ class TestRecord:
         assert "g++" in built["compiler"].lower() or "gcc" in built["compiler"].lower()
         assert built["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
 
-    def test_a_wheel_of_before_gets_one_with_its_own_patches(self, tmp_path):
+    def test_an_older_wheel_gets_a_record_with_its_own_patches(self, tmp_path):
         compiled = make_wheel(tmp_path / WHEEL_NAME, "x = 1")
         with zipfile.ZipFile(compiled, "a") as wheel:
             wheel.writestr(MARKER, "REVISION = 1\n")
@@ -104,7 +104,7 @@ class TestRecord:
 
         assert built == {**RECIPE.record(), "patches": 1, "compiler": None}
 
-    def test_what_is_installed_is_compared_without_an_import(self, tmp_path, monkeypatch):
+    def test_the_installed_build_is_compared_without_importing_it(self, tmp_path, monkeypatch):
         site = tmp_path / "site"
         zipfile.ZipFile(finished(tmp_path)).extractall(site)
         (site / MARKER).write_text("REVISION = 2\n")
@@ -127,14 +127,14 @@ class TestRecord:
         assert installed_record() == {}
         assert horovod_problem("torch") == "Horovod is not installed"
 
-    def test_a_folder_of_the_name_is_no_horovod(self, tmp_path, monkeypatch):
+    def test_an_empty_horovod_folder_is_not_an_installation(self, tmp_path, monkeypatch):
         (tmp_path / "horovod").mkdir()
         folder = SimpleNamespace(submodule_search_locations=[str(tmp_path / "horovod")])
         monkeypatch.setattr(horovod_build, "find_spec", lambda name: folder)
 
         assert horovod_problem("torch") == "Horovod is not installed"
 
-    def test_ranks_with_other_builds_are_told_what_these_were_built_for(self):
+    def test_different_builds_on_ranks_are_an_error_that_describes_them(self):
         builds = [f"{describe_build(recipe.record())} (1a)" for recipe in (RECIPE, TORCH_ONLY)]
 
         expected = r"torch 2\.13\.0\+cpu and TensorFlow 2\.21\.0, CPU \(1a\) on a; torch .* on b"
@@ -148,7 +148,7 @@ class TestImport:
         return finished(tmp_path)
 
     def imported(self, wheel, framework, version, cuda=None, code="import horovod.{}", path=()):
-        """Import a module of the wheel beside a framework of this version; return what it said."""
+        """Import a module of the wheel beside a framework of this version; return the error."""
         folder = wheel.parent / "frameworks"
         (folder / framework).mkdir(parents=True, exist_ok=True)
         text = f"__version__ = {version!r}\nclass version:\n    cuda = {cuda!r}\n"
@@ -159,7 +159,7 @@ class TestImport:
         done = subprocess.run(command, text=True, capture_output=True, env=environment)
         return done.stderr.splitlines()[-1] if done.returncode else "imports"
 
-    def test_the_framework_of_the_build_imports(self, wheel):
+    def test_import_succeeds_with_the_framework_of_the_build(self, wheel):
         assert self.imported(wheel, "torch", "2.13.0+cpu") == "imports"
         assert self.imported(wheel, "torch", "2.13.0", "13.0") == "imports"
 
@@ -170,13 +170,13 @@ class TestImport:
             ("tensorflow", "2.21.0", "without TensorFlow. "),
         ],
     )
-    def test_another_framework_is_named(self, wheel, framework, version, told):
+    def test_import_with_another_framework_names_it(self, wheel, framework, version, told):
         error = self.imported(wheel, framework, version)
 
         assert error.startswith(f"ImportError: This Horovod was built {told}")
         assert error.endswith("hvd-estimators build-horovod")
 
-    def test_public_names_that_need_it_raise_the_typed_error(self, wheel):
+    def test_public_names_that_need_horovod_raise_the_typed_error(self, wheel):
         code = (
             "from hvd_estimators._util.lazy_imports import lazy_names\n"
             "lazy_names('hvd_estimators.keras', {{'KerasEstimator': 'horovod.{}'}})[0]"
@@ -188,7 +188,7 @@ class TestImport:
         start = "hvd_estimators.exceptions.DependencyError: hvd_estimators.keras needs horovod. "
         assert error.startswith(f"{start}This Horovod was built for torch 2.13.0+cpu, installed is")
 
-    def test_a_build_for_cuda_names_a_torch_without_it(self, tmp_path):
+    def test_a_cuda_build_names_a_torch_without_cuda(self, tmp_path):
         wheel = finished(tmp_path, replace(TORCH_ONLY, torch="2.13.0", cuda="13.0"))
 
         assert self.imported(wheel, "torch", "2.13.0", "13.2") == "imports"
@@ -196,7 +196,7 @@ class TestImport:
         assert "with CUDA 13.0, installed is torch 2.13.0+cpu, built for CPUs" in error
 
 
-def test_pip_takes_the_wheel_of_an_index_that_fits_the_frameworks(tmp_path):
+def test_pip_selects_the_wheel_that_matches_the_frameworks(tmp_path):
     index = tmp_path / "index"
     index.mkdir()
     for torch in ("2.12.0", "2.13.0+cpu"):

@@ -20,14 +20,14 @@ from hvd_estimators.exceptions import BuildError
     ],
     ids=["module", "script"],
 )
-def test_version_is_the_packages(command):
+def test_version_is_that_of_the_package(command):
     done = subprocess.run([*command, "--version"], text=True, capture_output=True)
 
     assert done.returncode == 0
     assert done.stdout == f"hvd-estimators {hvd_estimators.__version__}\n"
 
 
-def test_the_command_line_imports_no_framework_and_no_spark():
+def test_the_command_line_imports_neither_frameworks_nor_spark():
     script = (
         "import sys\n"
         "import hvd_estimators.__main__\n"
@@ -43,7 +43,7 @@ def test_the_command_line_imports_no_framework_and_no_spark():
     "arguments",
     [[], ["unknown"], ["build-horovod", "--jobs", "0"], ["build-horovod", "--gpu", "rocm"]],
 )
-def test_wrong_usage_exits_with_2_and_tells_the_usage(arguments, capsys):
+def test_wrong_usage_exits_with_2_and_prints_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as raised:
         main(arguments)
 
@@ -81,7 +81,7 @@ def test_flags_reach_the_build(builds):
 
 
 @pytest.mark.parametrize("arguments", [["--no-install"], ["--wheel-dir", "wheels"]])
-def test_without_installing_the_wheels_path_alone_is_on_standard_output(builds, capsys, arguments):
+def test_without_installing_only_the_wheels_path_is_on_standard_output(builds, capsys, arguments):
     main(["build-horovod", *arguments])
 
     (call,) = builds
@@ -91,7 +91,7 @@ def test_without_installing_the_wheels_path_alone_is_on_standard_output(builds, 
     assert output.err == "a line of progress\n"
 
 
-def test_a_failure_exits_with_1_and_its_message_without_a_traceback(monkeypatch, capsys):
+def test_a_failure_exits_with_1_and_prints_its_message_without_a_traceback(monkeypatch, capsys):
     def fail(**keywords):
         raise BuildError("No make found. On Debian or Ubuntu: apt-get install make")
 
@@ -104,8 +104,8 @@ def test_a_failure_exits_with_1_and_its_message_without_a_traceback(monkeypatch,
     )
 
 
-def test_a_terminated_build_takes_its_compilers_along(tmp_path):
-    """SIGTERM, as a scheduler sends it, reaches the code that ends what the build started."""
+def test_a_terminated_build_ends_its_compilers(tmp_path):
+    """SIGTERM, as from a scheduler, runs the code that ends the build's processes."""
     script = f"""
 import os, signal, sys, time
 from hvd_estimators.commands import build

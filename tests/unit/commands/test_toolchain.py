@@ -1,4 +1,4 @@
-"""What a build of Horovod finds on the machine: frameworks, CUDA, cores."""
+"""Detection of frameworks, CUDA and cores for a build of Horovod."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from hvd_estimators.launch.horovod_build import cuda_of
 
 
 class TestDetection:
-    def test_versions_are_those_of_the_frameworks_and_none_is_imported(self):
+    def test_framework_versions_are_read_without_importing_them(self):
         script = (
             "import sys\n"
             "from hvd_estimators.commands.toolchain import detect_recipe\n"
@@ -63,7 +63,9 @@ class TestDetection:
         ("torch_cuda", "toolkit", "message"),
         [(None, Path("/cuda"), "is built for CPUs"), ("12.6", None, "no CUDA toolkit")],
     )
-    def test_cuda_asked_for_in_vain_is_an_error(self, monkeypatch, torch_cuda, toolkit, message):
+    def test_unavailable_cuda_is_an_error_if_requested(
+        self, monkeypatch, torch_cuda, toolkit, message
+    ):
         monkeypatch.setattr(toolchain, "cuda_of", lambda framework: torch_cuda)
         monkeypatch.setattr(toolchain, "find_cuda_toolkit", lambda: toolkit)
 
@@ -96,7 +98,7 @@ class TestDetection:
 
         assert cuda_of(framework) == expected
 
-    def test_the_toolkit_of_cuda_home_goes_before_those_of_path(self, monkeypatch, tmp_path):
+    def test_the_toolkit_of_cuda_home_takes_precedence_over_path(self, monkeypatch, tmp_path):
         def make_nvcc(folder: str) -> Path:
             (tmp_path / folder / "bin").mkdir(parents=True)
             (tmp_path / folder / "bin/nvcc").touch(mode=0o755)
@@ -111,7 +113,7 @@ class TestDetection:
         for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(toolchain, "_CUDA_FOLDER", tmp_path / "usual")
-        # A script that starts another nvcc, or what a package left behind.
+        # A script that starts another nvcc, or the remains of a package.
         script = make_nvcc("script")
         monkeypatch.setenv("PATH", str(script / "bin"))
         assert find_cuda_toolkit() is None
@@ -127,7 +129,7 @@ class TestDetection:
         monkeypatch.setenv("CUDA_HOME", str(make_toolkit("home")))
         assert find_cuda_toolkit() == tmp_path / "home"
 
-    def test_nccl_is_that_of_torchs_package_unless_another_is_named(self, monkeypatch, tmp_path):
+    def test_nccl_is_that_of_torch_unless_another_is_specified(self, monkeypatch, tmp_path):
         for name in ("HOME", "INCLUDE", "LIB"):
             monkeypatch.delenv(f"HOROVOD_NCCL_{name}", raising=False)
         monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""A wheel of Horovod whose `horovod.spark` says where to go."""
+"""Horovod wheels whose `horovod.spark` redirects to this package."""
 
 import importlib.util
 import os
@@ -39,7 +39,7 @@ class TestRedirect:
     @pytest.mark.parametrize(
         "code", ["import horovod.spark", "from horovod.spark.torch import TorchEstimator"]
     )
-    def test_a_forgotten_import_is_told_where_to_go(self, wheel, code):
+    def test_importing_horovod_spark_names_the_replacements(self, wheel, code):
         done = self.run(wheel, code)
 
         assert done.returncode == 1
@@ -47,7 +47,7 @@ class TestRedirect:
         for name in ("hvd_estimators.torch", "hvd_estimators.keras", "hvd_estimators.lightning"):
             assert name in message
 
-    def test_the_rest_imports_and_the_old_package_when_it_is_asked_for(self, wheel):
+    def test_other_modules_import_and_so_does_the_old_package_on_request(self, wheel):
         assert self.run(wheel, "import horovod.runner").stderr == ""
         assert (
             "the frozen"
@@ -58,10 +58,10 @@ class TestRedirect:
             ).stdout
         )
 
-    def test_all_files_are_as_the_record_says(self, wheel):
+    def test_all_files_match_the_record(self, wheel):
         assert is_as_recorded(wheel)
 
-    def test_another_wheel_is_refused(self, tmp_path):
+    def test_another_wheel_is_rejected(self, tmp_path):
         with zipfile.ZipFile(tmp_path / WHEEL_NAME, "w") as other:
             other.writestr("other/__init__.py", "")
 
@@ -75,7 +75,7 @@ class TestWithCompat:
     def wheel(self, tmp_path):
         return finished(tmp_path, with_compat=True)
 
-    def test_an_import_finds_this_package_and_nothing_else_has_to_be_imported_before(self, wheel):
+    def test_importing_horovod_spark_finds_this_package_without_setup(self, wheel):
         real = importlib.util.find_spec("horovod").submodule_search_locations[0]
         code = (
             f"import horovod; horovod.__path__.append({real!r})  # for horovod.runner\n"
@@ -91,7 +91,7 @@ class TestWithCompat:
         assert first == f"hvd_estimators.store.base {spark}.common.store {spark}"
         assert second == f"True {wheel}/horovod/__init__.py"
 
-    def test_modules_of_the_frozen_package_are_gone_and_ours_are_there(self, wheel):
+    def test_modules_of_the_frozen_package_are_replaced_by_ours(self, wheel):
         files = {
             name: zipfile.ZipFile(wheel).read(name).decode()
             for name in zipfile.ZipFile(wheel).namelist()
@@ -113,20 +113,20 @@ class TestWithCompat:
                 if line.startswith("from ") and "petastorm" not in line:
                     exec(compile(line, file, "exec"), {})
 
-    def test_the_frozen_package_cannot_be_asked_for(self, wheel):
+    def test_the_frozen_package_is_not_available_on_request(self, wheel):
         done = run(wheel, "import horovod.spark", HVD_ESTIMATORS_HOROVOD_SPARK="1")
 
         assert "ImportError: HVD_ESTIMATORS_HOROVOD_SPARK=1" in done.stderr
         assert "--without-compat" in done.stderr
 
-    def test_the_rest_is_as_it_was(self, wheel):
+    def test_other_modules_are_unchanged(self, wheel):
         assert run(wheel, "import horovod.runner", "-S").stderr == ""
 
 
 @pytest.mark.parametrize(
     ("with_compat", "expected"), [(None, "frozen"), (False, "off"), (True, "compat")]
 )
-def test_what_is_installed_is_seen_without_importing_it(
+def test_the_installed_state_is_detected_without_importing_it(
     tmp_path, monkeypatch, with_compat, expected
 ):
     if with_compat is None:

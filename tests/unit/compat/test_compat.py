@@ -1,4 +1,4 @@
-"""``horovod.spark``'s names on this package: what they resolve to, and what those left out say."""
+"""``horovod.spark``'s names in this package: their targets, and errors for unsupported names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_estimators.store.base import LEFT_OUT
 
 pytestmark = pytest.mark.versions
 
-# Name and module of horovod.spark, and where it is here.
+# Module and name in horovod.spark, and the module here.
 NAMES = [
     ("", "run", "hvd_estimators.launch.api"),
     ("", "run_elastic", "hvd_estimators.launch.api"),
@@ -62,14 +62,14 @@ def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(("module", "name", "home"), NAMES)
-def test_a_name_is_this_packages(compat: None, module: str, name: str, home: str) -> None:
+def test_a_name_resolves_to_this_package(compat: None, module: str, name: str, home: str) -> None:
     found = getattr(importlib.import_module(f"horovod.spark{module}"), name)
 
     assert found is getattr(importlib.import_module(home), found.__name__)
     assert importlib.import_module(f"horovod.spark{module}").__spec__.name.startswith("hvd_")
 
 
-def test_every_module_has_two_names_and_is_one(compat: None) -> None:
+def test_both_names_of_a_module_are_the_same_module(compat: None) -> None:
     for key in HOMES:
         name = f".{key}" if key else ""
         theirs = importlib.import_module(f"horovod.spark{name}")
@@ -83,7 +83,7 @@ def test_every_module_has_two_names_and_is_one(compat: None) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LEFT_OUT_MODULES))
-def test_a_module_that_is_left_out_says_what_to_use(compat: None, name: str) -> None:
+def test_an_unsupported_module_names_its_replacement(compat: None, name: str) -> None:
     package, _, last = name.rpartition(".")
     for statement in (f"import {name}", f"from {package} import {last}", f"import {name}.deeper"):
         with pytest.raises(LeftOutError) as error:
@@ -93,14 +93,14 @@ def test_a_module_that_is_left_out_says_what_to_use(compat: None, name: str) -> 
 
 
 @pytest.mark.parametrize("module", sorted(LEFT_OUT_NAMES))
-def test_a_name_that_is_left_out_says_what_to_use(compat: None, module: str) -> None:
+def test_an_unsupported_name_names_its_replacement(compat: None, module: str) -> None:
     for name, instead in LEFT_OUT_NAMES[module].items():
         with pytest.raises(LeftOutError) as error:
             exec(f"from {module} import {name}")
         assert str(error.value) == f"hvd_estimators has no {module}.{name}. {instead}"
 
 
-def test_a_method_of_stores_that_is_left_out_says_what_to_use(tmp_path: Path) -> None:
+def test_an_unsupported_store_method_names_its_replacement(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path))
     for name, instead in LEFT_OUT.items():
         with pytest.raises(AttributeError) as error:
@@ -118,14 +118,14 @@ def test_a_method_of_stores_that_is_left_out_says_what_to_use(tmp_path: Path) ->
         _ = Broken(str(tmp_path)).fs
 
 
-def test_the_guide_has_all_that_is_left_out() -> None:
+def test_the_guide_lists_all_unsupported_names() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "migrating.rst").read_text()
     names = {name for left_out in [*LEFT_OUT_NAMES.values(), LEFT_OUT] for name in left_out}
     modules = {name.removeprefix("horovod.spark") for name in LEFT_OUT_MODULES}
     assert sorted(name for name in names | modules if f"``{name}``" not in guide) == []
 
 
-def test_what_never_was_is_the_usual_error(compat: None) -> None:
+def test_unknown_names_raise_the_usual_error(compat: None) -> None:
     for statement in ("import horovod.spark.nothing", "from horovod.spark.torch import Nothing"):
         with pytest.raises(ImportError) as error:
             exec(statement)
@@ -135,7 +135,7 @@ def test_what_never_was_is_the_usual_error(compat: None) -> None:
 
 
 def frozen_modules() -> Iterator[tuple[str, ast.Module]]:
-    """Names and sources of those that are not left out as a whole."""
+    """Yield names and sources of the modules that are not left out entirely."""
     frozen = Path(importlib.import_module("horovod").__path__[0], "spark")
     if not (frozen / "runner.py").exists():
         pytest.skip("Horovod was installed with compat: the frozen package is gone")
@@ -146,8 +146,8 @@ def frozen_modules() -> Iterator[tuple[str, ast.Module]]:
             yield module, ast.parse(path.read_text())
 
 
-def test_every_public_name_of_the_frozen_package_is_there_or_explained(compat: None) -> None:
-    """What a module defines, as its source says."""
+def test_every_public_name_of_the_frozen_package_exists_or_is_explained(compat: None) -> None:
+    """Public names are those that a module's source defines."""
     unexplained = []
     for module, tree in frozen_modules():
         for name in public_names(tree):
@@ -162,7 +162,7 @@ def test_every_public_name_of_the_frozen_package_is_there_or_explained(compat: N
     assert sorted(unexplained) == INTERNAL
 
 
-# What the frozen launcher and reader define for themselves.
+# Internals of the frozen launcher and reader.
 INTERNAL = [
     "horovod.spark.lightning.datamodule.PETASTORM_HDFS_DRIVER",
     "horovod.spark.runner.MINIMUM_COMMAND_LIFETIME_S",
@@ -173,8 +173,8 @@ INTERNAL = [
 ]
 
 
-def test_every_public_method_and_param_is_there_or_explained(compat: None) -> None:
-    """Accessors among them, and what estimators and models are constructed with."""
+def test_every_public_method_and_param_exists_or_is_explained(compat: None) -> None:
+    """Including accessors and the constructor arguments of estimators and models."""
     missing, params = set(), 0
     for module, tree in frozen_modules():
         for node in tree.body:
@@ -197,7 +197,7 @@ def test_every_public_method_and_param_is_there_or_explained(compat: None) -> No
                 given = {argument.arg for argument in init.args.args[1:]}
                 missing |= given - {param.name for param in ours().params}
                 params += len(given)
-    # Constants of the stores' own.
+    # Internal constants of the stores.
     assert missing == {
         "DBFSLocalStore.DBFS_PATH_FORMAT_ERROR",
         "HDFSStore.FS_PREFIX",
@@ -217,7 +217,7 @@ def public_names(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
         yield from (name for name in names if not name.startswith("_"))
 
 
-def test_the_backend_has_what_subclasses_use(compat: None) -> None:
+def test_the_backend_has_the_attributes_that_subclasses_use(compat: None) -> None:
     from horovod.spark.common.backend import SparkBackend
 
     from hvd_estimators.launch import spark_backend
@@ -233,7 +233,7 @@ def test_the_backend_has_what_subclasses_use(compat: None) -> None:
     assert backend._kwargs == {"verbose": 2, "prefix_output_with_timestamp": True}
 
 
-def test_helpers(compat: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_of_util_and_conf(compat: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.spark.common import util
     from horovod.spark.conf import SPARK_CONF_BLACKLIST_ENABLED
 
@@ -247,8 +247,8 @@ def test_helpers(compat: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SPARK_CONF_BLACKLIST_ENABLED == ("spark.excludeOnFailure.enabled", "true")
 
 
-def test_ranks_find_the_names_before_they_unpickle(compat: None, tmp_path: Path) -> None:
-    """A class of a module that imports horovod.spark is sent by reference."""
+def test_ranks_know_the_names_before_unpickling(compat: None, tmp_path: Path) -> None:
+    """A class of a module that imports horovod.spark is pickled by reference."""
     (tmp_path / "users_library.py").write_text(
         "import os\n"
         "from horovod.spark.common.store import Store\n"
@@ -274,7 +274,7 @@ def test_ranks_find_the_names_before_they_unpickle(compat: None, tmp_path: Path)
     assert home == "hvd_estimators.store.base"
 
 
-def test_a_frozen_package_that_is_imported_already_is_told() -> None:
+def test_an_already_imported_frozen_package_is_an_error() -> None:
     done = in_a_fresh_process(
         """
         import sys, types
@@ -285,7 +285,7 @@ def test_a_frozen_package_that_is_imported_already_is_told() -> None:
     assert "LeftOutError: horovod.spark is already imported, from None. Import" in done.stderr
 
 
-def test_the_import_brings_no_framework_and_no_spark() -> None:
+def test_compat_imports_neither_frameworks_nor_spark() -> None:
     done = in_a_fresh_process(
         """
         import sys
@@ -301,7 +301,7 @@ def test_the_import_brings_no_framework_and_no_spark() -> None:
     assert not second & frameworks
 
 
-def test_keras_callbacks_are_those_that_keras_3_takes(compat: None) -> None:
+def test_keras_callbacks_are_compatible_with_keras_3(compat: None) -> None:
     from horovod.tensorflow.keras import callbacks
 
     from hvd_estimators import keras
@@ -313,8 +313,8 @@ def test_keras_callbacks_are_those_that_keras_3_takes(compat: None) -> None:
     assert isinstance(callbacks.MetricAverageCallback(""), keras.MetricAverageCallback)
 
 
-def test_keras_optimizers_average_over_ranks_or_are_refused(compat: None, tmp_path: Path) -> None:
-    """Horovod's own would train each rank by itself, without a word."""
+def test_keras_optimizers_average_over_ranks_or_are_rejected(compat: None, tmp_path: Path) -> None:
+    """Horovod's own optimizers would silently train each rank separately."""
     import horovod.keras
     import horovod.tensorflow.keras as hvd
     import keras
@@ -350,7 +350,7 @@ def test_keras_optimizers_average_over_ranks_or_are_refused(compat: None, tmp_pa
     assert float(loaded.optimizer.learning_rate) == 0.25
 
 
-def test_libraries_find_the_names_of_lightning_1_that_they_import(
+def test_names_of_lightning_1_that_libraries_import_exist(
     compat: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utilities = importlib.import_module("pytorch_lightning.utilities")
@@ -361,7 +361,7 @@ def test_libraries_find_the_names_of_lightning_1_that_they_import(
     assert not utilities._module_available("no_such_module_at_all")
 
 
-def test_installing_it_twice_changes_nothing(compat: None) -> None:
+def test_installing_compat_twice_changes_nothing(compat: None) -> None:
     install()
     before: list[Any] = list(sys.meta_path)
     install()

@@ -1,4 +1,4 @@
-"""Which tasks share a host, and which address of each host the others use."""
+"""Grouping tasks by host and choosing an address for each host."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def host(*addresses, name="node"):
 
 
 class TestChoice:
-    def test_the_first_address_that_all_others_reached_is_chosen(self):
+    def test_the_first_address_that_all_others_reach_is_chosen(self):
         hosts = {
             "a": host("10.0.0.1", "10.1.0.1"),
             "b": host("10.1.0.2"),
@@ -49,19 +49,19 @@ class TestChoice:
 
         assert choose(hosts, reports) == {"a": "10.1.0.1", "b": "10.1.0.2", "c": "10.1.0.3"}
 
-    def test_of_several_addresses_that_all_reach_the_likeliest_is_chosen(self):
+    def test_earlier_candidates_are_preferred_among_reachable_addresses(self):
         hosts = {"a": host("10.0.0.1", "10.1.0.1"), "b": host("10.0.0.2", "10.1.0.2")}
         reports = {"a": {"b": ["10.1.0.2", "10.0.0.2"]}, "b": {"a": ["10.1.0.1", "10.0.0.1"]}}
 
         assert choose(hosts, reports) == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
-    def test_all_addresses_are_of_one_kind(self):
+    def test_all_addresses_are_of_one_family(self):
         hosts = {"a": host("10.0.0.1", "fd00::1"), "b": host("fd00::2")}
         reports = {"a": {"b": ["fd00::2"]}, "b": {"a": ["10.0.0.1", "fd00::1"]}}
 
         assert choose(hosts, reports) == {"a": "fd00::1", "b": "fd00::2"}
 
-    def test_who_does_not_reach_whom_is_told(self):
+    def test_the_error_names_the_hosts_that_cannot_reach_each_other(self):
         hosts = {
             "a": host("10.0.0.1", name="north"),
             "b": host("10.0.0.2", "fd00::2", name="south"),
@@ -83,7 +83,7 @@ class TestChoice:
         assert "HOROVOD_GLOO_IFACE" in lines[-1]
 
     @given(st.data())
-    def test_a_choice_is_reached_by_everybody(self, data):
+    def test_chosen_addresses_are_reached_by_all_others(self, data):
         number = data.draw(st.integers(2, 5))
         hosts = {
             str(index): host(f"10.0.0.{index}", f"10.1.0.{index}", f"fd00::{index + 1}")
@@ -100,7 +100,7 @@ class TestChoice:
         try:
             chosen = choose(hosts, reports)
         except UnreachableError:
-            # Then there is no kind of which each host has an address that all others reached.
+            # Neither address family gives every host an address that all others reached.
             for is_6 in (False, True):
                 assert any(
                     not any(
@@ -117,7 +117,7 @@ class TestChoice:
 
 
 class Hosts:
-    """Tasks in threads, each on a host of its own, whose addresses are this machine's 127.x.y.z."""
+    """Tasks in threads, each on a separate host with an address 127.x.y.z of this machine."""
 
     def __init__(self, *given):
         self.listeners = [ProbeListener(addresses) for addresses in given]
@@ -149,18 +149,18 @@ class Hosts:
 
 
 class TestAgreement:
-    def test_every_task_comes_to_the_same_places(self):
+    def test_all_tasks_agree_on_the_same_addresses(self):
         found = Hosts(["127.0.0.1"], ["127.0.0.2"], ["127.0.0.3"]).agree()
 
         assert found[0] == found[1] == found[2]
         assert found[0].addresses == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 
-    def test_hosts_of_one_name_are_told_apart(self):
+    def test_hosts_with_the_same_name_are_distinguished(self):
         found = Hosts(["127.0.0.1"], ["127.0.0.2"]).agree()
 
         assert found[0].hosts == ["node-127.0.0.1", "node-127.0.0.2"]
 
-    def test_an_address_where_somebody_else_answers_is_not_taken(self):
+    def test_an_address_answered_by_a_stranger_is_not_used(self):
         hosts = Hosts(["127.0.0.1", "127.0.0.9"], ["127.0.0.2"])
         elsewhere = ProbeListener(["127.0.0.4"])
         first = hosts.candidates[0]
@@ -172,10 +172,10 @@ class TestAgreement:
 
         assert found[0].addresses == ["127.0.0.1", "127.0.0.2"]
 
-    def test_an_address_where_nobody_answers_is_waited_for_and_then_left(self, monkeypatch):
+    def test_a_silent_address_is_given_up_after_the_timeout(self, monkeypatch):
         monkeypatch.setattr(timeouts, "PROBES", 1.0)
         with socket.socket() as silent:
-            # Connections are made, and nobody ever says anything.
+            # Accepts connections but never sends anything.
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             hosts = Hosts([], ["127.0.0.2"])
@@ -185,7 +185,7 @@ class TestAgreement:
             with pytest.raises(UnreachableError, match=r"reaches node .* nowhere"):
                 hosts.agree()
 
-    def test_tasks_of_one_host_need_not_reach_each_other(self):
+    def test_tasks_on_one_host_need_not_reach_each_other(self):
         hosts = Hosts(["127.0.0.1"], ["127.0.0.2"], ["127.0.0.3"])
         # The first task answers for both tasks of its host.
         second = dataclasses.replace(hosts.candidates[1], identity="0", endpoints=[])
@@ -204,14 +204,14 @@ class TestAgreement:
         assert places.addresses == ["127.0.0.1", "127.0.0.1"]
         assert places.hosts[0] == places.hosts[1]
 
-    def test_a_host_without_any_address_ends_the_job_on_all(self):
+    def test_a_host_without_an_address_fails_all_tasks(self):
         hosts = Hosts(["127.0.0.1"], [])
         hosts.candidates[1] = dataclasses.replace(hosts.candidates[1], error="it has no network")
 
         with pytest.raises(UnreachableError, match="it has no network"):
             hosts.agree()
 
-    def test_the_driver_raises_what_the_tasks_found(self):
+    def test_the_driver_raises_the_error_of_the_tasks(self):
         failed = RankOutcome(0, "node", None, "UnreachableError", "a reaches b nowhere")
 
         with pytest.raises(UnreachableError, match="a reaches b nowhere"):
@@ -241,11 +241,11 @@ class TestCandidates:
         monkeypatch.setattr(addresses.psutil, "net_if_stats", lambda: up)
 
     @pytest.mark.usefixtures("machine")
-    def test_they_are_what_others_might_reach_ipv4_first(self):
+    def test_candidates_are_reachable_addresses_with_ipv4_first(self):
         assert candidate_addresses() == ["10.0.0.5", "10.1.0.5", "169.254.3.4", "fd00::5"]
 
     @pytest.mark.usefixtures("machine")
-    def test_what_the_cluster_knows_goes_first_if_it_is_this_machines(self):
+    def test_the_clusters_address_comes_first_if_it_belongs_to_this_machine(self):
         assert candidate_addresses("10.1.0.5")[0] == "10.1.0.5"
         assert candidate_addresses("fd00::5")[0] == "fd00::5"
         assert candidate_addresses("fd00:0::5")[0] == "fd00::5"
@@ -253,7 +253,7 @@ class TestCandidates:
         assert candidate_addresses("a-name-that-is.invalid") == candidate_addresses()
 
     @pytest.mark.usefixtures("machine")
-    def test_an_interface_that_is_asked_for_is_the_only_one(self):
+    def test_only_the_requested_interfaces_are_used(self):
         assert candidate_addresses("10.1.0.5", ["eth0"]) == ["10.0.0.5", "fd00::5"]
         assert "10.1.0.5" in candidate_addresses(interfaces=["eth0", "eth1", "eth7"])
         with pytest.raises(UnreachableError, match=r"IFACE=eth7.*eth1 \(10\.1\.0\.5\)"):
@@ -262,7 +262,7 @@ class TestCandidates:
             candidate_addresses(interfaces=["eth7", "lo"])
 
     @pytest.mark.usefixtures("machine")
-    def test_a_rank_is_told_the_address_and_its_interface(self):
+    def test_the_environment_of_a_rank_names_its_address_and_interface(self):
         assert listening_environment("10.1.0.5") == {
             "HVD_ESTIMATORS_GLOO_ADDRESS": "10.1.0.5",
             "HOROVOD_GLOO_IFACE": "eth1",
@@ -270,12 +270,12 @@ class TestCandidates:
         }
 
 
-def test_an_executor_is_told_by_its_process_and_by_yarns_container(monkeypatch):
+def test_an_executor_is_identified_by_its_process_and_yarn_container(monkeypatch):
     monkeypatch.delenv("CONTAINER_ID", raising=False)
     identity = executor_identity()
     assert executor_identity() == identity
 
-    # Containers of one machine share its name, its network and often its process IDs.
+    # Containers on one machine share its name, its network and often its process IDs.
     monkeypatch.setenv("CONTAINER_ID", "container_1_0001_01_000002")
     assert executor_identity() != identity
     monkeypatch.delenv("CONTAINER_ID")
@@ -286,7 +286,7 @@ def test_an_executor_is_told_by_its_process_and_by_yarns_container(monkeypatch):
     assert executor_identity() != identity
 
 
-def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differs(
+def test_a_host_identity_is_shared_within_a_host_and_differs_between_hosts(
     monkeypatch,
 ):
     identity = host_identity()
@@ -299,10 +299,10 @@ def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differ
     monkeypatch.setattr(addresses.socket, "gethostname", lambda: "elsewhere")
     assert host_identity() != identity
     monkeypatch.undo()
-    # A container with a network of its own, on the same machine and of the same name.
+    # A container with a separate network, on the same machine and with the same name.
     monkeypatch.setattr(addresses, "namespace_id", lambda kind: f"{kind}:[1]")
     assert host_identity() != identity
-    # A system without namespaces has the addresses of its interfaces.
+    # A system without namespaces uses the addresses of its interfaces.
     monkeypatch.setattr(addresses, "namespace_id", lambda kind: "")
     without = host_identity()
     assert "127.0.0.1" in without

@@ -1,4 +1,4 @@
-"""What is known of a Spark application without asking its JVM."""
+"""Facts about a Spark application that need no call to its JVM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def application(master: str, python: str = sys.executable, **conf: str) -> Clust
         ("yarn", False),
     ],
 )
-def test_executors_reach_the_driver_at_its_host_unless_they_are_in_its_process(
+def test_executors_reach_the_driver_at_its_host_unless_it_is_local(
     master: str, is_local: bool
 ) -> None:
     cluster = application(master, driver_host="10.0.0.7")
@@ -54,17 +54,15 @@ def test_executors_reach_the_driver_at_its_host_unless_they_are_in_its_process(
         ("local[2]", "true", False),  # Spark ignores the setting
     ],
 )
-def test_executors_come_and_go_where_the_setting_says_so(
-    master: str, enabled: str, expected: bool
-) -> None:
+def test_dynamic_allocation_follows_the_setting(master: str, enabled: str, expected: bool) -> None:
     cluster = application(master, dynamicAllocation_enabled=enabled)
 
     assert cluster.allocates_dynamically == expected
 
 
-def test_a_local_session_has_to_run_this_python() -> None:
+def test_a_local_session_must_run_this_python() -> None:
     application("local[2]").check_python()
-    # That of other machines is not known here.
+    # The driver cannot check the Python of other machines.
     application("spark://host:7077", "/no/such/python").check_python()
     with pytest.raises(DependencyError, match=r"'/no/such/python'.*PYSPARK_PYTHON"):
         application("local[2]", "/no/such/python").check_python()
@@ -72,14 +70,14 @@ def test_a_local_session_has_to_run_this_python() -> None:
         application("local[2]", "/bin/false").check_python()
 
 
-def test_of_failed_tasks_the_first_counts() -> None:
+def test_the_first_of_several_failed_tasks_counts() -> None:
     tasks = [FailedTask(30, "a", "1"), FailedTask(20, "b", "9"), FailedTask(20, "b", "8")]
 
     assert min(tasks) == FailedTask(20, "b", "8")
 
 
-def test_nobody_else_in_this_room_looks_into_sparks_jvm() -> None:
-    """A session of another kind (Spark Connect) has none."""
+def test_only_the_application_module_accesses_sparks_jvm() -> None:
+    """A Spark Connect session has no JVM."""
     folder = Path(launch.__path__[0])
     private = re.compile(r"\._(?:jsc|jvm|gateway|jsparkSession|jdf|sc)\b")
 

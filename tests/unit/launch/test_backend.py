@@ -1,4 +1,4 @@
-"""Backends that are not ours, in all three estimators."""
+"""Third-party backends, in all three estimators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvd_estimators.training.horovod_session import horovod_session
 
 
 class HereBackend:
-    """Derived from nothing; calls the function in this process."""
+    """Not derived from Backend; calls the function in this process."""
 
     def __init__(self, ranks: Any = 1) -> None:
         self.ranks = ranks
@@ -43,13 +43,13 @@ def test_any_object_that_runs_functions_is_a_backend() -> None:
     assert backend.num_processes() == 1
     assert backend.run(max, args=(1, 5), kwargs={}, env={"A": "b"}) == [5]
     assert given.env == {"A": "b"}
-    # Counted with NumPy, and a plain number for what is made of it.
+    # The number may come from NumPy; callers get a plain int.
     assert type(as_backend(HereBackend(np.int64(1))).num_processes()) is int
     own = LocalBackend(2)
     assert as_backend(own) is own
 
 
-def test_what_its_ranks_report_is_heard_as_from_any_backend() -> None:
+def test_events_of_its_ranks_reach_the_handler() -> None:
     def work(number: int) -> None:
         with contextlib.closing(EventSender()) as sender:
             sender.send(RankOutput(0, f"{number}\n"))
@@ -58,12 +58,12 @@ def test_what_its_ranks_report_is_heard_as_from_any_backend() -> None:
     given = HereBackend()
     as_backend(given).run(work, (5,), env={"A": "b"}, on_event=heard.append)
     assert heard == [RankOutput(0, "5\n")]
-    # Such a backend may print the environment, as Horovod's runner does: it holds no secret.
+    # Such a backend may print the environment, as Horovod's runner does, so it holds no secret.
     assert given.env == {"A": "b"}
     assert SERVICE_VARIABLE not in os.environ
 
 
-def test_a_backend_of_the_time_before_events_keeps_its_checks() -> None:
+def test_a_backend_without_event_support_keeps_its_checks() -> None:
     class Old(HereBackend, Backend):  # type: ignore[misc]
         def check(self) -> None:
             raise SlotsError("none are left")
@@ -75,24 +75,26 @@ def test_a_backend_of_the_time_before_events_keeps_its_checks() -> None:
 
 
 @pytest.mark.parametrize("given", ["local", object(), HereBackend])
-def test_what_runs_no_functions_is_refused(given: Any) -> None:
+def test_objects_that_cannot_run_functions_are_rejected(given: Any) -> None:
     with pytest.raises(ParamError, match=r"^backend: expected an object with run\(fn, args"):
         as_backend(given)
 
 
 @pytest.mark.parametrize("ranks", [0, None, "2"])
-def test_a_number_of_ranks_is_one(ranks: Any) -> None:
+def test_an_invalid_number_of_ranks_is_rejected(ranks: Any) -> None:
     with pytest.raises(ParamError, match=r"num_processes\(\) of .* returned"):
         as_backend(HereBackend(ranks)).num_processes()
 
 
-def test_results_are_one_per_rank() -> None:
+def test_a_wrong_number_of_results_is_an_error() -> None:
     with pytest.raises(HvdEstimatorsError, match=r"returned 1 results; expected .* 2 ranks"):
         as_backend(HereBackend(2)).run(max, args=(1, 5), kwargs={})
 
 
 @pytest.mark.parametrize("estimator", [TorchEstimator, KerasEstimator, LightningEstimator])
-def test_every_estimator_takes_such_a_backend(estimator: Any, monkeypatch: Any, store: Any) -> None:
+def test_every_estimator_accepts_a_third_party_backend(
+    estimator: Any, monkeypatch: Any, store: Any
+) -> None:
     monkeypatch.setattr(estimator, "_check_params", lambda self: None)
     set_up = {"store": store, "backend": HereBackend()}
 
@@ -103,8 +105,8 @@ def test_every_estimator_takes_such_a_backend(estimator: Any, monkeypatch: Any, 
         estimator(store=store, backend=5)._ready_backend()
 
 
-def test_fewer_processes_than_ranks_are_told_of() -> None:
-    """Such a backend calls the function once, and says that it has two ranks."""
+def test_fewer_processes_than_ranks_are_an_error() -> None:
+    """The backend calls the function once but claims two ranks."""
 
     class Horovod:
         mpi_ops = hvd.mpi_ops

@@ -1,4 +1,4 @@
-"""Executors that come when they are asked for; without Spark."""
+"""Dynamically allocated executors, without Spark."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def application(master: str = "yarn", **conf: str) -> Any:
         (application(executor__cores="4"), {}, None),
     ],
 )
-def test_the_most_slots_follow_from_the_settings(
+def test_the_maximum_number_of_slots_follows_from_the_settings(
     application: Any, resources: dict[str, int], most: int | None
 ) -> None:
     assert most_slots(application, TaskResources(**resources)) == most
 
 
-def test_more_ranks_than_there_can_ever_be_slots_are_refused_at_once() -> None:
+def test_more_ranks_than_possible_slots_are_rejected_at_once() -> None:
     cluster = application(dynamicAllocation__maxExecutors="2", executor__cores="2")
 
     with pytest.raises(SlotsError, match=r"never more than 4: .*maxExecutors is 2\. "):
         check_slots(cluster, 5, 600.0, TaskResources())
 
 
-def test_spark_takes_barrier_jobs_while_one_of_several_needs_it() -> None:
+def test_spark_accepts_barrier_jobs_while_any_caller_needs_it() -> None:
     settings = {"spark.dynamicAllocation.enabled": "true"}
     conf = SimpleNamespace(set=settings.__setitem__)
     context: Any = SimpleNamespace(
@@ -80,7 +80,7 @@ def test_spark_takes_barrier_jobs_while_one_of_several_needs_it() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert inside.wait(10)
-    # What is the case is still known, though the setting says otherwise for the moment.
+    # The original setting is still known although the current one differs.
     assert settings["spark.dynamicAllocation.enabled"] == "false"
     assert Cluster(context).allocates_dynamically
     with Cluster(context).accepting_barrier_jobs():

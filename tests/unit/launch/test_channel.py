@@ -1,4 +1,4 @@
-"""Messages that prove that they are of the job; no changed, cut or repeated one is taken."""
+"""Authenticated messages; changed, cut or repeated ones are rejected."""
 
 import contextlib
 import socket
@@ -18,7 +18,7 @@ SECRET = new_secret()
 
 @contextlib.contextmanager
 def pair(client_secret=SECRET, server_secret=SECRET, seconds=5.0):
-    """Both ends of a connection; an end that is refused is its error."""
+    """Yield both ends of a connection; a rejected end is its error."""
     left, right = socket.socketpair()
     ends = {}
 
@@ -41,7 +41,7 @@ def pair(client_secret=SECRET, server_secret=SECRET, seconds=5.0):
         yield client, ends["server"]
 
 
-def test_messages_arrive_as_they_are_in_both_directions():
+def test_messages_arrive_unchanged_in_both_directions():
     bodies = [b"", b"\n\n\0\xff", bytes(range(256)) * 500]
     with pair() as (client, server):
         for number, body in enumerate(bodies):
@@ -56,25 +56,25 @@ def test_messages_arrive_as_they_are_in_both_directions():
     [new_secret(), b"", SECRET[:-1], SECRET + b"1"],
     ids=["another", "none", "shorter", "longer"],
 )
-def test_another_secret_is_refused_by_the_server_before_anything_is_said(secret):
+def test_the_server_rejects_another_secret_before_any_message(secret):
     with pair(client_secret=secret) as (client, server):
         assert isinstance(server, AuthenticationError)
         assert isinstance(client, ConnectionError)
 
 
-def test_a_server_that_does_not_know_the_secret_is_told_nothing():
+def test_a_client_sends_no_message_to_a_server_without_the_secret():
     left, right = socket.socketpair()
     with left, right:
         right.sendall(b"n" * 32 + b"p" * 32)
         with pytest.raises(AuthenticationError):
             Channel.connect(left, SECRET, 5)
         right.settimeout(1)
-        # A number of its own, and a proof that is worth nothing on any other connection.
+        # A nonce and a proof that is worthless on any other connection.
         assert len(right.recv(1000)) == 64
 
 
 class Wire:
-    """A man in the middle, who passes on bytes, changed at will, and keeps them."""
+    """A man in the middle that forwards and records bytes, and may change them."""
 
     def __init__(self, change=lambda direction, position, byte: byte):
         self.client, inner_client = socket.socketpair()
@@ -111,7 +111,7 @@ class Wire:
 
 
 def exchange(wire):
-    """Have one message answered over a wire; what each end took."""
+    """Exchange one message and its answer over a wire; return the received messages."""
     taken = []
 
     def serve():
@@ -138,7 +138,7 @@ ASKED, ANSWERED = ({"kind": "put"}, b"value"), ({"status": 200}, b"answer")
 
 @given(st.sampled_from(["up", "down"]), st.integers(0, 130), st.integers(1, 255))
 @settings(max_examples=25, deadline=None)
-def test_whatever_byte_is_changed_nothing_false_is_taken(direction, position, mask):
+def test_a_message_with_any_byte_changed_is_rejected(direction, position, mask):
     def change(way, at, byte):
         return byte ^ mask if (way, at) == (direction, position) else byte
 
@@ -151,7 +151,7 @@ def test_whatever_byte_is_changed_nothing_false_is_taken(direction, position, ma
     assert (taken, answer) != ([ASKED], ANSWERED) or position >= len(wire.seen[direction])
 
 
-def test_what_was_recorded_is_worth_nothing_later():
+def test_a_recorded_connection_cannot_be_replayed():
     wire = Wire()
     assert exchange(wire) == ([ASKED], ANSWERED)
     wire.close()
@@ -163,7 +163,7 @@ def test_what_was_recorded_is_worth_nothing_later():
             Channel.accept(right, SECRET, 5)
 
 
-def test_a_message_that_comes_twice_on_its_connection_is_not_taken_twice():
+def test_a_message_repeated_on_its_connection_is_rejected():
     with pair() as (client, server):
         sent = []
         client._connection = Recorder(client._connection, sent)
@@ -186,7 +186,7 @@ class Recorder:
         return getattr(self._connection, name)
 
 
-def test_a_message_that_is_cut_is_not_taken():
+def test_a_truncated_message_is_rejected():
     with pair() as (client, server):
         client._connection.sendall(b"\0\0\0\x20" + b"{}")
         client.close()
@@ -194,14 +194,14 @@ def test_a_message_that_is_cut_is_not_taken():
             server.receive(1)
 
 
-def test_a_message_of_gigabytes_is_not_waited_for():
+def test_a_message_of_gigabytes_is_rejected_at_once():
     with pair() as (client, server):
         client._connection.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(AuthenticationError, match="4294967295 bytes"):
             server.receive(1)
 
 
-def test_who_proves_himself_byte_by_byte_is_not_waited_for_beyond_the_time():
+def test_a_handshake_sent_byte_by_byte_times_out():
     left, right = socket.socketpair()
     stopped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A rank's temporary files go with it, however it ends."""
+"""Per-rank temporary folders, deleted with the rank however it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAVES = (
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # A shorter path than pytest's, which would be too long for sockets.
+    # Shorter than pytest's path, which would be too long for sockets.
     made = Path(tempfile.mkdtemp(prefix="rf-", dir="/tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(made))
     monkeypatch.setenv("TMPDIR", str(made))
@@ -45,7 +45,7 @@ def leave_files() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_rank_leaves_is_deleted(folder: Path) -> None:
+def test_temporary_files_of_a_killed_rank_are_deleted(folder: Path) -> None:
     lines: list[str] = []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with RankProcess(0, "here", pickle_call(leave_files, (), {}), env, lines.extend) as rank:
@@ -57,7 +57,7 @@ def test_what_a_killed_rank_leaves_is_deleted(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_only_what_belongs_to_nobody_is_swept(folder: Path) -> None:
+def test_only_folders_of_dead_processes_are_swept(folder: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def left() -> Path:
@@ -65,9 +65,9 @@ def test_only_what_belongs_to_nobody_is_swept(folder: Path) -> None:
         return Path(found.stdout.decode().strip())
 
     gone, running = left(), left()
-    # The next one has swept the first.
+    # The second process has swept the folder of the first.
     assert not gone.exists()
-    # Its rank, whose parent was killed, still saves.
+    # Its parent was killed, but the rank is still saving.
     Path(running, PID_FILE).write_text(str(os.getpid()))
     own = Path(make_rank_folder())
     unknown, damaged = folder / "hvd-estimators-rank-old", folder / "hvd-estimators-rank-bad"
@@ -85,7 +85,7 @@ def test_only_what_belongs_to_nobody_is_swept(folder: Path) -> None:
     assert own.exists()
 
 
-def test_where_the_user_has_said_where_files_go_they_go_there(
+def test_directories_set_by_the_user_are_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def used() -> Any:

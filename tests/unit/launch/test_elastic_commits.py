@@ -1,4 +1,4 @@
-"""Committed states: what ranks send is on the driver when they go on, and nothing else is."""
+"""Committed states on the driver; ranks continue only after the driver holds them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def store() -> Iterator[CommitStore]:
 
 @contextlib.contextmanager
 def launched(store: CommitStore) -> Iterator[str]:
-    """Serve one launch, at the address that is the value."""
+    """Serve one launch and yield its address."""
     with DriverService("127.0.0.1") as service, store.serve(service):
         yield service.address
 
 
-def test_the_last_commit_before_a_launch_is_what_its_ranks_fetch(store: CommitStore) -> None:
+def test_ranks_fetch_the_last_commit_before_their_launch(store: CommitStore) -> None:
     with launched(store) as first:
         assert fetch(first, 0) is None
         commit(first, 0, {"epoch": 1})
         commit(first, 1, "another state")
         commit(first, 0, {"epoch": 2})
-        # Whether a rank is early or late, it begins as the others do.
+        # Early and late ranks of a launch start from the same state.
         assert fetch(first, 0) is None
     with launched(store) as second:
         assert fetch(second, 0) == fetch(second, 0) == {"epoch": 2}
@@ -50,7 +50,7 @@ def test_the_last_commit_before_a_launch_is_what_its_ranks_fetch(store: CommitSt
     assert store.count == 3
 
 
-def test_a_large_state_comes_as_it_was_and_is_never_in_memory_twice(store: CommitStore) -> None:
+def test_a_large_state_arrives_unchanged_and_is_never_in_memory_twice(store: CommitStore) -> None:
     size = 64 * 2**20
     weights = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     tracemalloc.start()
@@ -61,7 +61,7 @@ def test_a_large_state_comes_as_it_was_and_is_never_in_memory_twice(store: Commi
             _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Both ends are in this process; NumPy makes bytes of an array to pickle it.
+    # Both ends are in this process; NumPy copies an array to bytes to pickle it.
     assert peak - before < 1.5 * size
     with launched(store) as second:
         found = fetch(second, 0)
@@ -69,7 +69,7 @@ def test_a_large_state_comes_as_it_was_and_is_never_in_memory_twice(store: Commi
     assert found["batch"] == 3
 
 
-def test_half_a_state_does_not_take_the_place_of_a_whole_one(store: CommitStore) -> None:
+def test_a_partial_state_does_not_replace_a_complete_one(store: CommitStore) -> None:
     with launched(store) as first:
         commit(first, 0, "whole")
         channel = connect_to_driver(first)
@@ -80,10 +80,10 @@ def test_half_a_state_does_not_take_the_place_of_a_whole_one(store: CommitStore)
         assert fetch(second, 0) == "whole"
 
 
-def test_ranks_of_an_earlier_launch_cannot_commit_any_more(
+def test_ranks_of_an_earlier_launch_cannot_commit(
     store: CommitStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a machine was cut off, and goes on with what it did."""
+    """As after a network partition, when the ranks of the lost machine still run."""
     monkeypatch.setattr(timeouts, "COMMIT_RETRY", 0.0)
     with launched(store) as first:
         commit(first, 0, "of the first")
@@ -104,7 +104,7 @@ def test_ranks_of_an_earlier_launch_cannot_commit_any_more(
     assert store.count == 1
 
 
-def test_a_full_disk_is_an_error_in_the_rank_and_leaves_the_commit_before(
+def test_a_full_disk_fails_the_rank_and_keeps_the_previous_commit(
     store: CommitStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launched(store) as first:
@@ -118,7 +118,7 @@ def test_a_full_disk_is_an_error_in_the_rank_and_leaves_the_commit_before(
         assert fetch(second, 0) == "before"
 
 
-def test_a_driver_that_is_away_for_a_moment_is_waited_for(
+def test_a_commit_is_retried_while_the_driver_is_briefly_unreachable(
     store: CommitStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "COMMIT_PAUSE", 0.05)
@@ -138,13 +138,13 @@ def test_a_driver_that_is_away_for_a_moment_is_waited_for(
     assert store.count == 1
 
 
-def test_nothing_is_left_behind(
+def test_no_files_or_threads_remain(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, store: CommitStore
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     threads = threading.active_count()
     with launched(store) as first:
         commit(first, 0, bytes(2**20))
-        # Without a name: also where the driver is killed, and for nobody else to read.
+        # An unnamed file: no other user can read it, and nothing remains if the driver is killed.
         assert list(tmp_path.iterdir()) == []
     assert threading.active_count() <= threads + 1

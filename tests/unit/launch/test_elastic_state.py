@@ -1,4 +1,4 @@
-"""What a rank does with elastic states; Horovod's own classes, in one process without a job."""
+"""Elastic states in a rank, with Horovod's own classes in one process without a job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def _own_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put Horovod's notification manager back afterwards."""
+    """Restore Horovod's notification manager after the test."""
     monkeypatch.setattr(elastic, "notification_manager", elastic.notification_manager)
 
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Return what calls a function as a rank of the next launch of a job."""
+    """Return a function that calls another one as a rank of a job's next launch."""
     launches = 0
     with CommitStore() as store:
 
@@ -67,18 +67,18 @@ def program(fail_at: int | None, resets: list[int]) -> tuple[int, int]:
     return elastic.run_fn(train, reset)(state)
 
 
-def test_a_rank_goes_on_from_the_last_commit_after_its_callbacks(launch: Any) -> None:
+def test_a_rank_resumes_from_the_last_commit_and_runs_its_reset_callbacks(launch: Any) -> None:
     resets: list[int] = []
     for fail_at in (0, 3, 3, 4):
         with pytest.raises(ValueError, match="on purpose"):
             launch(program, fail_at, resets)
     # A launch that ends before a commit does not count.
     assert launch(program, None, resets) == (5, 3)
-    # Nothing had been committed before the second launch, and nothing by the third.
+    # Before the second launch there was no commit, and the third launch made none.
     assert resets == [0, 3, 3, 4]
 
 
-def test_only_rank_0_sends_and_all_ranks_take_it(launch: Any) -> None:
+def test_only_rank_0_commits_and_all_ranks_restore_its_state(launch: Any) -> None:
     assert launch(program, None, [], rank=1) == (5, 1)
     assert launch(program, None, [], rank=0) == (5, 1)
     resets: list[int] = []
@@ -97,7 +97,7 @@ def test_a_rank_whose_peer_is_lost_ends_with_horovods_error(launch: Any) -> None
         launch(loses_its_peer)
 
 
-def test_a_state_can_be_restored_by_hand(launch: Any) -> None:
+def test_a_state_can_be_restored_explicitly(launch: Any) -> None:
     def restores() -> int:
         state = object_state(batch=1)
 
@@ -112,7 +112,7 @@ def test_a_state_can_be_restored_by_hand(launch: Any) -> None:
     assert launch(restores) == 1
 
 
-def test_several_states_are_told_apart_and_one_that_comes_twice_is_restored_once(
+def test_several_states_are_distinguished_and_each_is_restored_once(
     launch: Any,
 ) -> None:
     def two_phases(fail: bool) -> tuple[int, int]:
@@ -135,8 +135,8 @@ def test_several_states_are_told_apart_and_one_that_comes_twice_is_restored_once
     assert launch(two_phases, False) == (4, 120)
 
 
-def test_models_optimizers_and_objects_of_a_torch_state_come_back(launch: Any) -> None:
-    """On two launches as in one process that is not interrupted."""
+def test_models_optimizers_and_objects_of_a_torch_state_are_restored(launch: Any) -> None:
+    """Two launches give the same result as one uninterrupted process."""
     from horovod.torch.elastic import TorchState
 
     def batch(number: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_models_optimizers_and_objects_of_a_torch_state_come_back(launch: Any) -
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
         state = TorchState(model, optimizer, batch=0)
-        state.sync = lambda: None  # there is nobody to synchronise with
+        state.sync = lambda: None  # there are no other ranks
         state.check_host_updates = lambda: None
 
         def train(state: Any) -> tuple[list[Any], int]:
@@ -174,16 +174,18 @@ def test_models_optimizers_and_objects_of_a_torch_state_come_back(launch: Any) -
     assert launch(torch_program, False, 2) == expected
 
 
-def test_without_a_job_that_relaunches_states_work_and_nobody_listens(
+def test_states_work_without_relaunches_and_without_notifications(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`run` takes elastic programs, too. Horovod's manager would ask the rendezvous."""
+    """`run` accepts elastic programs, too. Horovod's manager would ask the rendezvous."""
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     assert call_without_notifications(program, (None, [])) == (5, 1)
 
 
-def test_a_state_of_another_kind_is_told_of(launch: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_kind_of_state_is_warned_about(
+    launch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     class Other(elastic.State):
         def save(self) -> None: ...
         def restore(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A rank's exception, as its user reads it."""
+"""Reports of a rank's exception as the user reads them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_frames_of_this_package_and_spark_are_folded_and_counted() -> None:
     assert "in through_spark\n" in report.traceback
 
 
-def test_both_exceptions_of_a_chain_stay() -> None:
+def test_both_exceptions_of_a_chain_are_kept() -> None:
     def chained() -> None:
         try:
             users_loss(2.5)
@@ -79,7 +79,7 @@ def test_both_exceptions_of_a_chain_stay() -> None:
     assert "direct cause" in report.traceback
 
 
-def test_an_error_without_a_users_frame_has_no_place(monkeypatch: Any) -> None:
+def test_an_error_without_user_frames_names_no_line(monkeypatch: Any) -> None:
     monkeypatch.setattr(error_report, "_OWN", str(Path(__file__).parents[3]))
     assert report_error(caught(users_loss, 1.5)).headline == "ValueError: odd label 1.5"
     assert fold_frames("no traceback\n") == "no traceback\n"
@@ -90,7 +90,7 @@ def failure(rank: int, report: ErrorReport | None, error: str = "", **more: Any)
     return RankOutcome(rank, "here", None, error_type, error, report=report, **more)
 
 
-def test_equal_errors_of_ranks_are_named_once() -> None:
+def test_equal_errors_of_several_ranks_are_reported_once() -> None:
     report = report_error(caught(users_loss, 1.5))
     other = report_error(caught(users_loss, 2.5))
     outcomes = [
@@ -111,7 +111,7 @@ def test_equal_errors_of_ranks_are_named_once() -> None:
     assert raised.value.error_type == "ValueError"
 
 
-def test_a_process_that_ended_is_described_in_the_first_line() -> None:
+def test_the_first_line_says_how_a_process_ended() -> None:
     with pytest.raises(WorkerFailedError) as raised:
         results_in_order([failure(0, None, "The process was killed by SIGKILL.")])
     assert str(raised.value) == "Rank 0 on here failed: The process was killed by SIGKILL."

@@ -1,4 +1,4 @@
-"""Events from ranks to the driver."""
+"""Events that ranks send to the driver."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def received():
 
 @pytest.fixture
 def target(received):
-    """Receive events for the length of a test; the value is where they go."""
+    """Receive events during a test; yield the address to send them to."""
     with DriverService("127.0.0.1") as service, receive_events(service, received.put):
         yield service.address
 
@@ -63,7 +63,7 @@ def test_events_arrive_in_order_with_their_values(received, target):
     ("host", "listening"),
     [("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1")],
 )
-def test_events_are_taken_at_the_drivers_address_alone(received, host, listening):
+def test_events_are_accepted_at_the_drivers_address_only(received, host, listening):
     with DriverService(host) as service, receive_events(service, received.put):
         _, port, _ = service.address.rsplit(":", 2)
         with contextlib.closing(EventSender(service.address)) as sender:
@@ -78,7 +78,7 @@ def test_events_are_taken_at_the_drivers_address_alone(received, host, listening
         assert taken == [listening]
 
 
-def test_a_rank_finds_the_driver_by_its_environment(received, target, monkeypatch):
+def test_a_rank_finds_the_driver_through_its_environment(received, target, monkeypatch):
     monkeypatch.setenv(SERVICE_VARIABLE, target)
 
     with contextlib.closing(EventSender()) as sender:
@@ -87,7 +87,7 @@ def test_a_rank_finds_the_driver_by_its_environment(received, target, monkeypatc
     assert get(received, 1) == [step(1, rank=1)]
 
 
-def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
+def test_concurrent_events_are_handled_one_by_one():
     handled, inside, overlaps = queue.Queue(), threading.Lock(), []
 
     def handle(event):
@@ -113,7 +113,7 @@ def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
 
 
 @pytest.mark.parametrize("secret", ["wrong", "", "0" * 32, "0" * 64])
-def test_events_with_another_secret_are_not_taken(received, target, secret):
+def test_events_with_another_secret_are_rejected(received, target, secret):
     host, port, right = target.rsplit(":", 2)
 
     with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as stranger:
@@ -121,7 +121,7 @@ def test_events_with_another_secret_are_not_taken(received, target, secret):
         stranger.sendall(b"\0" * 64)
         stranger.settimeout(10)
         heard = stranger.recv(1000)
-        assert len(heard) == 32  # a number that it would have had to answer
+        assert len(heard) == 32  # a challenge that the stranger cannot answer
         assert right.encode() not in heard
         assert stranger.recv(1) == b""  # the connection was closed
     with contextlib.closing(EventSender(f"{host}:{port}:{secret}")) as sender:
@@ -148,7 +148,7 @@ def test_an_event_that_cannot_be_handled_does_not_stop_the_others(caplog):
     assert "could not be handled" in caplog.text
 
 
-def test_without_a_target_sending_does_nothing(monkeypatch):
+def test_sending_without_a_target_does_nothing(monkeypatch):
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
 
     sender = EventSender()
@@ -156,7 +156,7 @@ def test_without_a_target_sending_does_nothing(monkeypatch):
     sender.close()
 
 
-def test_without_a_listener_sending_does_nothing_and_does_not_wait():
+def test_sending_without_a_listener_does_not_wait():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     started = time.monotonic()
@@ -168,7 +168,7 @@ def test_without_a_listener_sending_does_nothing_and_does_not_wait():
     assert time.monotonic() - started < 4
 
 
-def test_a_driver_that_has_gone_does_not_disturb_the_rank():
+def test_a_stopped_driver_does_not_disturb_the_rank():
     with DriverService("127.0.0.1") as service, receive_events(service, lambda event: None):
         sender = EventSender(service.address)
 
@@ -177,7 +177,7 @@ def test_a_driver_that_has_gone_does_not_disturb_the_rank():
     sender.close()
 
 
-def test_all_that_ranks_sent_is_handled_before_the_block_ends():
+def test_all_events_are_handled_before_the_block_ends():
     handled = []
 
     def handle(event):
@@ -193,7 +193,7 @@ def test_all_that_ranks_sent_is_handled_before_the_block_ends():
     assert handled == list(range(30))
 
 
-def test_a_rank_that_stays_connected_does_not_hold_up_the_driver():
+def test_a_connected_rank_does_not_delay_the_driver():
     with DriverService("127.0.0.1") as service, receive_events(service, lambda event: None):
         sender = EventSender(service.address)
         sender.send(step(1))
@@ -203,7 +203,7 @@ def test_a_rank_that_stays_connected_does_not_hold_up_the_driver():
     sender.close()
 
 
-def test_lines_are_printed_with_their_rank_by_whichever_thread_and_nothing_else_is(capsys):
+def test_only_output_lines_are_printed_with_their_rank_from_any_thread(capsys):
     handler = serialized(print_event)
     threads = [threading.Thread(target=handler, args=(RankOutput(r, "hello\n"),)) for r in (0, 1)]
     for thread in threads:
@@ -214,7 +214,7 @@ def test_lines_are_printed_with_their_rank_by_whichever_thread_and_nothing_else_
     assert capsys.readouterr().err == "[0] hello\n[1] hello\n"
 
 
-def test_what_nobody_knows_is_told_and_does_not_stop_the_others(received, target, caplog):
+def test_unknown_events_are_logged_and_do_not_stop_the_others(received, target, caplog):
     """As from ranks that have another version of this package."""
     with contextlib.closing(EventSender(target)) as sender:
         sender._channel.send({"kind": "weather", "degrees": 30})

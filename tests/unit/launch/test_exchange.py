@@ -1,4 +1,4 @@
-"""What tasks tell each other: over the driver where all reach it, else as Spark does it."""
+"""All-gathers between tasks, over the driver if all tasks reach it and over Spark otherwise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def served(tasks: int = 3, application: str = "app") -> Iterator[str]:
-    """Serve the exchange; the value is the service's address, or empty if it is not used."""
+    """Serve the exchange; yield the service's address, or an empty string if it is not used."""
     with (
         DriverService("127.0.0.1") as service,
         ExchangeServer(service, tasks, application) as server,
@@ -43,7 +43,7 @@ def served(tasks: int = 3, application: str = "app") -> Iterator[str]:
 
 
 class Tasks:
-    """Tasks in threads, with Spark's way between them, which is counted."""
+    """Tasks in threads that count the all-gathers over Spark."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -81,7 +81,7 @@ EXPECTED = [
 ] * 3
 
 
-def test_all_get_what_all_say_in_the_order_of_the_tasks() -> None:
+def test_all_tasks_gather_all_messages_in_task_order() -> None:
     tasks = Tasks(3)
     with served() as address:
         assert tasks.run(twice, [address] * 3) == EXPECTED
@@ -90,7 +90,7 @@ def test_all_get_what_all_say_in_the_order_of_the_tasks() -> None:
 
 
 @pytest.mark.parametrize("how", ["refused", "silent", "no name"])
-def test_where_one_task_does_not_reach_the_driver_all_use_sparks_way(how: str) -> None:
+def test_all_tasks_use_spark_if_one_cannot_reach_the_driver(how: str) -> None:
     tasks = Tasks(3)
     with socket.socket() as elsewhere:
         elsewhere.bind(("127.0.0.1", 0))
@@ -105,7 +105,7 @@ def test_where_one_task_does_not_reach_the_driver_all_use_sparks_way(how: str) -
             assert tasks.run(twice, [address, wrong, address]) == EXPECTED
             assert time.monotonic() - started < 10
     assert tasks.gathered == 2
-    # The next job of the application does not try again; another application does.
+    # The next job of the application does not try again; a job of another application does.
     with served() as address:
         assert address == ""
         assert tasks.run(twice, [address] * 3) == EXPECTED
@@ -114,7 +114,7 @@ def test_where_one_task_does_not_reach_the_driver_all_use_sparks_way(how: str) -
         assert address
 
 
-def test_a_task_that_is_only_late_is_told_and_changes_nothing_for_later_jobs() -> None:
+def test_a_late_task_does_not_affect_later_jobs() -> None:
     def work(number: int, exchange: Exchange) -> Any:
         if number == 1:
             time.sleep(1.5)
@@ -127,7 +127,7 @@ def test_a_task_that_is_only_late_is_told_and_changes_nothing_for_later_jobs() -
     assert not module._UNREACHABLE_FROM
 
 
-def test_a_job_that_failed_says_nothing_of_the_network() -> None:
+def test_a_failed_job_is_not_evidence_of_an_unreachable_driver() -> None:
     def leave(number: int, exchange: Exchange) -> Any:
         return exchange._over_driver({}) if number == 0 else None
 
@@ -142,7 +142,7 @@ def test_a_job_that_failed_says_nothing_of_the_network() -> None:
 
 
 class Cut:
-    """Passes connections on to a server, and cuts those that have sent a message at first."""
+    """Forwards connections to a server; cuts the first ones once they have sent a message."""
 
     def __init__(self, address: str, cuts: int) -> None:
         _, port, secret = address.split(":")
@@ -171,7 +171,7 @@ class Cut:
         passed = 0
         try:
             while data := source.recv(2**16):
-                # The answer to the message comes after the server's number and proof.
+                # The answer to the message comes after the server's nonce and proof.
                 if limit is not None and passed >= limit:
                     break
                 target.sendall(data)
@@ -179,13 +179,13 @@ class Cut:
         except OSError:
             pass
         for end in (source, target):
-            # Closing alone does not wake the other thread, and ends nothing before it wakes.
+            # Closing alone neither wakes the other thread nor ends the connection before it wakes.
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
 
-def test_an_answer_that_gets_lost_is_asked_for_again() -> None:
+def test_a_lost_answer_is_requested_again() -> None:
     tasks = Tasks(3)
     with served() as address:
         link = Cut(address, cuts=2)
@@ -194,8 +194,8 @@ def test_an_answer_that_gets_lost_is_asked_for_again() -> None:
     assert tasks.gathered == 0
 
 
-def test_who_was_heard_and_gets_no_answer_does_not_go_another_way() -> None:
-    """The others may have had the answer: they would wait for each other for ever."""
+def test_a_task_whose_message_arrived_does_not_fall_back_to_spark() -> None:
+    """If the others have the answer, a fallback would deadlock: tasks would await each other."""
 
     def work(number: int, exchange: Exchange) -> Any:
         try:
@@ -213,7 +213,7 @@ def test_who_was_heard_and_gets_no_answer_does_not_go_another_way() -> None:
     assert tasks.gathered == 0
 
 
-def test_strangers_are_not_heard_and_change_nothing() -> None:
+def test_strangers_are_rejected_and_change_nothing() -> None:
     def knock(address: str, secret: bytes) -> None:
         place = address.rpartition(":")[0]
         with connect_to_driver(f"{place}:{secret.hex()}", 5) as channel:

@@ -1,4 +1,4 @@
-"""A rank that prints more than anybody takes goes on in bounded memory; gaps are told of."""
+"""Ranks that print faster than the output is read: bounded memory, and gaps are reported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from hvd_estimators.launch import LocalBackend, SparkBackend
 from hvd_estimators.launch.rank import output as relay_module
 
-LINE = "x" * 91  # with its number, and its end, 100 bytes
+LINE = "x" * 91  # 100 bytes with its number and newline
 
 
 class Reader:
-    """A file that takes numbered lines: slowly at first, at once later."""
+    """A file that reads numbered lines: slowly at first, at full speed later."""
 
     def __init__(self, slow_lines: int, seconds: float) -> None:
         self.slow_lines = slow_lines
@@ -69,7 +69,7 @@ def test_every_line_arrives_or_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.timeout(60)
-def test_of_a_long_line_the_ends_arrive() -> None:
+def test_both_ends_of_a_long_line_arrive() -> None:
     got: list[str] = []
 
     class Taker:
@@ -88,7 +88,7 @@ def test_of_a_long_line_the_ends_arrive() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", [LocalBackend, SparkBackend])
 @pytest.mark.parametrize("slow_lines", [0, 10**9])
-def test_a_gigabyte_and_a_line_of_100_megabytes(
+def test_a_gigabyte_of_lines_and_a_line_of_100_megabytes(
     backend: Any, slow_lines: int, spark: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     peak, done = [0], threading.Event()
@@ -115,7 +115,7 @@ def test_a_gigabyte_and_a_line_of_100_megabytes(
         watcher.join()
     print(f"{backend.__name__}: {seconds:.0f} s, {reader.taken:,} taken, peak {peak[0] >> 20} MiB")
     if backend is SparkBackend and slow_lines:
-        # What is on its way when the rank has ended would take this reader a quarter of an hour.
+        # This reader would need a quarter of an hour for the lines still buffered at the end.
         assert "it is read too slowly" in caplog.text
     else:
         assert reader.number == 10_000_000

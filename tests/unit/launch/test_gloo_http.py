@@ -1,4 +1,4 @@
-"""What a rank's Horovod talks to: HTTP on the loopback interface, for those with the token."""
+"""The loopback HTTP proxy for a rank's Horovod; requests need a token."""
 
 import contextlib
 import http.client
@@ -66,7 +66,7 @@ def test_keys_are_written_read_and_deleted_as_horovod_does(proxy):
     ],
     ids=str,
 )
-def test_without_the_token_nothing_is_read_or_written(proxy, store, headers):
+def test_requests_without_the_token_neither_read_nor_write(proxy, store, headers):
     ask(proxy, "PUT", "/global/0", b"address")
     before = dict(store._keys)
     for method, path in (
@@ -79,7 +79,7 @@ def test_without_the_token_nothing_is_read_or_written(proxy, store, headers):
     assert store._keys == before
 
 
-def test_each_rank_has_a_token_of_its_own(store):
+def test_each_rank_has_its_own_token(store):
     with (
         GlooProxy(LocalRendezvousClient(store, 0)) as one,
         GlooProxy(LocalRendezvousClient(store, 1)) as two,
@@ -98,17 +98,17 @@ def test_each_rank_has_a_token_of_its_own(store):
         ("GET", "/", 400),
     ],
 )
-def test_what_is_none_of_its_requests_is_refused(proxy, method, path, expected):
+def test_unknown_requests_are_rejected(proxy, method, path, expected):
     assert ask(proxy, method, path)[0] == expected
 
 
-def test_a_body_of_gigabytes_is_not_waited_for(proxy):
+def test_a_body_of_gigabytes_is_rejected_at_once(proxy):
     env = proxy.environment()
     headers = {"Authorization": f"Bearer {env[TOKEN_VARIABLE]}", "Content-Length": "4294967296"}
     assert ask(proxy, "PUT", "/global/0", b"", headers)[0] == 400
 
 
-def test_who_sends_byte_by_byte_is_not_waited_for(proxy, monkeypatch):
+def test_a_request_sent_byte_by_byte_times_out(proxy, monkeypatch):
     monkeypatch.setattr(timeouts, "GLOO_REQUEST", 0.3)
     port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     started = time.monotonic()
@@ -125,7 +125,7 @@ def test_who_sends_byte_by_byte_is_not_waited_for(proxy, monkeypatch):
     assert 0.2 < time.monotonic() - started < 5
 
 
-def test_a_head_without_end_is_cut_off(proxy):
+def test_an_endless_header_is_cut_off(proxy):
     port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     with socket.create_connection(("127.0.0.1", port)) as endless:
         endless.settimeout(10)
@@ -134,13 +134,13 @@ def test_a_head_without_end_is_cut_off(proxy):
             endless.sendall(head)
 
 
-def test_it_listens_on_the_loopback_interface_only(proxy):
+def test_the_proxy_listens_on_loopback_only(proxy):
     port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
 
 
-def test_a_rank_whose_link_is_lost_is_told_so():
+def test_a_lost_link_is_reported_as_503():
     class Lost(LocalRendezvousClient):
         def request(self, *args, **values):
             raise PeerLostError(Failure(0, "host", "has not answered", lost=True))
@@ -149,7 +149,7 @@ def test_a_rank_whose_link_is_lost_is_told_so():
         assert ask(proxy, "GET", "/global/0") == (503, b"")
 
 
-def test_the_requests_of_hvd_init_report_that_it_has_begun_and_that_it_ends(store):
+def test_requests_of_hvd_init_report_its_start_and_end(store):
     stages = []
     link = LocalRendezvousClient(store, 0)
     with GlooProxy(link, lambda: stages.append("init"), lambda: stages.append("joined")) as proxy:
@@ -180,7 +180,7 @@ for method in ("GET", "PUT", "DELETE"):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_of_the_machine_cannot_find_the_token_nor_do_without(proxy, tmp_path):
+def test_another_user_can_neither_find_the_token_nor_connect_without_it(proxy, tmp_path):
     env = {**os.environ, **proxy.environment()}
     with subprocess.Popen(["sleep", "60"], env=env) as rank:
         try:

@@ -1,4 +1,4 @@
-"""Which GPU a rank uses; arithmetic, without GPUs."""
+"""GPU selection for a rank, without GPUs."""
 
 import json
 
@@ -29,7 +29,7 @@ BY_LOCAL_RANK = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
 
 @pytest.fixture(autouse=True)
 def devices(tmp_path, monkeypatch):
-    """A machine without GPUs; those of a test are files in this folder."""
+    """A machine without GPUs; files in this folder stand for the GPUs of a test."""
     monkeypatch.setattr(gpus, "_DEVICES", str(tmp_path))
     return tmp_path
 
@@ -47,12 +47,12 @@ def devices(tmp_path, monkeypatch):
         (["1"], f"{MIG},MIG-GPU-1/0/1", ["MIG-GPU-1/0/1"]),
     ],
 )
-def test_an_outer_variable_of_the_executor_is_an_index_map(addresses, outer, expected):
+def test_the_executors_visible_devices_map_spark_addresses(addresses, outer, expected):
     assert assigned_gpus(addresses, {"CUDA_VISIBLE_DEVICES": outer}) == expected
 
 
 @pytest.mark.parametrize("outer", ["3,5", "3,5,-1,7", "3,5,none,7"])
-def test_a_gpu_that_the_executor_does_not_see_is_an_error_that_names_the_setting(outer):
+def test_an_assigned_gpu_that_is_not_visible_is_an_error(outer):
     message = r"GPU 2 to a task on .* sees 2 \(CUDA_VISIBLE_DEVICES=.*discoveryScript"
 
     with pytest.raises(GpuError, match=message):
@@ -63,7 +63,7 @@ def variables(addresses, gpus, local_rank, local_size, env=None):
     return rank_gpus(addresses, gpus, local_rank, local_size, env or {})
 
 
-def test_a_rank_sees_all_gpus_that_it_was_assigned_and_no_other(monkeypatch):
+def test_a_rank_sees_exactly_its_assigned_gpus(monkeypatch):
     pinned = variables(["1", "0"], ["5", "3"], local_rank=1, local_size=2)
 
     assert pinned["CUDA_VISIBLE_DEVICES"] == "5,3"
@@ -74,15 +74,15 @@ def test_a_rank_sees_all_gpus_that_it_was_assigned_and_no_other(monkeypatch):
     assert own_gpu(0)[1] == "5"
 
 
-def test_where_spark_assigned_none_the_local_rank_chooses_among_those_that_are_visible(devices):
+def test_the_local_rank_selects_a_visible_gpu_if_spark_assigned_none(devices):
     outer = {"CUDA_VISIBLE_DEVICES": f"7,{UUID}"}
     assert [variables([], [], i, 2, outer) for i in range(2)] == [
         {"CUDA_VISIBLE_DEVICES": "7"},
         {"CUDA_VISIBLE_DEVICES": UUID},
     ]
-    # More ranks than GPUs: they choose for themselves.
+    # With more ranks than GPUs, the ranks choose for themselves.
     assert variables([], [], 2, 3, outer) == {}
-    # Nobody knows of any without a framework.
+    # GPUs cannot be counted without a framework.
     assert variables([], [], 0, 1) == {}
 
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
@@ -94,13 +94,13 @@ def test_where_spark_assigned_none_the_local_rank_chooses_among_those_that_are_v
 
 
 @pytest.mark.parametrize(("value", "gpus"), [("0", ["4"]), ("1", []), ("2", []), (None, ["4"])])
-def test_a_variable_lets_the_local_rank_choose_where_spark_assigned_one(value, gpus):
+def test_a_variable_makes_the_local_rank_override_sparks_assignment(value, gpus):
     env = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": value}
 
     assert assigned_gpus(["4"], env) == gpus
 
 
-def test_ranks_of_one_host_then_see_different_gpus():
+def test_ranks_of_one_host_see_different_gpus_by_local_rank():
     slots = assign_ranks(["a", "b", "a", "b"])
 
     pinned = [
@@ -111,13 +111,13 @@ def test_ranks_of_one_host_then_see_different_gpus():
     assert {entry["HVD_ESTIMATORS_GPU_ADDRESSES"] for entry in pinned} == {json.dumps(["4"])}
 
 
-def test_outside_of_ranks_no_devices_are_assigned(monkeypatch):
+def test_no_devices_are_assigned_outside_ranks(monkeypatch):
     monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
 
     assert get_available_devices() == []
 
 
-def test_the_same_gpu_for_two_ranks_of_a_host_is_an_error_that_names_the_setting():
+def test_one_gpu_assigned_to_two_ranks_of_a_host_is_an_error():
     places = [("a", "1"), ("b", "1"), ("a", "1")]
     check_assignment(places, [["0", "1"], ["0"], ["2"]])
     check_assignment(places, [[], [], []])
@@ -126,26 +126,26 @@ def test_the_same_gpu_for_two_ranks_of_a_host_is_an_error_that_names_the_setting
         check_assignment(places, [["0", "1"], ["0"], ["1"]])
 
 
-def test_numbers_mean_gpus_of_a_container_and_uuids_those_of_a_host(devices):
+def test_indices_are_per_container_and_uuids_are_per_host(devices):
     places = [("a", "one container"), ("a", "another one")]
     check_assignment(places, [["0"], ["0"]])
     with pytest.raises(GpuError):
         check_assignment(places, [[UUID], [UUID]])
 
-    # Without GPUs two executors of a machine cannot mean the same one; with them they may.
+    # Without GPUs, two executors of a machine cannot share one; with GPUs they may.
     assert gpu_place("one") != gpu_place("another")
     (devices / "nvidia0").touch()
     assert gpu_place("one") == gpu_place("another")
 
 
-def test_an_error_of_the_assignment_is_raised_as_it_is_on_the_driver():
+def test_an_assignment_error_is_raised_unchanged_on_the_driver():
     outcomes = [RankOutcome(rank, "a", None, "GpuError", "twice", ended_at=1.0) for rank in (0, 1)]
 
     with pytest.raises(GpuError, match=r"^twice$"):
         results_in_order(outcomes)
 
 
-def test_ranks_that_are_not_pinned_share_out_what_they_see(monkeypatch):
+def test_unpinned_ranks_share_the_visible_gpus(monkeypatch):
     monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
     slots = assign_ranks(["a", "a", "a", "b"])
 
@@ -154,14 +154,14 @@ def test_ranks_that_are_not_pinned_share_out_what_they_see(monkeypatch):
     assert gpu_index(0, 1) is None
 
 
-def test_all_ranks_have_a_gpu_or_none_has():
+def test_either_all_ranks_or_none_have_a_gpu():
     assert check_gpus([True, True])
     assert not check_gpus([False, False])
     with pytest.raises(GpuError, match=r"Ranks 1, 3 see no GPU .* use_gpu=False"):
         check_gpus([True, False, True, False])
 
 
-def test_one_line_says_which_gpus_there_are_and_what_reduces():
+def test_one_line_names_the_gpus_and_the_reducing_library():
     gpus = [("a", "0"), ("b", "0")]
 
     assert describe_gpus(gpus, "H100", nccl=True) == (
@@ -174,15 +174,15 @@ def test_one_line_says_which_gpus_there_are_and_what_reduces():
         describe_gpus([*gpus, ("a", "0")], "H100", nccl=True)
 
 
-def test_a_function_that_counts_all_gpus_of_its_host_is_told_that_it_sees_its_own():
+def test_an_invalid_device_ordinal_comes_with_a_hint():
     error = "RuntimeError: CUDA error: invalid device ordinal"
 
     assert "'CUDA_VISIBLE_DEVICES': None" in gpu_hint(error)
     assert gpu_hint("RuntimeError: CUDA out of memory") == ""
 
 
-def test_ranks_that_share_a_gpu_are_told_why_nccl_refuses_them():
-    # What NCCL 2.28 said on an H100.
+def test_an_nccl_error_of_ranks_sharing_a_gpu_is_explained():
+    # The message of NCCL 2.28 on an H100.
     error = "RuntimeError: ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN)"
     outcome = RankOutcome(0, "here", None, "RuntimeError", error)
 

@@ -1,4 +1,4 @@
-"""Ranks that ask for time are told to end, and killed only when it is over; others are killed."""
+"""Graceful stops of ranks that ask for time, and immediate stops of all others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ) as proce
 
 
 def train(folder: str, saving: float = 0.0) -> None:
-    """Take steps until asked to end, and save; the child is there until the rank is gone."""
+    """Take steps until asked to end, and save; the child lives until the rank has ended."""
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     with StopRequest(lambda own: own, 1) as stop:
         started = Path(folder, f"{os.environ.get('NUMBER', '0')}.partial")
@@ -48,7 +48,7 @@ def train(folder: str, saving: float = 0.0) -> None:
         step = 0
         while not stop.after_step():
             step += 1
-            # Lines that nobody reads in the end.
+            # Lines that remain unread at the end.
             print("step", step, flush=True)
             time.sleep(0.005)
         time.sleep(saving)
@@ -57,7 +57,7 @@ def train(folder: str, saving: float = 0.0) -> None:
 
 
 def hold_the_lock(folder: str) -> None:
-    """Ask for time, and never look."""
+    """Ask for time, and never check for the request."""
     with StopRequest(lambda own: own, 1):
         Path(folder, "0.partial").write_text(str(os.getpid()))
         Path(folder, "0.partial").rename(Path(folder, "0.started"))
@@ -67,7 +67,7 @@ def hold_the_lock(folder: str) -> None:
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[Any]:
-    """Start a process that runs a rank; returns it, and the rank with what it has started."""
+    """Start a process that runs a rank; return the process and the PIDs of the rank's processes."""
     started = []
 
     def start(function: Any, grace: str) -> tuple[subprocess.Popen[bytes], list[int]]:
@@ -87,7 +87,7 @@ def parent(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_saves_when_its_parent_is_killed_and_nothing_is_left(
+def test_a_rank_saves_and_cleans_up_when_its_parent_is_killed(
     tmp_path: Path, parent: Any, end: signal.Signals
 ) -> None:
     process, ranks = parent(train, "30")
@@ -98,7 +98,7 @@ def test_a_rank_saves_when_its_parent_is_killed_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("grace", ["0.5", "0"])
-def test_a_rank_that_does_not_end_is_killed_when_its_time_is_over(
+def test_a_rank_is_killed_when_its_grace_period_expires(
     tmp_path: Path, parent: Any, grace: str
 ) -> None:
     process, ranks = parent(hold_the_lock, grace)
@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_end_is_killed_when_its_time_is_over(
     wait_until(lambda: list((tmp_path / "scratch").iterdir()) == [])
 
 
-def test_a_rank_is_aborted_at_once_though_it_asks(tmp_path: Path) -> None:
+def test_abort_kills_a_rank_without_a_grace_period(tmp_path: Path) -> None:
     call = pickle_call(hold_the_lock, (str(tmp_path),), {})
     with RankProcess(0, "here", call, {**os.environ, GRACE_VARIABLE: "600"}) as process:
         (rank,) = pids(tmp_path / "0.started")
@@ -117,8 +117,8 @@ def test_a_rank_is_aborted_at_once_though_it_asks(tmp_path: Path) -> None:
         assert ended(rank)
 
 
-def test_who_sends_the_guardian_sigterm_asks_the_rank(tmp_path: Path) -> None:
-    """As one does who ends all processes of a machine in turn. The parent learns how it ended."""
+def test_sigterm_to_the_guardian_stops_the_rank_gracefully(tmp_path: Path) -> None:
+    """Processes may be terminated one by one; the parent still learns how the rank ended."""
     call = pickle_call(train, (str(tmp_path),), {})
     with RankProcess(0, "here", call, os.environ) as process:
         rank, child = pids(tmp_path / "0.started")
@@ -132,7 +132,7 @@ def test_who_sends_the_guardian_sigterm_asks_the_rank(tmp_path: Path) -> None:
     assert ended(child)
 
 
-def test_a_rank_that_does_not_ask_is_killed_with_its_guardian(tmp_path: Path) -> None:
+def test_a_rank_that_asks_for_no_time_is_killed_with_its_guardian(tmp_path: Path) -> None:
     def work(folder: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Path(folder, "pid.partial").write_text(str(os.getpid()))
@@ -149,8 +149,8 @@ def test_a_rank_that_does_not_ask_is_killed_with_its_guardian(tmp_path: Path) ->
     assert "killed by SIGTERM" in outcome.error
 
 
-def test_ranks_are_asked_at_the_same_time_when_the_waiting_is_interrupted(tmp_path: Path) -> None:
-    """Each takes a second to save: one after the other they would take three."""
+def test_an_interrupt_stops_all_ranks_at_the_same_time(tmp_path: Path) -> None:
+    """Each takes a second to save; saving in turn would take three seconds."""
     call = pickle_call(train, (str(tmp_path), 1.0), {})
     environments = [{**os.environ, "NUMBER": str(rank)} for rank in range(3)]
     processes = [RankProcess(rank, "here", call, env) for rank, env in enumerate(environments)]

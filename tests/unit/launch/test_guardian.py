@@ -1,4 +1,4 @@
-"""Ranks end with what they belong to, whatever they are doing, and take along what they started."""
+"""Guardians, which end a rank and all its processes with their owner, even if busy."""
 
 import ctypes
 import multiprocessing
@@ -40,7 +40,7 @@ with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ) as proce
 
 
 def start_and_hold_the_lock(path):
-    """Start children that share this one's session or not, tell of all, and hold Python's lock."""
+    """Start children inside and outside this session, write all PIDs, and hold the GIL."""
     children = [
         subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (False, True)
     ]
@@ -52,7 +52,7 @@ def start_and_hold_the_lock(path):
 
 @pytest.fixture(params=["linux", "macos"])
 def environment(request, tmp_path):
-    """Return the variables of ranks on each system."""
+    """Return the environment of ranks on each system."""
     if request.param == "linux":
         return dict(os.environ)
     (tmp_path / "bin").mkdir()
@@ -61,7 +61,7 @@ def environment(request, tmp_path):
 
 @pytest.fixture
 def parent(tmp_path, environment):
-    """Start a process that runs a rank, and return it, the rank and the rank's children."""
+    """Start a process that runs a rank; return the process and the PIDs of rank and children."""
     started = []
 
     def start(how="alone"):
@@ -113,8 +113,8 @@ def processes_with(folder):
         ),
     ],
 )
-def test_nothing_is_left_whenever_the_parent_is_killed(tmp_path, environment, delays):
-    """While it starts the rank, the rank its guardian, the rank its children, and later."""
+def test_no_process_remains_whenever_the_parent_is_killed(tmp_path, environment, delays):
+    """While the parent starts the rank, the rank its guardian or its children, and later."""
     program, call = tmp_path / "parent.py", tmp_path / "call"
     program.write_text(PARENT)
     call.write_bytes(pickle_call(start_and_hold_the_lock, (str(tmp_path / "pids"),), {}))
@@ -129,7 +129,7 @@ def test_nothing_is_left_whenever_the_parent_is_killed(tmp_path, environment, de
         wait_until(lambda scratch=scratch: not processes_with(scratch))
 
 
-def test_a_rank_ends_with_its_parent_though_a_fork_of_it_lives_on(tmp_path, parent):
+def test_a_rank_ends_with_its_parent_even_if_a_fork_of_the_parent_survives(tmp_path, parent):
     process, ranks = parent("fork")
     (fork,) = pids(tmp_path / "fork")
 
@@ -153,7 +153,7 @@ def test_a_rank_ends_when_its_guardian_is_killed(tmp_path, environment):
     os.kill(apart, signal.SIGKILL)
 
 
-def test_a_rank_ends_when_its_guardian_and_its_parent_are_killed_at_once(tmp_path, environment):
+def test_a_rank_ends_when_guardian_and_parent_are_killed_together(tmp_path, environment):
     path, program, call = (tmp_path / name for name in ("pid", "parent.py", "call"))
 
     def sleep(path):
@@ -187,8 +187,8 @@ def test_a_rank_that_holds_the_lock_is_aborted(tmp_path, environment):
 
 
 @pytest.mark.parametrize("ignoring", [False, True])
-def test_children_that_a_rank_leaves_behind_end_with_it_and_delay_nothing(environment, ignoring):
-    """They hold its output open, one of them in a session of its own, one without a parent."""
+def test_children_end_with_their_rank_without_delaying_its_result(environment, ignoring):
+    """They hold the rank's output open; one has a separate session, and one has no parent."""
 
     def start():
         trap = "trap '' TERM; " if ignoring else ""
@@ -218,12 +218,12 @@ def ignored_signals(pid):
     return int(status.partition("SigIgn:")[2].split()[0], 16)
 
 
-def test_helpers_tidy_up_after_a_rank_that_was_killed(environment):
+def test_helper_processes_clean_up_after_a_killed_rank(environment):
     def leave_shared_memory():
         memory = shared_memory.SharedMemory(create=True, size=100)
         print(memory.name)
         sys.stdout.flush()
-        # The helper has started: it ignores SIGTERM.
+        # Once the helper has started, it ignores SIGTERM.
         helper = resource_tracker._resource_tracker._pid
         while not ignored_signals(helper) >> signal.SIGTERM - 1 & 1:
             time.sleep(0.01)
@@ -247,7 +247,7 @@ def test_the_signal_that_ended_a_rank_is_named(environment, number):
         assert f"killed by {number.name}" in process.outcome().error
 
 
-def test_a_rank_may_start_and_await_processes_of_its_own(environment):
+def test_a_rank_may_start_and_await_processes(environment):
     def work():
         codes = [subprocess.run(["sh", "-c", f"exit {i}"], check=False).returncode for i in (0, 7)]
         with multiprocessing.get_context("fork").Pool(2) as pool:

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, that hold up others, or that all hang at once."""
+"""Detection of ranks that are stopped, that hold up others, or that all hang at once."""
 
 import math
 import os
@@ -51,13 +51,13 @@ Traceback (most recent call last):
 """
 
 
-def test_seconds_count_while_a_rank_is_to_leave_signs_and_leaves_none():
+def test_time_counts_while_a_rank_should_leave_signs_but_leaves_none():
     watch = HangWatch(limit=10, most=2)
 
-    # Not before the first sign, and 98 s between two looks are two.
+    # No time counts before the first sign, and 98 s between two looks count as two.
     assert [watch.look(None, now) for now in range(0, 100, 2)] == [None] * 50
     assert [watch.look("a", now) for now in (100, 102, 200, 202, 204)] == [None] * 5
-    # Eight seconds; then there is a new one, and nine more.
+    # Eight seconds without a new sign, then a new sign, and nine more seconds.
     assert [watch.look("b", now) for now in range(206, 216)] == [None] * 10
     found = watch.look("b", 216)
     assert found is not None
@@ -66,7 +66,7 @@ def test_seconds_count_while_a_rank_is_to_leave_signs_and_leaves_none():
     assert watch.look(None, 217) is None
 
 
-def test_signs_are_left_in_the_block_only(tmp_path, monkeypatch):
+def test_signs_are_left_only_inside_the_block(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(hang_detection, "_SECONDS_BETWEEN", 0.0)
     made_progress()
@@ -80,7 +80,7 @@ def test_signs_are_left_in_the_block_only(tmp_path, monkeypatch):
     assert seconds_without_progress() == 0
 
 
-def test_the_driver_is_told_where_a_rank_is_that_makes_no_progress(monkeypatch):
+def test_the_driver_learns_where_a_hanging_rank_waits(monkeypatch):
     monkeypatch.setattr(progress, "_HANG_SECONDS", 0.2)
     told: queue.Queue[str] = queue.Queue()
 
@@ -92,11 +92,11 @@ def test_the_driver_is_told_where_a_rank_is_that_makes_no_progress(monkeypatch):
     assert text.startswith("Rank 3 has made no progress for ")
     assert "in waits_for_something" in text
     with progress.warning_of_hangs(3, told.put), pytest.raises(queue.Empty):
-        # Who does not train makes no progress.
+        # A rank that does not train is not expected to make progress.
         told.get(timeout=1)
 
 
-def test_ranks_that_all_hang_while_they_train_are_ended():
+def test_ranks_that_all_hang_during_training_are_ended():
     def work():
         from hvd_estimators.training import progress
 
@@ -117,7 +117,7 @@ def test_ranks_that_all_hang_while_they_train_are_ended():
 
 def test_ranks_that_do_not_train_are_left_alone():
     def work():
-        # As long as it takes until the other one is ended.
+        # Hangs until the other rank is ended.
         if os.environ["HOROVOD_RANK"] == "1":
             threading.Event().wait()
         with leaving_signs():
@@ -128,7 +128,7 @@ def test_ranks_that_do_not_train_are_left_alone():
     assert raised.value.rank == 0
 
 
-def test_ranks_that_are_all_stopped_are_ended():
+def test_ranks_are_ended_if_all_are_stopped():
     def work():
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -152,7 +152,7 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
             if hvd.rank() == 0:
                 hvd.allreduce(torch.ones(1), name="only rank 0 waits for this")
             while True:
-                time.sleep(0.1)  # Python handles the signal, and the rank hangs all the same.
+                time.sleep(0.1)  # Python handles the signal, but the rank still hangs.
 
     began = time.monotonic()
     with pytest.raises(WorkerFailedError, match="SIGTERM") as raised:
@@ -172,19 +172,19 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
         ({SHUTDOWN: "5"}, 5, {CHECK: "2"}),
         ({SHUTDOWN: "1"}, 1, {CHECK: "1"}),
         ({SHUTDOWN: "5", CHECK: "4"}, 5, {}),
-        # Horovod looks once a minute by itself, and shuts down at the second look.
+        # Horovod checks once a minute by default, and shuts down at the second check.
         ({SHUTDOWN: "60"}, 60, {CHECK: "30"}),
         ({SHUTDOWN: "3600"}, 3600, {}),
         ({DISABLE: "1"}, math.inf, {}),
         ({DISABLE: "0", SHUTDOWN: "9"}, 9, {CHECK: "4"}),
-        # A fit's own limit is not that of a process that is stopped, and gives way to the user's.
+        # A fit's limit does not apply to a stopped process, and the user's own value wins.
         ({PATIENCE_VARIABLE: "1800"}, 60, {SHUTDOWN: "1800"}),
         ({PATIENCE_VARIABLE: "100"}, 60, {SHUTDOWN: "100", CHECK: "50"}),
         ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "0"}, 60, {}),
         ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "5"}, 5, {CHECK: "2"}),
     ],
 )
-def test_horovods_variables_set_the_limits(env, limit, added):
+def test_horovods_variables_set_the_stall_limits(env, limit, added):
     assert stall_limit(env) == limit
     assert stall_environment(env) == added
 
@@ -195,7 +195,7 @@ def test_horovods_variables_set_the_limits(env, limit, added):
         ({}, math.inf),
         ({HANG_VARIABLE: "90"}, 90),
         ({HANG_VARIABLE: "0", PATIENCE_VARIABLE: "1800"}, math.inf),
-        # Four hours in a fit that launches ranks again.
+        # Four hours in a fit that relaunches ranks.
         ({PATIENCE_VARIABLE: "1800"}, 4 * 3600),
         ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "600"}, 4 * 3600),
         ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "0"}, math.inf),
@@ -203,15 +203,15 @@ def test_horovods_variables_set_the_limits(env, limit, added):
         ({HANG_VARIABLE: "90", DISABLE: "1"}, math.inf),
     ],
 )
-def test_how_long_all_ranks_may_make_no_progress(env, limit):
+def test_variables_set_the_limit_for_ranks_without_progress(env, limit):
     assert hang_limit(env) == limit
 
 
-def test_time_counts_only_while_a_rank_is_stopped_and_somebody_looks():
+def test_time_counts_only_while_a_rank_is_stopped_and_watched():
     watch = StallWatch(limit=10, most=2)
     looks = [(False, 0), (True, 1), (True, 2), (True, 100), (True, 102), (False, 103)]
 
-    # A pause of 98 seconds between two looks counts for two.
+    # A pause of 98 seconds between two looks counts as two.
     assert [watch.look(stopped, now) for stopped, now in looks] == [None] * 6
     assert [watch.look(True, now) for now in range(104, 113)] == [None] * 9
     found = watch.look(True, 113)
@@ -220,7 +220,7 @@ def test_time_counts_only_while_a_rank_is_stopped_and_somebody_looks():
     assert SHUTDOWN in found
 
 
-def test_a_process_is_stopped_by_a_signal_and_goes_on_by_another_one():
+def test_a_stopped_process_is_detected_until_it_continues():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert not is_stopped(process.pid)
         os.kill(process.pid, signal.SIGSTOP)
@@ -231,9 +231,9 @@ def test_a_process_is_stopped_by_a_signal_and_goes_on_by_another_one():
     assert not is_stopped(process.pid)
 
 
-def test_horovods_words_tell_for_whom_it_has_shut_down():
+def test_horovods_log_names_the_ranks_it_shut_down_for():
     assert stalled_ranks(SHUT_DOWN) == (5, {2: "allreduce.noname.1, other"})
-    # A warning alone ends nothing.
+    # A warning alone ends no rank.
     warning = SHUT_DOWN.replace("2!:", "2:").replace("Will shutdown", "")
     assert stalled_ranks(warning) is None
     assert stalled_ranks("") is None

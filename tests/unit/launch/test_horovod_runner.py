@@ -23,11 +23,11 @@ def work(base: int, *, factor: int) -> Any:
     print("out", rank)
     print("error", rank, file=sys.stderr)
     log_to_driver(f"message {rank}")
-    # What only another rank returns need not be good to send.
+    # Only rank 0's result is returned, so other ranks may return values that cannot be pickled.
     return base * factor if rank == 0 else (yield_ for yield_ in ())
 
 
-def test_below_zero_runs_on_the_driver_and_shows_everything(
+def test_negative_np_runs_on_the_driver_and_shows_all_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert HorovodRunner(np=-2).run(work, base=3, factor=5) == 15
@@ -42,7 +42,7 @@ def test_below_zero_runs_on_the_driver_and_shows_everything(
     assert sorted(shown.err.splitlines()) == ["[0]<stderr>:error 0", "[1]<stderr>:error 1"]
 
 
-def test_below_zero_needs_no_spark() -> None:
+def test_negative_np_needs_no_spark() -> None:
     program = textwrap.dedent(
         """
         import sys
@@ -57,7 +57,7 @@ def test_below_zero_needs_no_spark() -> None:
     assert (done.returncode, done.stdout) == (0, "returned 5\n"), done.stderr
 
 
-def test_a_failure_is_of_the_rank_that_raised() -> None:
+def test_a_failure_names_the_rank_that_raised() -> None:
     def fail() -> None:
         raise KeyError(os.environ["HOROVOD_RANK"])
 
@@ -65,7 +65,7 @@ def test_a_failure_is_of_the_rank_that_raised() -> None:
         HorovodRunner(np=-1).run(fail)
 
 
-def test_arguments_that_are_not_usable_are_errors_at_once() -> None:
+def test_unusable_arguments_are_rejected_at_once() -> None:
     for wrong in (2.0, "2", None, True):
         with pytest.raises(ParamError, match=rf"np: expected .* found {re.escape(repr(wrong))}"):
             HorovodRunner(np=wrong)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_arguments_that_are_not_usable_are_errors_at_once() -> None:
         HorovodRunner(2)  # type: ignore[misc]
 
 
-def test_only_zero_is_deprecated() -> None:
+def test_only_np_0_is_deprecated() -> None:
     with pytest.warns(DeprecationWarning, match="np=0"):
         HorovodRunner(np=0)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What tasks tell each other of their machines, and what is wrong with these."""
+"""Facts that tasks exchange about their machines, and the problems found in them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(names: str, *facts: dict[str, Any]) -> list[str | None]:
     return [check_machines(i, offers(*names), facts) for i in range(len(facts))]
 
 
-def test_the_same_packages_and_one_build_are_fine_and_gpus_are_told() -> None:
+def test_equal_packages_and_builds_pass_and_gpus_are_reported() -> None:
     mine = machine_facts(task("4", "7"), JOB, "an executor")
 
     assert mine["gpus"] == ["4", "7"]
@@ -64,7 +64,7 @@ def test_the_same_packages_and_one_build_are_fine_and_gpus_are_told() -> None:
     assert gpu_variables(task("4", "7"), JOB, slots[1])["CUDA_VISIBLE_DEVICES"] == "4,7"
 
 
-def test_other_versions_than_the_drivers_name_the_machine_both_versions_and_a_remedy() -> None:
+def test_a_version_mismatch_names_the_machine_both_versions_and_a_remedy() -> None:
     here = machine_facts(task(), JOB, "")
     there = machine_facts(task(), replace(JOB, versions={**JOB.versions, "torch": "1.0"}), "")
 
@@ -82,12 +82,12 @@ def test_other_versions_than_the_drivers_name_the_machine_both_versions_and_a_re
         results_in_order(outcomes)
 
 
-def test_builds_of_frameworks_and_packages_of_one_side_do_not_count() -> None:
+def test_build_tags_and_packages_on_one_side_only_are_ignored() -> None:
     assert "+" not in "".join(installed_versions().values())
     assert differences({"torch": "2", "keras": "3"}, {"torch": "2", "tensorflow": "2"}) == ""
 
 
-def test_two_builds_of_horovod_are_a_problem_that_names_the_hosts_for_who_uses_it() -> None:
+def test_two_builds_of_horovod_are_a_problem_only_for_programs_that_use_it() -> None:
     facts = [{"build": "1a"}, {"build": "2b"}, {"build": "1a"}]
 
     assert check("abc", *facts) == [None, None, None]
@@ -95,7 +95,7 @@ def test_two_builds_of_horovod_are_a_problem_that_names_the_hosts_for_who_uses_i
     assert horovod_problem("ac", facts[::2]) == ""
 
 
-def test_a_machine_without_a_usable_horovod_is_named_for_who_uses_it(
+def test_a_machine_without_a_usable_horovod_is_named_for_programs_that_use_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_it = machine_facts(task(), JOB, "")
@@ -109,13 +109,13 @@ def test_a_machine_without_a_usable_horovod_is_named_for_who_uses_it(
     assert problem.endswith("Found on b.")
 
 
-def test_a_python_of_the_users_own_is_not_that_of_the_task() -> None:
+def test_a_custom_executable_skips_the_version_check() -> None:
     job = replace(JOB, executable="/their/python", versions={"torch": "1.0"})
 
     assert machine_facts(task(), job, "") == {}
 
 
-def test_the_same_gpu_twice_or_one_that_is_not_seen_is_an_error_in_all_tasks(
+def test_a_gpu_assigned_twice_or_not_visible_fails_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_checks, "gpu_place", lambda executor: "")
@@ -130,7 +130,7 @@ def test_the_same_gpu_twice_or_one_that_is_not_seen_is_an_error_in_all_tasks(
         check("ab", machine_facts(task("3"), hidden, ""), {})
 
 
-def test_where_gpus_are_hidden_nothing_is_said_of_them() -> None:
+def test_hidden_gpus_are_not_reported() -> None:
     job = replace(JOB, env={"CUDA_VISIBLE_DEVICES": "-1"})
 
     assert "gpus" not in machine_facts(task("0"), job, "")

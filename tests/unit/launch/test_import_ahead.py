@@ -1,4 +1,4 @@
-"""Imports that run ahead of ranks: how their job ends."""
+"""Jobs that import modules ahead of the ranks, and how these jobs end."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def fail(cluster, job, error):
     return time.monotonic() - began
 
 
-def test_tasks_that_have_begun_end_by_themselves_before_an_error_goes_on(job):
+def test_started_tasks_finish_before_an_error_propagates(job):
     cluster = FakeCluster(1.5, started=2)
     fail(cluster, job, ValueError())
     assert cluster.ended.is_set()

@@ -1,4 +1,4 @@
-"""What ranks tell each other: keys of Gloo, failures, and who is silent for how long."""
+"""The job's store: Gloo's keys, failures, and how long each rank has been silent."""
 
 import threading
 
@@ -24,7 +24,7 @@ def status(store, *args, **values):
     return tell(store, *args, **values)[0]["status"]
 
 
-def test_a_key_is_there_once_it_is_put_and_until_it_is_deleted():
+def test_a_key_exists_from_put_to_delete():
     store = make_store()
     place = {"scope": "global", "key": "rank_0"}
     assert tell(store, "get", rank=1, **place) == ({"status": 404}, b"")
@@ -38,7 +38,7 @@ def test_a_key_is_there_once_it_is_put_and_until_it_is_deleted():
     assert status(store, "delete", **place) == 200
 
 
-def test_a_rank_that_waits_for_another_ones_key_gets_it_when_it_is_put():
+def test_a_waiting_rank_gets_a_key_when_it_is_put():
     store = make_store()
     got = []
     waiting = threading.Thread(
@@ -47,12 +47,12 @@ def test_a_rank_that_waits_for_another_ones_key_gets_it_when_it_is_put():
     waiting.start()
     tell(store, "put", body=b"here", scope="global", key="0")
     waiting.join()
-    # It may have begun to wait afterwards, or have waited as long as it does.
+    # It may have started to wait afterwards, or have reached the end of its wait.
     assert got[0] in (({"status": 200}, b"here"), ({"status": 404}, b""))
     assert tell(store, "get", rank=1, scope="global", key="0") == ({"status": 200}, b"here")
 
 
-def test_a_key_cannot_be_written_over():
+def test_a_key_cannot_be_overwritten():
     store = make_store()
     place = {"scope": "global", "key": "0"}
     assert status(store, "put", body=b"first", **place) == 200
@@ -61,7 +61,7 @@ def test_a_key_cannot_be_written_over():
     assert tell(store, "get", **place)[1] == b"first"
 
 
-def test_a_message_that_comes_again_late_changes_nothing():
+def test_a_late_duplicate_message_changes_nothing():
     store = make_store()
     place = {"scope": "global", "key": "0"}
     assert status(store, "put", body=b"address", number=1, **place) == 200
@@ -69,16 +69,16 @@ def test_a_message_that_comes_again_late_changes_nothing():
 
     assert status(store, "put", body=b"address", number=1, **place) == 200
     assert status(store, "get", **place) == 404
-    # Numbers are a rank's own.
+    # Each rank numbers its messages separately.
     assert status(store, "put", rank=1, body=b"of rank 1", number=1, **place) == 200
     assert tell(store, "get", **place)[1] == b"of rank 1"
 
 
-def test_what_is_not_known_is_answered():
+def test_unknown_messages_are_answered_with_404():
     assert make_store().handle({"kind": "__init__", "rank": 0}) == ({"status": 404}, b"")
 
 
-def test_the_first_failure_is_told_to_all():
+def test_the_first_failure_is_reported_to_all():
     store = make_store(3)
     assert tell(store, "alive", rank=2)[0]["failure"] is None
 
@@ -89,7 +89,7 @@ def test_the_first_failure_is_told_to_all():
     assert str(Failure(**told)) == "rank 1 on host-1 had failed (ValueError: no)"
 
 
-def test_a_rank_is_lost_after_the_time_of_silence_and_not_before():
+def test_a_rank_is_lost_only_after_the_silence_limit():
     store = make_store(3)
     for second in range(59):
         store.look(1.0)
@@ -102,7 +102,7 @@ def test_a_rank_is_lost_after_the_time_of_silence_and_not_before():
     assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
 
 
-def test_the_rank_of_the_stores_own_task_may_take_as_long_as_it_likes_to_start():
+def test_the_stores_own_rank_may_start_late():
     store = make_store()
     own = LocalRendezvousClient(store, 0)
     for _ in range(100):
@@ -115,14 +115,14 @@ def test_the_rank_of_the_stores_own_task_may_take_as_long_as_it_likes_to_start()
     assert own.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
 
 
-def test_a_pause_of_ones_own_is_no_silence_of_others():
+def test_a_pause_of_the_store_does_not_count_as_silence():
     store = make_store()
     for _ in range(20):
         store.look(3600.0)
     assert store.failure() is None
 
 
-def test_a_rank_that_has_done_its_part_may_be_silent():
+def test_a_rank_that_is_done_may_be_silent():
     store = make_store()
     tell(store, "done", rank=1)
     for _ in range(100):
@@ -132,7 +132,7 @@ def test_a_rank_that_has_done_its_part_may_be_silent():
 
 
 @pytest.mark.parametrize("ending", ["done", "silent"])
-def test_the_wait_for_all_ends_when_each_is_done_or_lost(ending):
+def test_wait_for_all_ends_when_each_rank_is_done_or_lost(ending):
     store = make_store(3, silence=2.0)
     ended = []
     waiting = threading.Thread(target=lambda: ended.append(store.wait_for_all()))

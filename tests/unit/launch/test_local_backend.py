@@ -31,7 +31,7 @@ def rank():
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    """Let ranks that sleep be ended soon after another has failed."""
+    """End ranks that sleep soon after another one has failed."""
     monkeypatch.setattr("hvd_estimators.launch.rank.supervisor._GRACE_SECONDS", 0.2)
 
 
@@ -43,7 +43,7 @@ def no_process_is_left():
     assert not left
 
 
-def test_results_come_in_the_order_of_the_ranks_not_of_their_ends():
+def test_results_are_in_rank_order():
     def work(base, *, factor):
         time.sleep(0.3 * (2 - rank()))
         return base + factor * rank(), os.environ["HOROVOD_SIZE"], os.environ["HOROVOD_LOCAL_RANK"]
@@ -58,7 +58,7 @@ def test_results_come_in_the_order_of_the_ranks_not_of_their_ends():
     ]
 
 
-def test_ranks_reduce_with_each_other_and_again_and_let_no_stranger_in():
+def test_ranks_reduce_repeatedly_and_reject_strangers():
     def work(driver):
         import http.client
 
@@ -95,7 +95,7 @@ def test_ranks_reduce_with_each_other_and_again_and_let_no_stranger_in():
         assert not [word for word in command if len(word) == 64]
 
 
-def test_a_horovod_that_shows_no_token_is_an_error_for_programs_that_use_it(monkeypatch):
+def test_an_unpatched_horovod_is_an_error_only_for_programs_that_use_it(monkeypatch):
     def init():
         import horovod.torch as hvd
 
@@ -110,7 +110,7 @@ def test_a_horovod_that_shows_no_token_is_an_error_for_programs_that_use_it(monk
             call()
 
 
-def test_ranks_have_the_variables_of_torchrun_and_not_those_of_the_drivers_launcher(monkeypatch):
+def test_ranks_get_torchruns_variables_but_not_those_of_the_drivers_launcher(monkeypatch):
     of_driver = {name: "7" for name in (*IDENTITY_VARIABLES, "MASTER_ADDR", "MASTER_PORT")}
     for name, value in of_driver.items():
         monkeypatch.setenv(name, value)
@@ -130,7 +130,7 @@ def test_ranks_have_the_variables_of_torchrun_and_not_those_of_the_drivers_launc
         assert ranks[0][name] == ranks[1][name]
 
 
-def test_a_meeting_point_of_the_users_own_is_taken_and_one_rank_for_all_is_an_error():
+def test_env_may_set_the_master_port_but_not_a_rank():
     env = {"MASTER_PORT": "29500", "RANK": None}
     (found,) = LocalBackend(1, env=env).run(lambda: dict(os.environ))
     assert (found["MASTER_PORT"], "RANK" in found) == ("29500", False)
@@ -160,7 +160,7 @@ def test_variables_are_inherited_overridden_and_deleted(monkeypatch):
     assert "DELETED" not in env
 
 
-def test_ranks_import_what_the_driver_can_import(tmp_path, monkeypatch):
+def test_ranks_can_import_the_modules_of_the_driver(tmp_path, monkeypatch):
     (tmp_path / "module_of_the_driver.py").write_text("ANSWER = 42")
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -173,7 +173,7 @@ def test_ranks_import_what_the_driver_can_import(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_an_exception_on_one_rank_ends_the_others_and_is_raised_with_its_traceback():
+def test_an_exception_ends_the_other_ranks_and_is_raised_with_its_traceback():
     def work():
         print("output of rank", rank())
         if rank() == 1:
@@ -196,7 +196,7 @@ def test_an_exception_on_one_rank_ends_the_others_and_is_raised_with_its_traceba
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_a_rank_that_is_killed_is_named_with_the_signal():
+def test_a_killed_rank_is_named_with_the_signal():
     def work():
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -225,7 +225,7 @@ def test_a_rank_whose_peer_died_inside_a_reduction_is_not_blamed():
     assert raised.value.rank == 1
 
 
-def test_what_a_rank_started_does_not_outlive_the_job(tmp_path):
+def test_child_processes_of_ranks_do_not_outlive_the_job(tmp_path):
     def work(folder):
         child = subprocess.Popen(["sleep", "300"])
         Path(folder, str(child.pid)).touch()
@@ -238,7 +238,7 @@ def test_what_a_rank_started_does_not_outlive_the_job(tmp_path):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
-def test_an_interrupted_driver_leaves_no_rank(tmp_path, monkeypatch):
+def test_an_interrupted_driver_leaves_no_ranks(tmp_path, monkeypatch):
     def work(folder):
         Path(folder, os.environ["HOROVOD_RANK"]).touch()
         time.sleep(300)
@@ -257,13 +257,13 @@ def test_an_interrupted_driver_leaves_no_rank(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("verbose", "shown"), [(1, False), (2, True)])
-def test_ranks_output_is_shown_when_asked_for(capfd, verbose, shown):
+def test_output_of_ranks_is_shown_on_request(capfd, verbose, shown):
     LocalBackend(1, verbose=verbose).run(lambda: print("hello"))
 
     assert ("[0] hello\n" in capfd.readouterr().err) == shown
 
 
-def test_what_ranks_print_and_report_goes_to_a_handler(capfd):
+def test_output_and_progress_go_to_the_handler(capfd):
     progress = RankProgress(1, epoch=0, epochs=1, step=2, steps=3, rows_per_second=4.5)
 
     def work():
@@ -281,7 +281,7 @@ def test_what_ranks_print_and_report_goes_to_a_handler(capfd):
     assert "hello" not in capfd.readouterr().err
 
 
-def test_the_number_of_ranks_is_that_of_the_cores_unless_it_is_told(monkeypatch):
+def test_the_number_of_ranks_defaults_to_the_number_of_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5}, raising=False)
 
     assert [LocalBackend(n).num_processes() for n in (0, None, 2)] == [3, 3, 2]

@@ -1,4 +1,4 @@
-"""Messages of ranks to the driver's standard output."""
+"""Messages from ranks to the driver's standard output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[object]]:
-    """Let this process be rank 3, whose messages are received."""
+    """Make this process rank 3, and collect its messages."""
     found: queue.Queue[object] = queue.Queue()
     monkeypatch.setenv("HOROVOD_RANK", "3")
     events._forget()
@@ -38,7 +38,7 @@ def test_messages_arrive_in_order_as_text(received: queue.Queue[object]) -> None
     assert got == [RankMessage(3, "größe"), RankMessage(3, "5"), RankMessage(3, "two\nlines")]
 
 
-def test_of_a_long_message_the_two_ends_arrive(received: queue.Queue[object]) -> None:
+def test_both_ends_of_a_long_message_arrive(received: queue.Queue[object]) -> None:
     log_to_driver("a" * 10_000 + "z" * 10_000)
 
     message = received.get(timeout=10)
@@ -47,7 +47,7 @@ def test_of_a_long_message_the_two_ends_arrive(received: queue.Queue[object]) ->
 
 
 @pytest.mark.forks
-def test_a_child_has_a_connection_of_its_own(received: queue.Queue[object]) -> None:
+def test_a_forked_child_opens_its_own_connection(received: queue.Queue[object]) -> None:
     log_to_driver("parent")
     assert received.get(timeout=10) == RankMessage(3, "parent")
     child = os.fork()
@@ -64,7 +64,7 @@ def test_a_child_has_a_connection_of_its_own(received: queue.Queue[object]) -> N
     }
 
 
-def test_where_nobody_listens_messages_are_printed(
+def test_messages_are_printed_if_no_driver_listens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)

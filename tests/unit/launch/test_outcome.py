@@ -1,4 +1,4 @@
-"""What Spark collected of the ranks is counted: nothing that is missing goes unnoticed."""
+"""Completeness checks of the outcomes that Spark collects from ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST = RankOutcome(0, "a", b"first")
 SECOND = RankOutcome(1, "b", b"second")
 
 
-def test_outcomes_are_put_together_in_whatever_order_they_come() -> None:
+def test_outcomes_are_assembled_from_chunks_in_any_order() -> None:
     given = [*rows(SECOND)[::-1], *rows(FIRST, 3)]
 
     assert sorted(outcomes(given, 2), key=lambda o: o.rank) == [FIRST, SECOND]
@@ -42,18 +42,18 @@ def test_outcomes_are_put_together_in_whatever_order_they_come() -> None:
     [([], "0, 1"), (rows(SECOND), "0"), ([*rows(FIRST), rows(SECOND)[1]], "1")],
     ids=["none", "a rank", "a chunk"],
 )
-def test_what_did_not_reach_the_driver_is_an_error(given: Any, missing: str) -> None:
+def test_missing_outcomes_are_an_error(given: Any, missing: str) -> None:
     with pytest.raises(ResultsError, match=rf"what ranks {missing} returned .* Return less, or"):
         outcomes(given, 2)
 
 
-def test_a_failed_rank_counts_for_more_than_a_missing_one() -> None:
+def test_a_failed_rank_takes_precedence_over_a_missing_one() -> None:
     failed = RankOutcome(1, "b", None, "ValueError", "it broke")
 
     assert outcomes(rows(failed), 2) == [failed]
 
 
-def test_a_result_that_was_too_large_to_send_is_an_error() -> None:
+def test_a_result_too_large_to_send_is_an_error() -> None:
     failed = RankOutcome(1, "b", None, "ResultsError", "Rank 1 returned 5 MiB")
 
     with pytest.raises(ResultsError, match="Rank 1 returned 5 MiB"):

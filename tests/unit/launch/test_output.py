@@ -1,4 +1,4 @@
-"""What ranks print: passed on, and kept for errors."""
+"""Output of ranks: forwarded to the driver, and kept for errors."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def run(fn, on_lines=None):
         return process.outcome()
 
 
-def test_the_end_of_a_long_output_is_kept_and_every_line_is_passed_on():
+def test_every_line_is_forwarded_and_the_end_of_the_output_is_kept():
     lines = []
 
     def chatter():
@@ -50,7 +50,7 @@ def test_the_end_of_a_long_output_is_kept_and_every_line_is_passed_on():
     assert f"[... {len(lines) - 60:,} lines left out ...]\n" in outcome.output_tail
 
 
-def test_an_outcome_waits_for_lines_that_are_still_on_their_way():
+def test_an_outcome_waits_for_pending_lines():
     def chatter():
         print(*range(50), sep="\n")
         os._exit(1)
@@ -60,7 +60,7 @@ def test_an_outcome_waits_for_lines_that_are_still_on_their_way():
     assert outcome.output_tail.endswith("\n48\n49\n")
 
 
-def test_output_that_is_no_text_does_not_disturb():
+def test_binary_output_is_decoded_with_replacement_characters():
     lines = []
 
     outcome = run(lambda: sys.stdout.buffer.write(b"\xff\xc3\xb6\r\n1\r2"), lines.extend)
@@ -69,7 +69,7 @@ def test_output_that_is_no_text_does_not_disturb():
     assert lines == ["\ufffdö\n", "1\n", "2"]
 
 
-def test_a_long_line_is_passed_on_and_kept_in_part():
+def test_a_long_line_is_forwarded_and_kept_shortened():
     lines = []
 
     def print_batch():
@@ -88,7 +88,7 @@ def test_a_long_line_is_passed_on_and_kept_in_part():
     assert [len(end) for end in ends] == [4096, 4096]
 
 
-def test_an_exception_with_a_long_message_is_raised_in_part():
+def test_a_long_exception_message_is_shortened():
     def fail():
         print("y" * 5000 + "\n" * 10, end="")
         raise ValueError("the start" + "x" * MEGABYTES_20 + "the end")
@@ -102,14 +102,14 @@ def test_an_exception_with_a_long_message_is_raised_in_part():
     assert "xxxthe end\n" in message
 
 
-def test_many_lines_are_kept_up_to_a_size():
+def test_many_lines_are_kept_up_to_a_size_limit():
     outcome = run(lambda: [print("x" * 5000) for _ in range(1000)] and os._exit(1))
 
     assert len(outcome.output_tail) < 70_000
     assert outcome.output_tail.count("x" * 5000 + "\n") == 13  # of 65,536 characters
 
 
-def test_a_rank_whose_output_cannot_be_passed_on_goes_on(caplog):
+def test_a_rank_continues_if_its_output_cannot_be_forwarded(caplog):
     def refuse(lines):
         raise BrokenPipeError("nobody listens")
 
@@ -120,14 +120,14 @@ def test_a_rank_whose_output_cannot_be_passed_on_goes_on(caplog):
 
 
 @pytest.mark.parametrize(("length", "left_out"), [(10, 0), (11, 1), (1000, 990)])
-def test_a_text_is_shortened_to_its_ends(length, left_out):
+def test_a_shortened_text_keeps_both_ends(length, left_out):
     text = "".join(chr(ord("0") + i % 10) for i in range(length))
 
     gap = f"[... {left_out} characters left out ...]" if left_out else ""
     assert shortened(text, 10) == text[:5] + gap + text[-5:]
 
 
-def test_what_is_taken_in_time_arrives_whole_and_in_order() -> None:
+def test_lines_read_in_time_arrive_complete_and_in_order() -> None:
     taken: list[tuple[str, str]] = []
     sent = [("ab"[i % 3 == 0], f"line {i} größe\n") for i in range(20_000)]
 
@@ -139,7 +139,7 @@ def test_what_is_taken_in_time_arrives_whole_and_in_order() -> None:
     assert not [t for t in threading.enumerate() if t is relay._thread]
 
 
-def test_lines_that_nobody_takes_are_counted_and_wait_in_bounded_memory(
+def test_unread_lines_are_counted_and_held_in_bounded_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
@@ -165,10 +165,10 @@ def test_lines_that_nobody_takes_are_counted_and_wait_in_bounded_memory(
     left_out = int(re.sub(r"\D", "", note))
     assert numbers == list(range(200_000 - left_out))
     assert 0 < len(numbers) * (97 + 128) <= 2**23 + 2 * 2**16
-    assert held_up < 20  # far from what the lines that nobody took would have cost
+    assert held_up < 20  # far below the cost of waiting for every line
 
 
-def test_after_a_pause_lines_arrive_again_behind_the_number_of_those_left_out(
+def test_after_a_pause_lines_follow_the_count_of_dropped_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.0)
@@ -193,7 +193,7 @@ def test_after_a_pause_lines_arrive_again_behind_the_number_of_those_left_out(
     assert taken == ["a\n", *["b\n"] * 10, "[... 5 lines left out ...]\n", "c\n"]
 
 
-def test_who_never_takes_anything_does_not_hold_up_the_end(
+def test_a_reader_that_blocks_does_not_delay_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output, "_NOTE_SECONDS", 0.1)
@@ -210,7 +210,7 @@ def test_who_never_takes_anything_does_not_hold_up_the_end(
     relay._thread.join()
 
 
-def test_who_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_reader_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
     asked = []
 
     def refuse(lines: Lines) -> None:
@@ -225,7 +225,7 @@ def test_who_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("cannot be delivered") == 1
 
 
-def test_an_allowance_comes_back_with_time_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_limiter_refills_with_time_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     allowance = RateLimiter(5, 0.5)
@@ -233,6 +233,6 @@ def test_an_allowance_comes_back_with_time_up_to_its_limit(monkeypatch: pytest.M
     allowance.use(7)
     assert allowance.left() == 0
     now[0] += 6
-    assert allowance.left() == 1  # 2 were overdrawn
+    assert allowance.left() == 1  # it was overdrawn by 2
     now[0] += 100
     assert allowance.left() == 5

@@ -1,4 +1,4 @@
-"""Lines of frameworks that ranks do not print."""
+"""Framework log lines that are filtered from the output of ranks."""
 
 import logging
 import os
@@ -61,7 +61,7 @@ def test_all_lines_are_shown_if_the_environment_asks_for_them(env):
     assert output.log_filter(env) is None
 
 
-def test_the_output_of_a_rank_and_its_end_are_without_them():
+def test_filtered_lines_appear_neither_in_the_output_nor_in_its_tail():
     def print_them():
         sys.stderr.writelines(PRINTED)
         raise ValueError
@@ -96,7 +96,7 @@ def test_the_users_log_level_wins(monkeypatch, executor, driver, given, level):
         assert backend.run(lambda: os.environ.get("TF_CPP_MIN_LOG_LEVEL")) == [level]
 
 
-def test_lightnings_advertisements_are_left_out_and_what_was_set_comes_back(caplog):
+def test_lightnings_advertisements_are_filtered_and_log_settings_are_restored(caplog):
     pytest.importorskip("pytorch_lightning")
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_module
 

@@ -1,4 +1,4 @@
-"""Where what ranks print comes out on the driver."""
+"""Destinations of ranks' output on the driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRESS = RankProgress(0, epoch=0, epochs=1, step=1, steps=9, rows_per_second=2
         (("stdout", "stderr"), 0, ("stdout", "stderr")),
     ],
 )
-def test_streams_come_to_the_driver_if_they_are_asked_for(
+def test_only_requested_streams_reach_the_driver(
     given: tuple[str, ...], verbose: int, streams: tuple[str, ...]
 ) -> None:
     files = {name: io.StringIO() if name in given else None for name in ("stdout", "stderr")}
@@ -46,7 +46,7 @@ def test_streams_come_to_the_driver_if_they_are_asked_for(
     assert put == [(stream, ["x\n"]) for stream in streams]
 
 
-def test_lines_go_to_their_files_as_horovod_writes_them_and_all_else_to_the_handler() -> None:
+def test_lines_go_to_their_files_in_horovods_format_and_other_events_to_the_handler() -> None:
     out, others = io.StringIO(), list[Event]()
     handle = Outlets(out, None, False, 2).handler(others.append)
 
@@ -63,7 +63,7 @@ def test_lines_go_to_their_files_as_horovod_writes_them_and_all_else_to_the_hand
     assert others == [RankOutput(1, "oops\n", "stderr"), PROGRESS, RankMessage(1, "hello")]
 
 
-def test_a_line_begins_with_the_time_at_which_it_came() -> None:
+def test_a_line_starts_with_its_timestamp() -> None:
     out, others = io.StringIO(), list[Event]()
     handle = Outlets(out, None, True, 2).handler(others.append)
     before = time.time()
@@ -88,7 +88,7 @@ def test_messages_go_to_standard_output_and_lines_to_standard_error(
     assert capsys.readouterr() == ("b\n", "[2] a\n")
 
 
-def test_what_an_encoding_does_not_have_is_escaped() -> None:
+def test_characters_outside_the_encoding_are_escaped() -> None:
     raw = io.BytesIO()
     handle = Outlets(io.TextIOWrapper(raw, "ascii"), None, False, 1).handler(None)
 
@@ -97,7 +97,7 @@ def test_what_an_encoding_does_not_have_is_escaped() -> None:
     assert raw.getvalue() == b"[0]<stdout>:gr\\xf6\\xdfe\n"
 
 
-def test_a_file_that_cannot_be_written_to_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_file_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     out = io.StringIO()
     handle = Outlets(out, None, False, 1).handler(None)
     out.close()
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_written_to_is_told_of_once(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("backend", [LocalBackend, SparkBackend])
-def test_what_is_no_text_file_is_refused(backend: Any, tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_rejected(backend: Any, tmp_path: Path) -> None:
     with pytest.raises(ParamError, match=r"stdout: expected an open text file.*found 'out.txt'"):
         backend(2, stdout="out.txt")
     with pytest.raises(ParamError, match="stderr: expected a file opened for text"):

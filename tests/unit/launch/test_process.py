@@ -1,4 +1,4 @@
-"""One rank's process, seen from its parent."""
+"""The process of one rank, seen from its parent."""
 
 import argparse
 import os
@@ -33,7 +33,7 @@ def run(fn, *args):
 
 
 def sleep_and_tell(path):
-    """Start a grandchild, write the ids of both, and sleep."""
+    """Start a grandchild, write both PIDs, and sleep."""
     child = subprocess.Popen(["sleep", "300"])
     partial = Path(f"{path}.partial")
     partial.write_text(f"{os.getpid()} {child.pid}")
@@ -41,7 +41,7 @@ def sleep_and_tell(path):
     time.sleep(300)
 
 
-def test_the_outcome_holds_what_the_function_returned():
+def test_the_outcome_holds_the_functions_result():
     outcome = run(lambda *args: {"sum": sum(args), "pid": os.getpid()}, 1, 2)
 
     result = pickle.loads(outcome.result)
@@ -51,9 +51,9 @@ def test_the_outcome_holds_what_the_function_returned():
     assert (outcome.rank, outcome.host, outcome.error) == (3, "here", "")
 
 
-def test_a_call_which_may_hold_secrets_is_in_no_file():
+def test_a_call_is_not_written_to_any_file():
     def look(secret):
-        # The parent writes it when this process runs already.
+        # The parent writes rank.pid while this process is already running.
         until = time.monotonic() + 60
         folder = Path(os.environ[DIRECTORY_VARIABLE])
         while not Path(folder, "rank.pid").exists() and time.monotonic() < until:
@@ -66,7 +66,7 @@ def test_a_call_which_may_hold_secrets_is_in_no_file():
     assert pickle.loads(call.result) == ("mark", ["called", "owner.json", "rank.pid"], False, "")
 
 
-def test_a_main_function_that_parses_arguments_finds_those_of_the_driver(monkeypatch):
+def test_ranks_get_the_drivers_command_line_arguments(monkeypatch):
     def main():
         parser = argparse.ArgumentParser()
         parser.add_argument("--lr", type=float, default=0.1)
@@ -75,12 +75,12 @@ def test_a_main_function_that_parses_arguments_finds_those_of_the_driver(monkeyp
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
     assert pickle.loads(run(main).result) == 0.5
 
-    # A notebook's kernel has arguments of its own, and no file.
+    # A notebook's kernel has its own arguments, and no file.
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     assert pickle.loads(run(main).result) == 0.1
 
 
-def test_results_may_be_of_classes_that_only_the_main_program_knows():
+def test_results_may_be_instances_of_classes_of_the_main_program():
     def make():
         class Point:
             x = 5
@@ -90,7 +90,7 @@ def test_results_may_be_of_classes_that_only_the_main_program_knows():
     assert pickle.loads(run(make).result).x == 5
 
 
-def test_the_environment_is_the_given_one_alone(monkeypatch):
+def test_a_rank_gets_only_the_given_environment(monkeypatch):
     monkeypatch.setenv("ONLY_OF_THE_PARENT", "1")
     call = pickle_call(lambda: dict(os.environ), (), {})
     needed = {"PATH": os.environ["PATH"], "GIVEN": "größe"}
@@ -102,7 +102,7 @@ def test_the_environment_is_the_given_one_alone(monkeypatch):
     assert "ONLY_OF_THE_PARENT" not in env
 
 
-def test_an_exceptions_name_and_traceback_are_in_the_outcome():
+def test_the_outcome_holds_an_exceptions_name_and_traceback():
     def fail(number):
         print("before the end")
         return 1 / number
@@ -117,7 +117,7 @@ def test_an_exceptions_name_and_traceback_are_in_the_outcome():
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_leaving_by_sys_exit_is_a_failure(status):
+def test_sys_exit_is_a_failure(status):
     assert run(lambda: sys.exit(status)).error_type == "SystemExit"
 
 
@@ -129,14 +129,14 @@ def test_a_process_that_ends_without_a_result_is_a_failure(status):
     assert f"exited with status {status} without a result" in outcome.error
 
 
-def test_a_process_that_is_killed_is_a_failure_that_names_the_signal():
+def test_a_killed_process_is_a_failure_that_names_the_signal():
     outcome = run(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     assert (outcome.failed, outcome.error_type) == (True, "killed")
     assert "killed by SIGKILL; the machine may have run out of memory" in outcome.error
 
 
-def test_a_call_or_a_result_that_cannot_be_pickled_is_a_failure_with_its_reason():
+def test_calls_and_results_that_cannot_be_pickled_are_failures():
     class Unloadable:
         def __reduce__(self):
             return (lambda: 1 / 0), ()
@@ -146,7 +146,7 @@ def test_a_call_or_a_result_that_cannot_be_pickled_is_a_failure_with_its_reason(
 
 
 @pytest.mark.parametrize("how", ["abort", "leave the block"])
-def test_a_rank_that_is_not_wanted_any_more_ends_with_all_it_started(tmp_path, how):
+def test_an_abandoned_rank_ends_with_all_its_children(tmp_path, how):
     path = tmp_path / "pids"
     call = pickle_call(sleep_and_tell, (str(path),), {})
     with RankProcess(3, "here", call, os.environ) as process:
@@ -169,12 +169,12 @@ def test_aborting_a_rank_that_has_ended_keeps_its_outcome():
 @pytest.mark.parametrize(
     ("read", "error_type"), [("input()", "EOFError"), ("breakpoint()", "BdbQuit")]
 )
-def test_what_reads_from_standard_input_finds_its_end(read, error_type):
+def test_standard_input_is_empty(read, error_type):
     assert run(eval, read).error_type == error_type
 
 
 @pytest.mark.parametrize("executable", ["missing/python", "text", "folder"])
-def test_a_python_that_cannot_be_started_is_named(tmp_path, executable, monkeypatch):
+def test_a_python_that_does_not_start_is_named(tmp_path, executable, monkeypatch):
     (tmp_path / "text").write_text("no program")
     (tmp_path / "folder").mkdir()
     scratch = tmp_path / "scratch"
@@ -193,7 +193,7 @@ def test_a_python_that_cannot_be_started_is_named(tmp_path, executable, monkeypa
     assert os.listdir("/proc/self/fd") == descriptors
 
 
-def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
+def test_no_temporary_files_remain(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     run(lambda: 1 / 0)
@@ -208,7 +208,7 @@ def outcome(rank, error_type="", ended_at=0.0):
     )
 
 
-def test_results_are_in_the_order_of_the_ranks():
+def test_results_are_in_rank_order():
     assert results_in_order([outcome(2), outcome(0), outcome(1)]) == [0, 10, 20]
 
 
@@ -216,13 +216,13 @@ def test_results_are_in_the_order_of_the_ranks():
     ("failures", "blamed"),
     [
         ([("ValueError", 5.0), ("KeyError", 3.0)], 1),
-        # What only follows from another's failure is not blamed, though it came first.
+        # Failures that merely follow from another one are not blamed, even if they came first.
         ([("HorovodInternalError", 1.0), ("ValueError", 3.0), ("aborted", 0.5)], 1),
         ([("aborted", 0.5), ("HorovodInternalError", 1.0)], 1),
         ([("HorovodInternalError", 1.0), ("exit", 3.0)], 1),
     ],
 )
-def test_the_failure_that_caused_the_others_is_the_one_that_is_raised(failures, blamed):
+def test_the_root_cause_of_several_failures_is_raised(failures, blamed):
     outcomes = [outcome(rank, kind, at) for rank, (kind, at) in enumerate(failures)]
 
     with pytest.raises(WorkerFailedError) as raised:
@@ -245,7 +245,7 @@ def test_the_failure_that_caused_the_others_is_the_one_that_is_raised(failures, 
         ("killed", "killed", ""),
     ],
 )
-def test_what_ended_the_rank_is_told_to_programs_too(error_type, cause, exception):
+def test_the_error_has_the_cause_as_attributes(error_type, cause, exception):
     with pytest.raises(WorkerFailedError) as raised:
         results_in_order([outcome(0, error_type), outcome(1)])
 
@@ -253,7 +253,7 @@ def test_what_ended_the_rank_is_told_to_programs_too(error_type, cause, exceptio
     assert (error.rank, error.cause, error.error_type, error.relaunches) == (0, cause, exception, 0)
 
 
-def test_a_call_that_cannot_be_pickled_is_an_error_on_the_driver_that_names_it():
+def test_an_unpicklable_call_is_an_error_on_the_driver_that_names_it():
     lock = threading.Lock()
 
     def holds_a_lock():
@@ -262,6 +262,6 @@ def test_a_call_that_cannot_be_pickled_is_an_error_on_the_driver_that_names_it()
     with pytest.raises(ParamError, match="holds_a_lock and its arguments are sent") as raised:
         pickle_call(holds_a_lock, (), {})
     assert isinstance(raised.value.__cause__, TypeError)
-    # Not what is put around it.
+    # The name is that of the user's function, not that of its wrapper.
     with pytest.raises(ParamError, match="holds_a_lock and its arguments are sent"):
         pickle_call(of_first_rank, (holds_a_lock, {}), {})

@@ -1,4 +1,4 @@
-"""Which of the driver's environment variables the ranks see."""
+"""Selection of the driver's environment variables for the ranks."""
 
 import dataclasses
 
@@ -68,7 +68,7 @@ def test_secrets_stay_on_the_driver(name):
         "MPLBACKEND",
     ],
 )
-def test_what_belongs_to_the_drivers_machine_or_process_stays_there(name):
+def test_variables_of_the_drivers_machine_or_process_are_not_shared(name):
     assert shared_environment({name: "x"}) == {}
 
 
@@ -97,7 +97,7 @@ def test_everything_else_is_shared(name):
     assert shared_environment({name: "x"}) == {name: "x"}
 
 
-def test_a_password_in_an_url_is_a_secret_and_an_url_is_none():
+def test_only_urls_with_a_password_are_secrets():
     given = {
         "DATABASE_URL": "postgresql://me:hunter2@db/prod",
         "HTTPS_PROXY": "http://me:pw@proxy:3128",
@@ -107,7 +107,7 @@ def test_a_password_in_an_url_is_a_secret_and_an_url_is_none():
     assert list(shared_environment(given)) == ["MLFLOW_TRACKING_URI"]
 
 
-def test_variables_do_not_show_where_a_job_is_printed():
+def test_the_repr_of_a_job_shows_no_variables():
     job = Job(
         b"", 1, b"value-3", True, {"A": "value-1"}, {"B": "value-2"}, {"C": "value-4"}, (), None, 1
     )

@@ -1,4 +1,4 @@
-"""Who is which rank, and what a rank's environment says."""
+"""Assignment of ranks to tasks, and the environment of each rank."""
 
 import os
 
@@ -21,14 +21,14 @@ def numbers(slot):
     return slot.rank, slot.local_rank, slot.cross_rank
 
 
-def test_tasks_on_one_host_are_ranks_in_their_order():
+def test_tasks_on_one_host_are_ranked_in_order():
     slots = assign_ranks(["a", "a", "a"])
 
     assert [numbers(slot) for slot in slots] == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
     assert {(slot.size, slot.local_size, slot.cross_size) for slot in slots} == {(3, 3, 1)}
 
 
-def test_ranks_of_a_host_are_contiguous_whatever_the_order_of_its_tasks():
+def test_ranks_of_a_host_are_contiguous_for_any_task_order():
     slots = assign_ranks(["b", "a", "b", "a", "b"])
 
     assert [slot.hostname for slot in slots] == ["b", "a", "b", "a", "b"]
@@ -42,7 +42,7 @@ def test_ranks_of_a_host_are_contiguous_whatever_the_order_of_its_tasks():
 
 def test_ranks_of_an_executor_are_contiguous_on_its_host():
     hosts = ["a", "a", "b", "a", "a", "b"]
-    # Executors of different hosts may have the same identity.
+    # Executors on different hosts may have the same identity.
     slots = assign_ranks(hosts, ["1", "2", "1", "1", "2", "1"])
 
     assert [slot.rank for slot in slots] == [0, 2, 4, 1, 3, 5]
@@ -51,7 +51,7 @@ def test_ranks_of_an_executor_are_contiguous_on_its_host():
 
 
 @given(st.lists(st.sampled_from(["a1", "a2", "b1", "c1", "c2", "c3"]), min_size=1, max_size=12))
-def test_ranks_of_executors_are_contiguous_whatever_the_order_of_tasks(tasks):
+def test_ranks_of_executors_are_contiguous_for_any_task_order(tasks):
     slots = assign_ranks([task[0] for task in tasks], [task[1] for task in tasks])
 
     assert sorted(slot.rank for slot in slots) == list(range(len(tasks)))
@@ -80,7 +80,7 @@ def test_every_task_gets_one_rank_on_its_own_host(hosts):
         assert locals_ == list(range(hosts.count(host)))
 
 
-def test_a_ranks_environment_says_who_it_is():
+def test_the_environment_identifies_the_rank():
     slot = assign_ranks(["a", "b", "a"])[2]
 
     env = rank_environment(slot)
@@ -99,7 +99,7 @@ def test_a_ranks_environment_says_who_it_is():
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_slots_are_those_of_horovods_launcher(hosts):
+def test_slots_match_horovods_launcher(hosts):
     names = list(dict.fromkeys(hosts))
     of_horovod = get_host_assignments([HostInfo(name, hosts.count(name)) for name in names], 1)
 
@@ -113,7 +113,7 @@ def test_slots_are_those_of_horovods_launcher(hosts):
 MASTER = Master("10.0.0.1", 1234, "run")
 
 
-def test_a_ranks_environment_is_that_of_torchrun():
+def test_the_environment_matches_torchrun():
     slots = assign_ranks(["a", "b", "b"])
 
     env = torchrun_environment(slots[2], MASTER, has_own_gpus=False)
@@ -134,7 +134,7 @@ def test_a_ranks_environment_is_that_of_torchrun():
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    # Those of a torchrun that has started the driver do not reach the ranks.
+    # Variables of a torchrun that started the driver do not reach the ranks.
     assert {name for name in IDENTITY_VARIABLES if env[name] is None} == {
         "NODE_RANK",
         "TORCHELASTIC_ERROR_FILE",
@@ -142,7 +142,7 @@ def test_a_ranks_environment_is_that_of_torchrun():
     }
 
 
-def test_a_rank_that_sees_only_its_own_gpu_is_a_node_with_gpu_0():
+def test_a_rank_that_sees_only_its_own_gpu_has_local_rank_0():
     slot = assign_ranks(["a", "b", "b"])[2]
 
     env = torchrun_environment(slot, MASTER, has_own_gpus=True)
@@ -162,7 +162,7 @@ def test_later_environments_win_and_none_deletes():
     assert env == {"a": "2", "b": "3"}
 
 
-def test_import_paths_are_joined_each_once_in_order():
+def test_import_paths_are_joined_in_order_without_duplicates():
     joined = python_path(["/a", "", "/b"], ["/b", "/c", "/a"])
 
     assert joined.split(os.pathsep) == ["/a", "/b", "/c"]

@@ -1,4 +1,4 @@
-"""When and with how many ranks a job is launched again; no rank runs here."""
+"""Relaunch policy: when to relaunch a job and with how many ranks; no rank runs here."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def raised(error_type: str = "ValueError") -> WorkerFailedError:
 
 
 class FakeCluster:
-    """Launches that end as they are told to; the last one returns how many ranks it had.
+    """Launches with scripted ends; the last one returns its number of ranks.
 
     Attributes
     ----------
     ends : list
         Errors, each with the number of commits before it, and other values to return.
     slots : list of int
-        Task slots, one each time somebody asks; the last one stays.
+        Task slots, one for each query; the last value is kept.
     launches : list of int
         The numbers of ranks so far.
     """
@@ -89,7 +89,7 @@ class FakeBackend:
 
 @pytest.fixture
 def launch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
-    """Return what lets `run_elastic` launch on a cluster, in no time."""
+    """Return a function that makes `run_elastic` launch on a cluster without delays."""
     monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.001)
     monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.05)
 
@@ -100,7 +100,7 @@ def launch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCl
     return use
 
 
-def test_a_lost_rank_is_launched_again_with_all_others(launch_on: Any) -> None:
+def test_all_ranks_are_relaunched_when_one_is_lost(launch_on: Any) -> None:
     cluster = launch_on(FakeCluster((killed(), 1), (raised(), 1), (killed(), 1)))
     assert run_elastic(print, num_proc=2, reset_limit=3) == [2]
     assert cluster.launches == [2, 2, 2, 2]
@@ -112,13 +112,13 @@ def test_a_lost_rank_is_launched_again_with_all_others(launch_on: Any) -> None:
     [
         ((4,), {}, 4),
         ((3,), {"min_num_proc": 2}, 3),
-        ((2, 2, 4), {"min_num_proc": 2}, 4),  # other executors come soon
+        ((2, 2, 4), {"min_num_proc": 2}, 4),  # new executors arrive soon
         ((6,), {"max_num_proc": 5}, 5),
         ((6,), {"max_num_proc": 8}, 6),
         ((1, 3, 4), {}, 4),
     ],
 )
-def test_as_many_ranks_start_again_as_have_slots_within_the_bounds(
+def test_the_number_of_relaunched_ranks_follows_slots_and_bounds(
     launch_on: Any, slots: tuple[int, ...], bounds: dict[str, int], expected: int
 ) -> None:
     cluster = launch_on(FakeCluster(killed(), slots=slots))
@@ -126,7 +126,7 @@ def test_as_many_ranks_start_again_as_have_slots_within_the_bounds(
     assert cluster.launches == [4, expected]
 
 
-def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(launch_on: Any) -> None:
+def test_too_few_slots_for_too_long_are_an_error_that_names_the_lost_rank(launch_on: Any) -> None:
     launch_on(FakeCluster(killed(), slots=(1,)))
     with pytest.raises(
         SlotsError, match=r"Rank 1 on far was killed.*2 task slots.*has 1"
@@ -136,7 +136,7 @@ def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(launch
     assert isinstance(caught.value.__cause__, WorkerFailedError)
 
 
-def test_the_timeout_may_be_in_the_environment(
+def test_the_timeout_may_come_from_the_environment(
     launch_on: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.01")
@@ -149,7 +149,7 @@ def test_the_timeout_may_be_in_the_environment(
 
 
 @pytest.mark.parametrize("error", [SlotsError("gone"), UnreachableError("gone")])
-def test_slots_that_go_while_ranks_start_again_are_waited_for(launch_on: Any, error: Any) -> None:
+def test_slots_lost_during_a_relaunch_are_waited_for(launch_on: Any, error: Any) -> None:
     cluster = launch_on(FakeCluster(killed(), error, error))
     assert run_elastic(print, num_proc=2) == [2]
     assert cluster.relaunches == [0, 1, 1, 1]
@@ -170,7 +170,7 @@ def test_slots_that_go_while_ranks_start_again_are_waited_for(launch_on: Any, er
         KeyboardInterrupt(),
     ],
 )
-def test_what_another_launch_would_not_mend_is_raised_at_once(launch_on: Any, error: Any) -> None:
+def test_errors_that_a_relaunch_cannot_fix_are_raised_at_once(launch_on: Any, error: Any) -> None:
     cluster = launch_on(FakeCluster(error))
     with pytest.raises(type(error)):
         run_elastic(print, num_proc=2)
@@ -178,7 +178,9 @@ def test_what_another_launch_would_not_mend_is_raised_at_once(launch_on: Any, er
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_the_limit_counts_relaunches_and_the_error_tells_of_all(launch_on: Any, limit: int) -> None:
+def test_reset_limit_bounds_relaunches_and_the_error_lists_all_failures(
+    launch_on: Any, limit: int
+) -> None:
     cluster = launch_on(FakeCluster(*[(killed(rank), 5) for rank in range(9)]))
     with pytest.raises(WorkerFailedError, match=f"reset_limit={limit}") as caught:
         run_elastic(print, num_proc=2, reset_limit=limit)
@@ -193,14 +195,14 @@ def test_the_limit_counts_relaunches_and_the_error_tells_of_all(launch_on: Any, 
     [
         ([killed()] * 9, 4),
         ([raised()] * 9, 4),
-        ([(raised(), 1)] * 9, 5),  # the first of them got as far as any other
+        ([(raised(), 1)] * 9, 5),  # only the first of them made progress
         ([(killed(), 1)] * 9, 10),
         ([(raised(), 2)] * 9, 10),
         ([(raised(str(number)), 1) for number in range(9)], 10),
         ([killed(), killed(), killed(), (killed(), 1)] * 2, 9),
     ],
 )
-def test_without_a_limit_a_job_goes_on_for_as_long_as_it_gets_on(
+def test_without_a_limit_a_job_is_relaunched_while_it_makes_progress(
     launch_on: Any, ends: list[Any], launches: int
 ) -> None:
     cluster = launch_on(FakeCluster(*ends))
@@ -212,7 +214,7 @@ def test_without_a_limit_a_job_goes_on_for_as_long_as_it_gets_on(
     assert len(cluster.launches) == launches
 
 
-def test_each_relaunch_is_told_of(launch_on: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_relaunch_is_logged(launch_on: Any, caplog: pytest.LogCaptureFixture) -> None:
     lost = WorkerFailedError("gone", host="far", cause="lost")
     launch_on(FakeCluster((raised(), 2), lost))
     with caplog.at_level(logging.WARNING):
@@ -234,7 +236,7 @@ def test_each_relaunch_is_told_of(launch_on: Any, caplog: pytest.LogCaptureFixtu
         ({"reset_limit": -1}, "reset_limit: expected 0 or more, or None, found -1"),
     ],
 )
-def test_wrong_numbers_are_errors_before_anything_runs(
+def test_invalid_numbers_are_rejected_before_launching(
     launch_on: Any, wrong: Any, match: str
 ) -> None:
     cluster = launch_on(FakeCluster())
@@ -244,7 +246,7 @@ def test_wrong_numbers_are_errors_before_anything_runs(
 
 
 @pytest.mark.parametrize("launch", [run, run_elastic])
-def test_what_is_no_call_is_an_error_before_anything_runs(launch: Any) -> None:
+def test_invalid_calls_are_rejected_before_launching(launch: Any) -> None:
     with pytest.raises(ParamError, match="fn: expected a function, found 5"):
         launch(5)
     with pytest.raises(ParamError, match="args: expected a tuple or list of arguments, found 'xy'"):
@@ -253,7 +255,7 @@ def test_what_is_no_call_is_an_error_before_anything_runs(launch: Any) -> None:
         launch(print, (), [1])
 
 
-def test_old_names_of_the_bounds_are_taken_with_a_warning(launch_on: Any) -> None:
+def test_old_names_of_the_bounds_are_accepted_with_a_warning(launch_on: Any) -> None:
     cluster = launch_on(FakeCluster(killed(), slots=(1,)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -265,7 +267,7 @@ def test_old_names_of_the_bounds_are_taken_with_a_warning(launch_on: Any) -> Non
     ]
 
 
-def test_options_of_the_launch_are_handed_on_and_the_drivers_environment_is_not(
+def test_launch_options_are_forwarded_but_not_the_drivers_environment(
     launch_on: Any,
 ) -> None:
     cluster = launch_on(FakeCluster())

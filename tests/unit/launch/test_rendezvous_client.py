@@ -1,4 +1,4 @@
-"""A task's link to rank 0's: what holds it up for a while is survived, what does not is told."""
+"""A task's link to the server of rank 0: survives short outages and reports long ones."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ def eventually(condition):
     return condition()
 
 
-def test_what_one_rank_writes_another_one_reads():
+def test_one_rank_reads_keys_of_another():
     with (
         served() as server,
         link_to(server.endpoints[0]) as one,
@@ -51,7 +51,7 @@ def test_what_one_rank_writes_another_one_reads():
         assert two.request("get", **PLACE) == ({"status": 200}, b"\0value")
 
 
-def test_word_of_a_failure_reaches_the_other_tasks_with_rank_host_and_cause():
+def test_other_tasks_learn_the_rank_host_and_cause_of_a_failure():
     with (
         served(ranks=3) as server,
         link_to(server.endpoints[0], 1) as failing,
@@ -62,7 +62,7 @@ def test_word_of_a_failure_reaches_the_other_tasks_with_rank_host_and_cause():
     assert failure == Failure(1, "host-1", "had failed (ValueError: no)")
 
 
-def test_two_jobs_do_not_hear_of_each_other():
+def test_two_jobs_are_isolated():
     with served() as server, RendezvousServer(new_secret(), ["127.0.0.1"], PATIENCE) as other:
         other.listen("127.0.0.1")
         with pytest.raises(PeerLostError, match="has refused connections"):
@@ -71,7 +71,7 @@ def test_two_jobs_do_not_hear_of_each_other():
         assert server.store.failure() is None
 
 
-def test_nobody_can_connect_before_the_server_listens_nor_to_an_address_that_is_not_wanted():
+def test_the_server_listens_only_on_demand_and_at_one_address():
     with RendezvousServer(SECRET, ["127.0.0.1", "127.0.0.2"], PATIENCE) as server:
         for endpoint in server.endpoints:
             with pytest.raises(ConnectionRefusedError):
@@ -81,14 +81,14 @@ def test_nobody_can_connect_before_the_server_listens_nor_to_an_address_that_is_
             socket.create_connection(server.endpoints[0])
         with link_to(server.endpoints[1]) as link:
             assert link.notify("alive")
-        # Of this machine's other addresses none answers either.
+        # The machine's other addresses do not answer either.
         host = socket.gethostbyname_ex(socket.gethostname())[2]
         for address in {*host, "127.0.0.3"} - {"127.0.0.1", "127.0.0.2"}:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, server.endpoints[1][1]))
 
 
-def test_strangers_are_told_nothing_and_keep_nobody_out():
+def test_strangers_learn_nothing_and_do_not_block_ranks():
     with served() as server, contextlib.ExitStack() as stack:
         for index in range(300):
             stranger = stack.enter_context(socket.create_connection(server.endpoints[0]))
@@ -103,11 +103,11 @@ def test_strangers_are_told_nothing_and_keep_nobody_out():
         with contextlib.suppress(ConnectionResetError):
             while part := stranger.recv(1000):
                 received += part
-        assert len(received) == 32  # the number that it would have had to answer
+        assert len(received) == 32  # the challenge that it cannot answer
         assert server.store.failure() is None
 
 
-def test_a_server_that_has_gone_is_told_of_with_rank_host_and_time():
+def test_a_stopped_server_is_reported_with_rank_host_and_time():
     with served() as server, link_to(server.endpoints[0]) as link:
         link.notify("alive")
         server.__exit__(None, None, None)
@@ -118,7 +118,7 @@ def test_a_server_that_has_gone_is_told_of_with_rank_host_and_time():
     assert f"127.0.0.1 port {server.endpoints[0][1]}" in failure.why
 
 
-def test_a_server_that_does_not_answer_is_told_of_after_the_time_of_silence():
+def test_a_silent_server_is_reported_after_the_silence_limit():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         with pytest.raises(PeerLostError, match=r"rank 0 on host-0 has not answered for 2 s"):
@@ -127,7 +127,7 @@ def test_a_server_that_does_not_answer_is_told_of_after_the_time_of_silence():
 
 
 class Cable:
-    """A relay to a server that can be cut: nothing comes through, and nothing is refused."""
+    """A relay to a server that can be cut: it stops forwarding but refuses no connection."""
 
     def __init__(self, target):
         self._target = target
@@ -169,7 +169,7 @@ def cable_to(server):
     return contextlib.closing(Cable(server.endpoints[0]))
 
 
-def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
+def test_an_outage_shorter_than_the_silence_limit_is_survived():
     with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
         link.notify("alive")
         cable.cut()
@@ -181,7 +181,7 @@ def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
         assert eventually(link.failure) == server.store.failure()
 
 
-def test_a_link_that_stays_down_ends_the_job_on_both_sides():
+def test_a_lasting_outage_ends_the_job_on_both_sides():
     with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
         link.notify("alive")
         server.store.handle({"kind": "done", "rank": 0})
@@ -209,7 +209,7 @@ with RendezvousServer(secret, ["127.0.0.1"], Patience(0.3, 0.6, 1.5, 0.02, 0.05)
 """
 
 
-def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
+def test_a_temporarily_stopped_rank_0_is_survived():
     with subprocess.Popen(
         [sys.executable, "-c", _SERVER_PROGRAM],
         stdin=subprocess.PIPE,
@@ -222,7 +222,7 @@ def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
         with link_to(endpoint, patience=Patience(1.0, 2.0, 8.0, 0.02, 0.05)) as link:
             link.notify("alive")
             os.kill(process.pid, signal.SIGSTOP)
-            # Longer than the ranks may be silent for the server, whose time stands still.
+            # Longer than the server lets ranks be silent; its clock stands still meanwhile.
             threading.Timer(2.0, os.kill, (process.pid, signal.SIGCONT)).start()
             assert link.request("put", b"v", **PLACE)[0]["status"] == 200
             assert link.request("get", **PLACE)[1] == b"v"
@@ -233,8 +233,8 @@ def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
         assert process.wait(10) == 0
 
 
-def test_a_message_whose_answer_is_lost_is_handled_once():
-    """The connection ends between handling and answer; the same message comes on another one."""
+def test_a_message_with_a_lost_answer_is_handled_once():
+    """The connection ends after handling; the same message arrives on another connection."""
     with served() as server:
         handled = []
         handle = server.store.handle
@@ -244,7 +244,7 @@ def test_a_message_whose_answer_is_lost_is_handled_once():
             if message["kind"] == "delete":
                 handled.append(message)
                 if len(handled) == 1:
-                    # Meanwhile another one writes the key anew.
+                    # Meanwhile another rank writes the key again.
                     handle({"kind": "put", "rank": 0, **PLACE}, b"new")
                     raise ConnectionResetError
             return answer
@@ -258,7 +258,7 @@ def test_a_message_whose_answer_is_lost_is_handled_once():
         assert handled[0] == handled[1]
 
 
-def test_the_last_word_of_a_task_is_answered_before_the_server_ends():
+def test_the_last_message_of_a_task_is_answered_before_the_server_ends():
     answered = []
     for _ in range(20):
         with served() as server, link_to(server.endpoints[0]) as link:
@@ -273,7 +273,7 @@ def test_the_last_word_of_a_task_is_answered_before_the_server_ends():
     assert answered == [True] * 20
 
 
-def test_one_who_took_the_servers_port_is_told_nothing():
+def test_an_impostor_on_the_servers_port_learns_nothing():
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         heard = []
 
@@ -295,7 +295,7 @@ def test_one_who_took_the_servers_port_is_told_nothing():
         assert heard
 
 
-def test_a_message_that_was_recorded_on_one_connection_is_not_taken_on_another():
+def test_a_recorded_message_cannot_be_replayed_on_another_connection():
     with served() as server:
         with socket.create_connection(server.endpoints[0]) as connection:
             channel = Channel.connect(connection, SECRET, 1)

@@ -1,4 +1,4 @@
-"""A port that is kept free until a process listens on it."""
+"""A port that stays reserved until a process listens on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listening(port: int, address: str = "0.0.0.0", reuse: bool = True) -> socket
 
 
 def restricted_to(port: int) -> socket.socket:
-    """Return a socket to which the system may give only one port."""
+    """Return a socket to which the system may assign only one port."""
     made = socket.socket()
     ip_local_port_range = 51
     made.setsockopt(socket.IPPROTO_IP, ip_local_port_range, struct.pack("I", port << 16 | port))
@@ -46,19 +46,19 @@ def answers(port: int, address: str = "127.0.0.1") -> bool:
 
 @only_linux
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::", "::1"])
-def test_a_server_can_listen_on_it_again_and_again(address: str) -> None:
+def test_a_server_can_listen_on_it_repeatedly(address: str) -> None:
     with ReservedPort() as port:
         assert not answers(port.number)
         for _ in range(2):
             with listening(port.number, address):
                 assert answers(port.number, "::1" if address == "::1" else "127.0.0.1")
-            # The first server's connection is still known to the system.
+            # The system still remembers the first server's connection.
             assert not answers(port.number)
     listening(port.number).close()
 
 
 @only_linux
-def test_a_second_server_and_a_program_that_shares_no_address_cannot() -> None:
+def test_a_second_server_or_one_without_reuseaddr_cannot_listen() -> None:
     with ReservedPort() as port:
         with pytest.raises(OSError, match="in use"):
             listening(port.number, reuse=False)
@@ -67,8 +67,8 @@ def test_a_second_server_and_a_program_that_shares_no_address_cannot() -> None:
 
 
 @only_linux
-def test_the_system_gives_it_to_no_other_program() -> None:
-    """Neither to one that listens on any port, nor to one that connects from any port."""
+def test_the_system_assigns_it_to_no_other_program() -> None:
+    """Neither for listening on port 0 nor for outgoing connections."""
     with ReservedPort() as port, listening(0) as server:
         with restricted_to(port.number) as made, pytest.raises(OSError, match="in use"):
             made.bind(("0.0.0.0", 0))
@@ -80,7 +80,7 @@ def test_the_system_gives_it_to_no_other_program() -> None:
 
 
 @only_linux
-def test_torch_listens_on_it_in_another_process() -> None:
+def test_torch_can_listen_on_it_in_another_process() -> None:
     program = """
 import sys
 from datetime import timedelta
@@ -104,13 +104,13 @@ for libuv in (True, False):
     assert done.stdout.split() == ["value", "value"], done.stderr
 
 
-def test_without_ipv6_it_is_a_port_of_all_ipv4_addresses(monkeypatch: Any) -> None:
+def test_without_ipv6_the_port_covers_all_ipv4_addresses(monkeypatch: Any) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with ReservedPort() as port:
         listening(port.number).close()
 
 
-def test_elsewhere_it_is_free_at_once(monkeypatch: Any) -> None:
+def test_on_other_systems_it_is_free_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(reserved_port, "PLATFORM", "darwin")
     with ReservedPort() as port:
         listening(port.number, reuse=False).close()

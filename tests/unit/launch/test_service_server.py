@@ -1,4 +1,4 @@
-"""The driver's service: one port and one secret for all that ranks send to the driver."""
+"""The driver's service: one port and one secret for all messages from ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvd_estimators.launch.service.server import DriverService, connect_to_drive
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_events_an_exchange_and_commits_share_a_port_and_a_secret() -> None:
+def test_events_exchanges_and_commits_share_a_port_and_a_secret() -> None:
     received: queue.Queue[Any] = queue.Queue()
     before = len(listening_ports())
     with (
@@ -49,7 +49,7 @@ def listening_ports() -> set[int]:
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_request_of_an_unknown_kind_ends_only_its_own_connection(
+def test_an_unknown_request_ends_only_its_own_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with DriverService("127.0.0.1") as service:

@@ -1,4 +1,4 @@
-"""Task slots of a cluster whose executors come one by one, on a clock of the test's own."""
+"""Task slots of a cluster whose executors register one by one, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Cluster:
 @pytest.mark.parametrize(
     ("arrivals", "conf", "master", "wanted", "slots_then", "seconds"),
     [
-        # The cluster's manager is to start two: the second comes minutes after the first.
+        # The cluster manager should start two executors; the second comes minutes after the first.
         ([1, 200], {"spark.executor.instances": "2"}, "k8s://https://host", 4, 4, 200),
         ([1, 200], {}, "yarn", 4, 4, 200),
         ([1, 200], {"spark.executor.instances": "2"}, "yarn", None, 4, 200),
         ([1, 900], {"spark.executor.instances": "2"}, "yarn", 4, 2, 600),
-        # All are there, and they are not enough: nothing to wait for.
+        # All executors are there, but not enough: waiting is useless.
         ([1, 2], {"spark.executor.instances": "2"}, "yarn", 9, 4, 2),
         ([1, 2], {}, "local-cluster[2, 2, 1024]", 9, 4, 2),
         ([0, 0], {"spark.cores.max": "4", "spark.executor.cores": "2"}, "spark://host", 5, 4, 0),
-        # Nobody knows how many will come.
+        # The final number of executors is unknown.
         ([1, 40], {}, "spark://host:7077", 4, 4, 40),
         ([1, 900], {}, "spark://host:7077", 4, 2, 61),
         ([100], {}, "spark://host:7077", 2, 2, 100),
@@ -54,7 +54,7 @@ class Cluster:
         ([], {}, "spark://host:7077", None, 0, 600),
     ],
 )
-def test_executors_that_are_still_coming_are_waited_for(
+def test_executors_that_are_still_starting_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     arrivals: list[float],
     conf: dict[str, str],
@@ -71,7 +71,7 @@ def test_executors_that_are_still_coming_are_waited_for(
     assert cluster.now - 1000 == pytest.approx(seconds, abs=1)
 
 
-def test_how_many_executors_come_is_known_where_their_number_is_fixed() -> None:
+def test_the_expected_number_of_executors_is_known_if_it_is_fixed() -> None:
     assert expected_executors("k8s://x", {"spark.executor.instances": "7"}) == 7
     assert expected_executors("yarn", {}) == 2
     assert expected_executors("local-cluster[3,1,1024]", {}) == 3

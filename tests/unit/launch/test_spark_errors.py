@@ -1,4 +1,4 @@
-"""What Spark 3.5 and 4 say of jobs that fail, as typed errors."""
+"""Typed errors for the messages of failed jobs in Spark 3.5 and 4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
 
 STOPPED: Any = None
-"""A context that tells nothing any more."""
+"""A context that answers no queries."""
 
 BARRIER = (
     "An error occurred while calling o203.collectToPython.\n"
@@ -107,7 +107,7 @@ BARRIER = (
     ],
 )
 @pytest.mark.parametrize("all_failures", [True, False])
-def test_failures_are_told_apart_by_what_spark_says(
+def test_failures_are_classified_by_sparks_message(
     message: str, error: type[HvdEstimatorsError], says: str, all_failures: bool
 ) -> None:
     raised = PySparkException(message)
@@ -122,7 +122,7 @@ def test_failures_are_told_apart_by_what_spark_says(
     assert "more" not in flat.split()[-1:]
 
 
-def test_other_failures_of_spark_are_typed_where_only_ranks_run() -> None:
+def test_other_spark_failures_are_typed_only_for_jobs_of_ranks() -> None:
     message = BARRIER.format("OSError: No space left on device" + "x" * 10**6)
     for raised in (PySparkException(message), Py4JNetworkError("Answer from Java side is empty")):
         assert typed_failure(raised, STOPPED, "tag", all_failures=False) is None
@@ -134,5 +134,5 @@ def test_other_failures_of_spark_are_typed_where_only_ranks_run() -> None:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), ValueError("cancelled"), WorkerFailedError("Job 1 cancelled")]
 )
-def test_what_is_not_sparks_is_left_as_it_is(error: BaseException) -> None:
+def test_errors_of_other_origin_are_left_alone(error: BaseException) -> None:
     assert typed_failure(error, STOPPED, "tag", all_failures=True) is None

@@ -1,4 +1,4 @@
-"""Stages of a launch: what tasks report, and what the driver warns of."""
+"""Stages of a launch: reports from tasks and warnings of the driver."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_the_driver_names_the_earliest_stage_its_rank_and_its_host(
     )
 
 
-def test_another_stage_is_another_warning(fast: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_stage_is_warned_about_separately(
+    fast: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with LaunchWatch(1) as watch:
         watch.record(RankStage(-1, 0, "host", Stage.EXCHANGE))
         wait_until(lambda: "the rank of task 0 on host, in stage 'exchange'" in caplog.text)
@@ -66,7 +68,7 @@ def test_another_stage_is_another_warning(fast: None, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("last", [Stage.HOROVOD_JOINED, Stage.ENDED])
-def test_ranks_that_have_joined_or_ended_are_not_warned_of(
+def test_no_warning_names_ranks_that_have_joined_or_ended(
     fast: None, caplog: pytest.LogCaptureFixture, last: Stage
 ) -> None:
     with LaunchWatch(2) as watch:
@@ -100,7 +102,7 @@ def test_ranks_that_all_hang_before_their_function_are_named(
     assert "waits for rank 0 on host, rank 1 on host, in stage 'rank process'" in caplog.text
 
 
-def test_a_stage_that_arrives_late_does_not_set_a_rank_back(
+def test_a_late_stage_does_not_set_a_rank_back(
     fast: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LaunchWatch(1) as watch:
@@ -120,7 +122,7 @@ def test_spark_names_the_host_of_a_task_whose_python_does_not_start(
     assert "the rank of task 1 on host-b, in stage 'Python start'" in caplog.text
 
 
-def test_a_launch_that_waits_its_turn_is_not_warned_of(
+def test_no_warning_is_logged_while_a_launch_waits_its_turn(
     fast: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LaunchWatch(2).asking(lambda: None):
@@ -138,7 +140,7 @@ def test_a_failing_query_to_spark_does_not_end_the_watch(
         wait_until(lambda: "the rank of task 0, in stage 'task slot'" in caplog.text)
 
 
-def test_a_reporter_sends_each_last_stage_and_closes_once_its_rank_has_joined() -> None:
+def test_a_reporter_sends_the_latest_stage_and_closes_once_its_rank_has_joined() -> None:
     received: list[Any] = []
     with DriverService("127.0.0.1") as service, receive_events(service, received.append):
         reporter = StageReporter(3, "host", service.address, writes_log=False)
@@ -156,7 +158,7 @@ def test_a_reporter_sends_each_last_stage_and_closes_once_its_rank_has_joined() 
 def test_a_reporter_whose_driver_is_unreachable_delays_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.socket() as silent:  # accepts connections, and answers nothing
+    with socket.socket() as silent:  # accepts connections but never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         started = time.monotonic()
@@ -174,7 +176,7 @@ def test_a_reporter_whose_driver_is_unreachable_delays_nothing(
     ]
 
 
-def test_a_local_rank_that_is_stopped_before_it_joins_is_named(
+def test_a_local_rank_stopped_before_joining_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(timeouts, "STAGE_WARNING", 2.0)

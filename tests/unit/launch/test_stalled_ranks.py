@@ -18,12 +18,12 @@ SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_rank_that_stays_stopped_is_ended_with_its_children_and_named(tmp_path):
+def test_a_stopped_rank_is_ended_with_its_children_and_named(tmp_path):
     def work(folder):
         rank = os.environ["HOROVOD_RANK"]
         if rank == "0":
             return
-        # It is stopped together with its guardian and a child elsewhere.
+        # The rank stops together with its guardian and a child in another session.
         child = subprocess.Popen(["sleep", "300"], start_new_session=True)
         stopped = [child.pid, os.getppid(), os.getpid()]
         Path(folder, "pids").write_text(" ".join(map(str, stopped)))
@@ -42,9 +42,9 @@ def test_a_rank_that_stays_stopped_is_ended_with_its_children_and_named(tmp_path
         wait_until(lambda pid=pid: ended(pid))
 
 
-def test_a_rank_that_is_continued_in_time_has_not_failed():
+def test_a_rank_continued_in_time_does_not_fail():
     def work():
-        # Twice for a second and a half, which is more than the limit in all.
+        # Twice for a second and a half, which exceeds the limit only in total.
         for _ in range(2):
             subprocess.Popen(
                 [
@@ -60,7 +60,7 @@ def test_a_rank_that_is_continued_in_time_has_not_failed():
 
 
 @pytest.mark.skipif(installed_patches() < 2, reason="Horovod has to be built anew to notice it")
-def test_a_rank_that_hangs_is_named_where_the_user_has_set_a_limit():
+def test_a_hanging_rank_is_named_if_the_user_set_a_limit():
     def work():
         import threading
 

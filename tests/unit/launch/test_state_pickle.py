@@ -1,4 +1,4 @@
-"""Tensors of a state, as they were and without a copy on their way."""
+"""Pickling a state's tensors without changes and without a copy."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def dumped(value: Any) -> bytes:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.layout}",
 )
-def test_tensors_of_all_kinds_come_back_as_they_were(tensor: torch.Tensor) -> None:
+def test_tensors_of_all_kinds_are_restored_unchanged(tensor: torch.Tensor) -> None:
     found = pickle.loads(dumped({"state": [tensor]}))["state"][0]
     assert type(found) is type(tensor)
     assert (found.dtype, found.layout) == (tensor.dtype, tensor.layout)
     assert found.requires_grad == tensor.requires_grad
     assert torch.equal(found.to_dense(), tensor.to_dense())
     if not found.requires_grad and not found.is_sparse:
-        found.zero_()  # memory of its own, to write to
+        found.zero_()  # separate, writable memory
 
 
-def test_a_state_of_many_tensors_is_not_held_as_bytes() -> None:
+def test_pickling_many_tensors_does_not_buffer_them() -> None:
     class Sink:
         def write(self, data: Any) -> int:
             return memoryview(data).nbytes

@@ -1,4 +1,4 @@
-"""Which ranks are ended, when, and what is said of them; with processes that are made up."""
+"""Ending of ranks after a failure, and the reported outcomes, with fake processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAR = Failure(7, "far", "had failed (ValueError: no)")
 
 
 class Clock:
-    """Time that passes only where the supervisor sleeps."""
+    """Time that passes only while the supervisor sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -88,7 +88,7 @@ def by_rank(outcomes: list[RankOutcome]) -> list[RankOutcome]:
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-def test_all_results_are_waited_for_however_long_they_take(clock: Clock) -> None:
+def test_all_results_are_waited_for(clock: Clock) -> None:
     outcomes = supervise([Process(clock, 0, 3600), Process(clock, 1, 1)])
 
     assert [outcome.rank for outcome in outcomes] == [1, 0]
@@ -96,7 +96,7 @@ def test_all_results_are_waited_for_however_long_they_take(clock: Clock) -> None
     assert clock.passed == pytest.approx(3600, abs=0.2)
 
 
-def test_who_is_left_when_a_rank_fails_is_ended_after_the_grace(clock: Clock) -> None:
+def test_remaining_ranks_are_ended_after_the_grace_period(clock: Clock) -> None:
     left = Process(clock, 0, 3600)
     outcomes = by_rank(supervise([left, Process(clock, 1, 10, "no"), Process(clock, 2, 11)]))
 
@@ -108,7 +108,7 @@ def test_who_is_left_when_a_rank_fails_is_ended_after_the_grace(clock: Clock) ->
     assert outcomes[2].result == b"result"
 
 
-def test_a_failure_elsewhere_ends_the_ranks_here(clock: Clock) -> None:
+def test_a_failure_on_another_host_ends_the_local_ranks(clock: Clock) -> None:
     process = Process(clock, 0, 3600)
     (outcome,) = supervise([process], lambda: FAR if clock.passed > 5 else None)
 
@@ -117,7 +117,7 @@ def test_a_failure_elsewhere_ends_the_ranks_here(clock: Clock) -> None:
     assert process.ended_at == pytest.approx(5 + GRACE, abs=0.2)
 
 
-def test_a_rank_that_is_lost_is_named_for_the_driver(clock: Clock) -> None:
+def test_a_lost_rank_is_reported_to_the_driver(clock: Clock) -> None:
     lost = Failure(7, "far", "has not answered for 60 s", lost=True)
     (outcome,) = supervise([Process(clock, 0, 3600)], lambda: lost)
 
@@ -127,7 +127,7 @@ def test_a_rank_that_is_lost_is_named_for_the_driver(clock: Clock) -> None:
     )
 
 
-def test_a_rank_that_ends_within_the_grace_keeps_its_own_outcome(clock: Clock) -> None:
+def test_a_rank_that_ends_within_the_grace_period_keeps_its_outcome(clock: Clock) -> None:
     failed, ended = Process(clock, 0, GRACE - 1, "broken pipe"), Process(clock, 1, GRACE - 2)
     outcomes = by_rank(supervise([failed, ended], lambda: FAR))
 
@@ -135,7 +135,7 @@ def test_a_rank_that_ends_within_the_grace_keeps_its_own_outcome(clock: Clock) -
     assert failure_of(outcomes[0]) == Failure(0, "here", "had failed (b: broken pipe)")
 
 
-def test_a_rank_that_stalls_has_failed_and_the_others_are_ended(clock: Clock) -> None:
+def test_a_stalled_rank_fails_and_the_others_are_ended(clock: Clock) -> None:
     stalling, other = Process(clock, 0, 3600), Process(clock, 1, 3600)
     stalling.stalls_at = 7.0
     other.waits_in = "File 'step.py', line 3, in allreduce"
@@ -147,7 +147,7 @@ def test_a_rank_that_stalls_has_failed_and_the_others_are_ended(clock: Clock) ->
     assert (stalling.ended_at, other.ended_at) == pytest.approx((7, 7 + GRACE), abs=0.2)
 
 
-def test_several_failures_do_not_prolong_the_grace(clock: Clock) -> None:
+def test_several_failures_do_not_extend_the_grace_period(clock: Clock) -> None:
     ranks = [Process(clock, rank, 1 + rank, "no") for rank in range(3)]
     left = Process(clock, 3, 3600)
     supervise([*ranks, left])
@@ -156,11 +156,11 @@ def test_several_failures_do_not_prolong_the_grace(clock: Clock) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
+def test_a_launched_rank_has_its_variables_and_forwards_its_output():
     def work() -> dict[str, str]:
         print("out")
         print("error", file=sys.stderr)
-        time.sleep(2)  # the process is looked at twice a second
+        time.sleep(2)  # the supervisor checks the process twice a second
         return dict(os.environ)
 
     def environment(*of_rank: dict[str, str | None]) -> dict[str, str]:
@@ -186,7 +186,7 @@ def test_a_launched_rank_has_its_own_variables_and_its_output_is_handled():
     env = pickle.loads(outcome.result or b"")
     assert (env["A"], env["HOROVOD_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("b", "1", "7")
     assert all(env.get(name) == value for own in given for name, value in own.items())
-    # It sees only its own GPU.
+    # The rank sees only its own GPU.
     assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"]) == ("1", "0", "1")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "1234")
     assert {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HVD_ESTIMATORS_GLOO_ADDRESS"} <= env.keys()

@@ -1,4 +1,4 @@
-"""What the tasks of ranks ask for, and what is said where a cluster has too little of it."""
+"""Resource requests of tasks, and the errors if a cluster has too few of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def profile(**amounts: float) -> Any:
         ({"resource_profile": profile(gpu=1), "gpus_per_task": 1}, "both set"),
     ],
 )
-def test_what_cannot_be_asked_for_is_said_at_once(given: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_rejected_at_once(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ParamError, match=message):
         SparkBackend(2, **given)
 
@@ -48,12 +48,12 @@ def test_what_cannot_be_asked_for_is_said_at_once(given: dict[str, Any], message
         ({"resource_profile": profile(gpu=2)}, "resource_profile (cpus: 1, gpu: 2 a task)"),
     ],
 )
-def test_messages_say_what_was_asked_for(given: dict[str, Any], text: str) -> None:
+def test_messages_describe_the_request(given: dict[str, Any], text: str) -> None:
     assert TaskResources(**given).describe() == text
     assert TaskResources(**given).is_default == (not given)
 
 
-def test_where_stages_have_no_resources_of_their_own_is_an_error_that_names_the_master() -> None:
+def test_masters_without_stage_level_resources_are_an_error() -> None:
     context: Any = SimpleNamespace(master="local[2]", applicationId="a")
 
     with pytest.raises(SlotsError, match=r"gpus_per_task=1: .*cluster, and the master is local"):
@@ -93,7 +93,7 @@ def cluster(slots: int, *, is_local: bool = False, **conf: str) -> Any:
         (cluster(0), {"gpus_per_task": 9}, r"has 0 with gpus_per_task=9\. Start Spark with"),
     ],
 )
-def test_too_few_slots_are_an_error_that_says_how_many_and_what_to_set(
+def test_too_few_slots_are_an_error_with_a_remedy(
     application: Any, resources: dict[str, Any], message: str
 ) -> None:
     check_slots(cluster(5), 5, 600.0, TaskResources(**resources))

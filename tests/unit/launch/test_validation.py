@@ -1,4 +1,4 @@
-"""Arguments that backends do not have, of horovod.spark's and of nobody's."""
+"""Unsupported arguments of backends: those of horovod.spark and unknown ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_unknown_argument_is_an_error_with_a_hint(backend: Any) -> None:
         ("extra_mpi_args", "-v", "Gloo is always the controller"),
     ],
 )
-def test_arguments_of_horovod_spark_are_known_by_name(
+def test_arguments_of_horovod_spark_have_no_effect_and_are_logged(
     caplog: pytest.LogCaptureFixture, backend: Any, name: str, value: Any, instead: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -42,7 +42,7 @@ def test_arguments_of_horovod_spark_are_known_by_name(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_that_say_what_is_so_anyway_are_taken_in_silence(
+def test_values_that_match_the_defaults_are_accepted_silently(
     caplog: pytest.LogCaptureFixture, backend: Any
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -50,7 +50,9 @@ def test_values_that_say_what_is_so_anyway_are_taken_in_silence(
     assert not caplog.records
 
 
-def test_what_only_spark_has_is_told_of_on_one_machine(caplog: pytest.LogCaptureFixture) -> None:
+def test_spark_only_arguments_are_warned_about_on_one_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         LocalBackend(1, start_timeout=5, executable="/usr/bin/python3", nics={"eth1"})
     assert "start_timeout has no effect" in caplog.text
@@ -69,20 +71,18 @@ def test_what_only_spark_has_is_told_of_on_one_machine(caplog: pytest.LogCapture
         ({"ib0", "eth1"}, ("eth1", "ib0")),
     ],
 )
-def test_network_interfaces_are_named_by_a_text_or_a_collection(
-    nics: Any, names: tuple[str, ...]
-) -> None:
+def test_network_interfaces_are_a_string_or_a_collection(nics: Any, names: tuple[str, ...]) -> None:
     assert interface_names(nics) == names
 
 
 @pytest.mark.parametrize("nics", ["", "eth1,", 5, [5], [""]])
-def test_what_is_no_name_of_an_interface_is_refused(nics: Any) -> None:
+def test_invalid_interface_names_are_rejected(nics: Any) -> None:
     with pytest.raises(ParamError, match="nics: expected the name of a network interface"):
         SparkBackend(2, nics=nics)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_arguments_of_run_are_those_that_it_has(backend: Any) -> None:
+def test_unknown_arguments_of_run_are_rejected(backend: Any) -> None:
     for name in ("num_proc", "verbose", "stdout"):
         with pytest.raises(ParamError, match=rf"{name}.*It belongs to the backend: .*\({name}="):
             backend(1).run(print, **{name: 2})
@@ -92,6 +92,6 @@ def test_arguments_of_run_are_those_that_it_has(backend: Any) -> None:
         backend(1).run(print, rate=0.1)
 
 
-def test_a_hint_is_given_where_a_name_is_like_a_known_one() -> None:
+def test_a_hint_names_the_most_similar_name() -> None:
     assert did_you_mean("batchsize", ["epochs", "batch_size"]) == " Did you mean 'batch_size'?"
     assert did_you_mean("colour", ["epochs", "batch_size"]) == ""

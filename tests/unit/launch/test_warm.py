@@ -1,4 +1,4 @@
-"""Ranks that are forks of a process in which their modules are imported already."""
+"""Ranks that are forks of a process that has already imported their modules."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of this test's sockets; all of its processes have ended afterwards."""
+    """Yield the folder of this test's sockets; end all its processes afterwards."""
     monkeypatch.setattr(client.tempfile, "gettempdir", lambda: str(tmp_path))
-    # Other tests of this process may have some, too.
+    # Other tests in this process may have left warm processes.
     for process in warm_processes():
         process.kill()
     wait_until(lambda: not warm_processes())
@@ -61,12 +61,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def warm_processes(owner: int | None = None) -> list[psutil.Process]:
-    """Return the warm processes of an owner, this process unless told."""
+    """Return the warm processes of an owner, by default this process."""
     mark = f'"name": "{owner or os.getpid()}.'
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
-        # Its forks have its command line. They lead sessions; who led the warm process's has ended.
+        # Forks have the same command line, but lead sessions; a warm process's leader has ended.
         with contextlib.suppress(ProcessLookupError):
             if mark in command[-1] and not psutil.pid_exists(os.getsid(process.pid)):
                 found.append(process)
@@ -89,7 +89,7 @@ def value(fn: Any, *args: Any, start: WarmStart | None = None, **env: str) -> An
     return pickle.loads(outcome.result)
 
 
-def test_ranks_of_one_process_share_what_it_has_imported_and_nothing_else() -> None:
+def test_ranks_of_one_warm_process_share_only_its_imports() -> None:
     def look() -> dict[str, Any]:
         imported = "numpy" in sys.modules
         import multiprocessing
@@ -143,7 +143,7 @@ def test_ranks_of_one_process_share_what_it_has_imported_and_nothing_else() -> N
         assert forked["open"][0] == "/dev/null"
 
 
-def test_how_a_forked_rank_ends_is_told_as_of_a_fresh_one() -> None:
+def test_the_end_of_a_forked_rank_is_reported_like_that_of_a_fresh_one() -> None:
     def fail() -> None:
         print("before the end")
         raise ValueError("no")
@@ -153,14 +153,12 @@ def test_how_a_forked_rank_ends_is_told_as_of_a_fresh_one() -> None:
     assert "exited with status 3" in run(os._exit, 3).error
     assert "killed by SIGSEGV" in run(lambda: os.kill(os.getpid(), signal.SIGSEGV)).error
     assert "killed by SIGKILL" in run(lambda: (os.kill(os.getppid(), 9), time.sleep(60))).error
-    # None of them was the end of the process that forked it.
+    # None of these ended the process that forked the rank.
     assert len(warm_processes()) == 1
 
 
 @pytest.mark.parametrize("how", ["abort", "leave", "kill the warm process, and leave"])
-def test_a_forked_rank_that_is_not_wanted_any_more_ends_with_all_it_started(
-    tmp_path: Path, how: str
-) -> None:
+def test_an_abandoned_forked_rank_ends_with_all_its_children(tmp_path: Path, how: str) -> None:
     def sleep_and_tell(path: str) -> None:
         child = subprocess.Popen(["sleep", "300"], start_new_session=True)
         Path(f"{path}.partial").write_text(f"{os.getpid()} {child.pid}")
@@ -202,8 +200,10 @@ with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ, warm=sta
 """
 
 
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path, folder: Path) -> None:
-    """The warm process, a rank that holds Python's lock, and a child in a session of its own."""
+def test_no_process_or_socket_remains_when_the_owner_is_killed(
+    tmp_path: Path, folder: Path
+) -> None:
+    """The warm process, a rank that holds the GIL, and a child in a separate session."""
 
     def hold_the_lock(path: str) -> None:
         import ctypes
@@ -228,14 +228,14 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path, folder: Path) 
     wait_until(lambda: os.listdir(folder) == ["lock"])
 
 
-def test_it_ends_when_nobody_needs_it(folder: Path) -> None:
+def test_an_idle_warm_process_ends(folder: Path) -> None:
     assert value(lambda: 1, start=WarmStart([], [os.getpid()], idle_seconds=0.3)) == 1
     wait_until(lambda: not warm_processes())
     assert os.listdir(folder) == ["lock"]
 
 
-def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> None:
-    """Else every rank, and the preparation for it, would have a warm process of its own."""
+def test_the_warm_environment_excludes_variables_of_a_rank() -> None:
+    """Otherwise every rank, and the preparation for it, would need a separate warm process."""
     (slot,) = assign_ranks(["here"])
     with GlooProxy(LocalRendezvousClient(JobStore(60.0), 0)) as proxy:
         own = {
@@ -254,7 +254,7 @@ def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> No
 
 
 @pytest.mark.timeout(180)  # Lightning is imported twice
-def test_lightning_prints_on_rank_0_only_as_in_a_fresh_process() -> None:
+def test_lightning_prints_only_on_rank_0_as_in_a_fresh_process() -> None:
     def rank_that_prints() -> int:
         from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -265,7 +265,7 @@ def test_lightning_prints_on_rank_0_only_as_in_a_fresh_process() -> None:
         assert value(rank_that_prints, start=start, RANK=rank) == int(rank)
 
 
-def test_what_is_read_when_modules_are_imported_means_another_process(
+def test_variables_read_at_import_time_select_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def guardians_parent() -> tuple[int, str | None]:
@@ -276,14 +276,14 @@ def test_what_is_read_when_modules_are_imported_means_another_process(
     other = value(guardians_parent, OMP_NUM_THREADS="2")
     assert (base[1], other[1]) == ("1", "2")
     assert base[0] != other[0]
-    # At most two stay; the one that was used least recently goes.
+    # At most two warm processes stay; the least recently used one ends.
     monkeypatch.chdir(tmp_path)
     assert value(guardians_parent, OMP_NUM_THREADS="2")[0] not in (base[0], other[0])
     wait_until(lambda: len(warm_processes()) == 2)
     assert base[0] not in {process.pid for process in warm_processes()}
 
 
-def test_a_module_that_has_changed_is_imported_again(
+def test_a_changed_module_is_imported_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "horovod_of_mine.py"
@@ -306,7 +306,7 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
 
 
-def test_what_imports_print_is_part_of_each_ranks_output(tmp_path: Path) -> None:
+def test_output_of_imports_is_part_of_each_ranks_output(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text("import os\nos.write(2, b'imported\\n')\n")
     start = WarmStart(["loud"], [os.getpid()])
 
@@ -320,7 +320,7 @@ def test_what_imports_print_is_part_of_each_ranks_output(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["threads", "exits", "hangs up", "no folder", "strangers folder"])
-def test_where_forking_does_not_work_out_a_fresh_process_runs(
+def test_a_fresh_process_runs_if_forking_fails(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     source = {
@@ -346,8 +346,8 @@ def test_where_forking_does_not_work_out_a_fresh_process_runs(
     assert "starts in a fresh process" in caplog.text
 
 
-def test_who_is_given_up_before_it_begins_never_does(folder: Path, tmp_path: Path) -> None:
-    """A task that has waited for too long starts a fresh process: the late fork must not run."""
+def test_an_abandoned_rank_never_starts(folder: Path, tmp_path: Path) -> None:
+    """A task that has waited too long starts a fresh process: the late fork must not run."""
     import json
     import socket
 

@@ -1,4 +1,4 @@
-"""Which modules a call will import, as its bytes tell."""
+"""Modules that a call will import, read from its pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.warm.client import modules_of
 from hvd_estimators.training.call_transfer import StoredCall, train_stored
 
-# As the functions of a notebook.
+# As for functions defined in a notebook.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -20,7 +20,7 @@ def of(fn: Any, *args: Any) -> tuple[str, ...]:
     return modules_of(pickle_call(fn, args, {}))
 
 
-def test_what_a_function_imports_is_found_wherever_it_does() -> None:
+def test_imports_of_a_function_and_its_nested_functions_are_found() -> None:
     def train() -> Any:
         import horovod.torch as hvd
         import my_torch
@@ -43,15 +43,15 @@ def test_values_name_the_modules_of_their_classes() -> None:
     assert of(len, np.arange(3)) == ("numpy",)
 
 
-def test_a_texts_beginning_is_not_taken_for_a_module() -> None:
+def test_the_start_of_a_string_is_not_mistaken_for_a_module() -> None:
     assert of(len, "torch is a text", "torchvision", "keras-like", "numpy/x") == ()
 
 
-def test_an_estimator_says_which_trainer_it_has() -> None:
+def test_the_trainer_of_an_estimator_is_found() -> None:
     call: Any = StoredCall(None, "", "", "", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
     found = of(train_stored, call)
     assert "hvd_estimators.torch.trainer" in found
-    # What torch imports when the trainer makes an optimizer.
+    # Torch imports this module when the trainer creates an optimizer.
     code = (
         "import sys, torch; torch.optim.SGD([torch.ones(1)], lr=1)\n"
         "print('torch._dynamo' in sys.modules)"
@@ -59,12 +59,12 @@ def test_an_estimator_says_which_trainer_it_has() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ("torch._dynamo" in found) == (told.stdout.strip() == "True")
     assert "hvd_estimators" not in found
-    # Before there is anything to call, the same is known.
+    # The same modules are known before the call is stored.
     put: Any = StoredCall(None, "/s/call", "0a" * 32, "/s/state", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
     assert of(train_stored, put) == found
 
 
-def test_a_function_by_reference_and_unknown_modules_import_nothing_ahead() -> None:
+def test_no_modules_are_found_for_references_and_unknown_modules() -> None:
     import json.tool
 
     assert of(json.tool.main) == ()
@@ -72,7 +72,7 @@ def test_a_function_by_reference_and_unknown_modules_import_nothing_ahead() -> N
     assert of(train_stored, own) == ()
 
 
-def test_a_large_call_is_looked_at_where_its_code_is() -> None:
+def test_code_is_found_in_a_large_call() -> None:
     def train(data: bytes) -> Any:
         import torch
 
@@ -82,7 +82,7 @@ def test_a_large_call_is_looked_at_where_its_code_is() -> None:
     assert of(len, bytes(5 * 2**20), train) == ("torch",)
 
 
-def test_what_changes_other_jobs_imports_is_left_to_the_ranks(compat: None) -> None:
+def test_modules_that_affect_other_jobs_are_left_out(compat: None) -> None:
     def train() -> Any:
         import horovod.spark.task as task
         import horovod.torch as hvd

@@ -1,4 +1,4 @@
-"""Wrong calls of launchers, backends, stores and checkpoints: typed errors, at once. No Spark."""
+"""Wrong calls of launchers, backends, stores and checkpoints: immediate typed errors, no Spark."""
 
 from __future__ import annotations
 
@@ -191,12 +191,12 @@ STORES: dict[str, Wrong] = {
 
 
 @cases({**LAUNCHES, **{f"store: {name}": row for name, row in STORES.items()}})
-def test_a_wrong_call_is_refused_at_once(tmp_path: Path, wrong: Wrong) -> None:
+def test_a_wrong_call_is_rejected_at_once(tmp_path: Path, wrong: Wrong) -> None:
     check_wrong(Calls(tmp_path), wrong)
 
 
 @pytest.mark.parametrize("variable", ["HOROVOD_SPARK_START_TIMEOUT"])
-def test_a_variable_without_seconds_is_named(monkeypatch: Any, variable: str) -> None:
+def test_a_variable_without_a_number_of_seconds_is_named(monkeypatch: Any, variable: str) -> None:
     monkeypatch.setenv(variable, "long")
     with pytest.raises(ParamError, match=f"{variable}: expected seconds, found 'long'"):
         SparkBackend(2)
