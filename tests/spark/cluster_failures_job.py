@@ -34,7 +34,7 @@ def hold_the_lock(folder: str) -> None:
 
 
 def commit_and_lose_the_executor(marker: str) -> tuple[str, int]:
-    """Rank 0 kills its executor, once."""
+    """Kill the executor of rank 0, once."""
     from horovod.common.elastic import ObjectState, run_fn
 
     rank = os.environ["HOROVOD_RANK"]

@@ -146,7 +146,7 @@ def test_columns_that_are_not_features_stay_unchanged(typed: Any, features: list
 
 
 def test_vectors_and_collated_text_from_files_stay_unchanged(typed: Any, tmp_path: Path) -> None:
-    """Spark 4.3 passes file columns of some types, but not of all, to Arrow UDFs."""
+    """Read columns from files: Spark 4.3 passes only some of their types to Arrow UDFs."""
     v = array_to_vector(F.array("id", "x"))
     text = [name for name in ("text", "collated") if name in typed.columns]
     typed.select("x", *text, v.alias("v"), F.array(v).alias("vs")).write.parquet(f"{tmp_path}/in")
@@ -161,7 +161,7 @@ def test_vectors_and_collated_text_from_files_stay_unchanged(typed: Any, tmp_pat
 
 @pytest.mark.parametrize("ansi", ["true", "false"])
 def test_numbers_are_rounded_to_the_nearest_value(spark: Any, store: Store, ansi: str) -> None:
-    """Values too large for a 32-bit float become infinite, with and without ANSI rules."""
+    """Check 32-bit overflow with and without ANSI rules: too large values become infinite."""
     wide = [1e300, 1 / 3, 16777217.0, -1e-50]
     rows = [(Decimal(d), [Decimal(d)], 2**63 - 1 - i, [wide[i]], i) for i, d in enumerate(DECIMALS)]
     schema = "d decimal(38,9), ds array<decimal(38,9)>, l long, a array<double>, id int"

@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize(("shuffled", "copies"), [(True, 2), (False, 3)])
-def test_shuffled_files_are_copied_once_less(spark, s3a, shuffled, copies):
-    """Renaming means copying on S3.
+def test_shuffled_files_need_one_copy_less(spark, s3a, shuffled, copies):
+    """Count copies, which replace renames on S3.
 
     Tasks copy, Spark's driver copies by default, and the move to the store's paths copies. A
     shuffled task writes the same rows when it is retried, and does without the driver's copy.

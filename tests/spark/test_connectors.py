@@ -67,7 +67,7 @@ def test_hdfs_by_url_and_by_hadoop_configuration(
     store.delete(store.prefix_path)
 
 
-def test_an_absent_name_node_is_reported(spark: Any, tmp_path: Path) -> None:
+def test_an_unreachable_name_node_is_reported(spark: Any, tmp_path: Path) -> None:
     store = ElsewhereStore(str(tmp_path))
     store.places = ("hdfs://127.0.0.1:1",)
     with pytest.raises(StoreError, match=r"Spark cannot write to 'hdfs://.*Connection refused"):

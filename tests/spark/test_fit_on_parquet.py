@@ -85,7 +85,7 @@ def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) ->
 def test_lists_and_decimals_in_both_of_sparks_formats(
     spark: Any, store: Any, tmp_path: Path, legacy: str
 ) -> None:
-    """The legacy format has two-level lists, and other names for their elements."""
+    """Read the legacy format too, with two-level lists and other names for their elements."""
     frame = make_frame(spark, 9).select(
         "id",
         F.array("id", F.col("id") + 1).alias("pair"),

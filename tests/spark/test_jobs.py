@@ -226,7 +226,7 @@ def test_a_python_that_does_not_start_is_reported(
     assert caught.value.__cause__ is not None
 
 
-def test_only_sparks_result_limit_becomes_another_error(spark: Any) -> None:
+def test_result_limits_are_reported_and_users_errors_stay_unchanged(spark: Any) -> None:
     frame = spark.range(1).select(F.raise_error(F.lit("of the user's own")))
     with pytest.raises(Exception, match="of the user's own") as caught, jobs_on(frame):
         frame.collect()

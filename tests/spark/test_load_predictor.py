@@ -215,7 +215,7 @@ def test_text_is_transformed_before_prediction(spark: Any, tmp_path: Path) -> No
 
 
 def test_errors_on_raw_columns_suggest_apply_transformation(spark: Any, tmp_path: Path) -> None:
-    """Training's advice for raw columns, such as a StringIndexer, would not help."""
+    """Suggest no StringIndexer or other advice for training, which would not help."""
     model = TorchModel(
         model=torch.nn.Linear(1, 2),
         feature_columns=["word"],
@@ -242,7 +242,7 @@ def test_errors_on_raw_columns_suggest_apply_transformation(spark: Any, tmp_path
     assert "apply_transformation" not in str(raised.value)
 
 
-def test_other_files_than_saved_torch_models_are_rejected(spark: Any, tmp_path: Path) -> None:
+def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"])
     PipelineModel([model]).save(str(tmp_path / "pipeline"))
     with pytest.raises(ParamError, match="stages, which are in"):

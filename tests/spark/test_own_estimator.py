@@ -268,7 +268,7 @@ def test_different_weights_on_ranks_are_reported(store: Any) -> None:
 
 
 def test_fit_on_parquet_uses_the_store_it_is_given(tmp_path: Path) -> None:
-    """Params that are passed to fit_on_parquet apply to the fit."""
+    """Pass params to fit_on_parquet, where they override the estimator's."""
     empty, full = Store.create(str(tmp_path / "a")), Store.create(str(tmp_path / "b"))
     write_files(full)
     estimator = make_estimator(empty)

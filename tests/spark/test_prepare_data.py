@@ -256,7 +256,7 @@ def test_a_failed_move_leaves_no_files(spark: Any, store: Any, monkeypatch: Any)
 
 
 def test_a_store_with_one_path_for_all_datasets(spark: Any, store: Any) -> None:
-    """Programs that replace these methods by lambdas have such stores."""
+    """Replace the store's methods by lambdas, like some programs."""
     train_path, val_path = store.get_train_data_path(), store.get_val_data_path()
     store.get_train_data_path = lambda index=None: train_path
     store.get_val_data_path = lambda index=None: val_path
@@ -410,7 +410,7 @@ def test_both_sides_of_a_split_are_in_random_order(spark: Any, store: Any) -> No
 
 
 def test_equal_rows_do_not_stay_together(spark: Any, store: Any) -> None:
-    """A row's place is drawn, not derived from its content, even if all columns are equal."""
+    """Draw a row's place instead of deriving it from its content, even if all columns are equal."""
     frame = spark.range(0, 2000, 1, 2).select(F.floor(F.col("id") / 200).alias("id"))
 
     files = stored_order(frame.repartition(2), store)

@@ -103,7 +103,7 @@ def test_results_are_in_rank_order_and_env_reaches_the_ranks(
 
 
 def test_several_threads_run_ranks_at_once(spark: Any, tmp_path: Path) -> None:
-    """The ranks of each thread wait for the other thread's ranks."""
+    """Wait in the ranks of each thread for the other thread's ranks."""
 
     def meet(mine: str, other: str) -> tuple[str, str]:
         (tmp_path / f"{mine}.{os.environ['HOROVOD_RANK']}").touch()

@@ -114,7 +114,7 @@ def run_process_group(nics: str) -> list[tuple[float, str, str, set[str]]]:
 
 
 def test_torchrun_programs_connect_over_ipv6(cluster: Cluster) -> None:
-    """Host names do not resolve, and the GPUs are pretended."""
+    """Connect without resolvable host names, and with pretended GPUs."""
     results = cluster.run(run_process_group, "six0")
 
     addresses = [cluster.first.only6, cluster.second.only6]
@@ -133,7 +133,7 @@ def test_an_interface_without_a_route_between_hosts_fails_at_once(
         cluster.run(run_job, None, "bridge0", timeout=50)
 
 
-def test_the_error_of_an_unknown_interface_lists_those_of_the_host(
+def test_unknown_interfaces_are_reported_with_the_hosts_interfaces(
     cluster: Cluster,
 ) -> None:
     found = rf"nics=eth7 that is up .* eth0 \(.*{cluster.first.address}.*six0"

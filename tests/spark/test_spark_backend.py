@@ -27,7 +27,7 @@ def test_all_slots_are_used_unless_num_proc_is_given(spark: Any) -> None:
 def test_ranks_see_the_drivers_environment_but_no_secrets(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variables are set while the executor, which would inherit them, runs already."""
+    """Set the variables while the executor, which would inherit them, runs already."""
     names = ("OF_DRIVER", "OF_DRIVER_TOKEN", "HOROVOD_RANK", "OF_CALL_TOKEN", "OF_BACKEND")
     for name in names[:3]:
         monkeypatch.setenv(name, "driver")

@@ -51,7 +51,7 @@ def test_a_torchrun_program_trains_like_one_process_without_horovod(
 def test_concurrent_jobs_on_a_host_have_separate_process_groups(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both groups are open at the same time, on an executor started by another launcher."""
+    """Open both groups at the same time, on an executor started by another launcher."""
 
     def meet(mine: str, other: str) -> tuple[float, str, str]:
         total = sum_of_ranks()
