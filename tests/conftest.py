@@ -1,4 +1,4 @@
-"""What all tests share: one Spark session, and ranks that can unpickle test modules."""
+"""Shared fixtures: one Spark session, and test modules that ranks can unpickle."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-import hvd_estimators  # noqa: F401  test modules then import TensorFlow and torch in any order
+import hvd_estimators  # noqa: F401  lets test modules import TensorFlow and torch in any order
 
 # Spark's Python workers run this environment's Python, not the first one in PATH.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "helpers" / "spark_conf")
-# Everything that these tests start inherits it, also where its parent has gone.
+# All processes that these tests start inherit it, even orphans.
 os.environ["TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
 
 pytest_plugins = ("servers.fixtures",)
@@ -27,7 +27,7 @@ PATIENCE = float(os.environ.get("HVD_TEST_PATIENCE", "1"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run first what forks, and leave out what takes many minutes, unless ``-m`` names it."""
+    """Run tests marked ``forks`` first, and deselect ``soak`` tests unless ``-m`` names them."""
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     for item in items if PATIENCE != 1 else ():
         limit = item.get_closest_marker("timeout")
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=os.environ.get("HVD_TEST_COLLECTIVES") is not None)
 def _collectives_of_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fits of whole suites use the library that HVD_TEST_COLLECTIVES names, for soaks."""
+    """Make all fits use the library that HVD_TEST_COLLECTIVES names, for soak runs."""
     library = os.environ["HVD_TEST_COLLECTIVES"]
     module = "hvd_estimators.torch.params.choose_collectives"
     monkeypatch.setattr(module, lambda wanted: (library, "HVD_TEST_COLLECTIVES"))
@@ -50,7 +50,7 @@ def _collectives_of_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[object]:
-    """A session with three task slots, shared by all tests."""
+    """Start a session with three task slots, shared by all tests."""
     from pyspark.sql import SparkSession
     from servers.jars import s3a_jars
 
@@ -66,7 +66,7 @@ def spark() -> Iterator[object]:
         builder = builder.config("spark.driver.extraClassPath", os.pathsep.join(archives))
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
-    # pyspark.ml starts a session of its own where a model is saved and there is none.
+    # pyspark.ml starts a session if a model is saved without one.
     assert session.sparkContext.master == "local[3]", "a test used Spark without this fixture"
     yield session
     session.stop()
@@ -74,7 +74,7 @@ def spark() -> Iterator[object]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> object:
-    """A store in a folder of the test's own."""
+    """Return a store in the test's folder."""
     from hvd_estimators import Store
 
     return Store.create(str(tmp_path / "store"))
@@ -82,7 +82,7 @@ def store(tmp_path: Path) -> object:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_imports() -> None:
-    """Spare later collections of garbage what is imported by now: half a second for each."""
+    """Exclude imported objects from later garbage collections, and save half a second in each."""
     gc.collect()
     gc.freeze()
 
@@ -97,7 +97,7 @@ def _pickle_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture
 def compat() -> Iterator[None]:
-    """Names of horovod.spark that resolve to this package, until the test ends."""
+    """Resolve names of horovod.spark to this package, until the test ends."""
     from hvd_estimators._util import unpickle_imports
     from hvd_estimators.compat import finder
 

@@ -1,1 +1,1 @@
-"""Real servers on loopback for tests: HDFS, S3, a mount like Databricks'; and what goes wrong."""
+"""Real servers on loopback for tests (HDFS, S3, YARN, Spark Connect), and fault injection."""

@@ -1,4 +1,4 @@
-"""A Spark Connect server on loopback, and a client of it in a process of its own."""
+"""Spark Connect server on loopback, with a client in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
 
 
 def why_no_connect() -> str:
-    """Return what this environment lacks for Spark Connect; empty if nothing."""
+    """Return the missing requirement of Spark Connect, or an empty string."""
     if not any(_SPARK.glob("jars/spark-connect_*.jar")):
         return "this PySpark comes without the server of Spark Connect"
     if importlib.util.find_spec("grpc") is None:
@@ -32,12 +32,12 @@ def why_no_connect() -> str:
 
 @contextlib.contextmanager
 def connect_client(folder: Path) -> Iterator[Application]:
-    """Run a server of ``local[3]``, and a process whose session is a client of it.
+    """Run a server of ``local[3]``, and a client process with a session.
 
     Parameters
     ----------
     folder : Path
-        Where they may write; is there already.
+        Existing folder for their files.
     """
     (port,) = free_ports(1)
     settings = {

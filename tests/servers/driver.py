@@ -1,7 +1,7 @@
-"""A Spark application in a process of its own, whose driver runs what tests give it.
+"""Spark application in a separate process, whose driver runs functions of tests.
 
-The suite's own session is one application with one master; a cluster needs another one. Run as a
-program, this file is the driver.
+The suite's session is one application with one master; a cluster needs another application. Run
+as a program, this file is the driver.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _END_SECONDS = 20.0
 
 
 class Job:
-    """A function that runs in the driver."""
+    """Function call in the driver."""
 
     def __init__(self, connection: Connection, logs: Callable[[], str]) -> None:
         self._connection, self._logs = connection, logs
 
     def result(self, timeout: float = 120.0) -> Any:
-        """Return what it returned, or raise what it raised."""
+        """Return the call's result, or raise its error."""
         if not self._connection.poll(timeout):
             raise TimeoutError(f"the job did not end in {timeout} s\n{self._logs()}")
         kind, value = cloudpickle.loads(self._connection.recv_bytes())
@@ -49,9 +49,9 @@ class Application:
     Attributes
     ----------
     folder : Path
-        Of the application's own.
+        The application's folder.
     log : Path
-        What the driver prints: its standard output and error, and Spark's.
+        The driver's log: its standard output and error, and Spark's.
     """
 
     def __init__(self, connection: Connection, folder: Path, logs: Callable[[], str]) -> None:
@@ -64,7 +64,7 @@ class Application:
         return Job(self._connection, self._logs)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
-        """Return what ``fn(*args)`` returns in the driver."""
+        """Return the result of ``fn(*args)`` in the driver."""
         return self.submit(fn, *args).result(timeout)
 
 
@@ -77,24 +77,24 @@ def application(
     | None = None,
     logs: Callable[[], str] | None = None,
 ) -> Iterator[Application]:
-    """Run an application until the block ends, or this process.
+    """Run an application until the block, or this process, ends.
 
     Parameters
     ----------
     folder : Path
-        Where it may write; is there already.
+        Existing folder for its files.
     conf : mapping
-        Spark's configuration, ``spark.master`` among it.
+        Spark's configuration, including ``spark.master``.
     env : mapping, optional
-        Environment variables of the driver on top of this process's.
+        Environment variables of the driver in addition to this process's.
     start : callable, optional
-        Starts a command, given a file for its output and its environment variables, elsewhere.
+        Starts a command elsewhere, given a file for its output and its environment variables.
     logs : callable, optional
-        Tells what has happened where something goes wrong. Default: the end of the driver's output.
+        Returns text for error messages. Default: the end of the driver's output.
     """
     log = folder / "driver.log"
     logs = logs or (lambda: log.read_text(errors="replace")[-8000:])
-    # A Unix socket's path must not be long.
+    # The path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="hvd-driver-") as place:
         address = f"{place}/socket"
         settings = [f"{name}={value}" for name, value in conf.items()]
@@ -103,7 +103,7 @@ def application(
             listening.listen(1)
             listening.settimeout(0.1)
             variables = {"PYSPARK_PYTHON": sys.executable, **(env or {})}
-            # Not with this folder in its import path.
+            # -P keeps this folder out of the import path.
             command = [sys.executable, "-P", __file__, address, *settings]
             process = (start or _start)(command, log, variables)
             connection: Connection | None = None
@@ -117,7 +117,7 @@ def application(
 
 
 def _start(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process, however that does."""
+    """Start a command that ends with this process, even if this process is killed."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-I", str(_GUARD), *command],
@@ -154,7 +154,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(address: str, *settings: str) -> None:
-    """Be the driver: run what is asked for, one function after the other."""
+    """Run the driver: call the received functions, one after the other."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.config("spark.ui.enabled", "false")

@@ -1,4 +1,4 @@
-"""A proxy in front of the S3 server that does to requests what networks and services do."""
+"""Proxy in front of the S3 server that simulates failing networks and services."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _ANSWERS = {
 
 @dataclass
 class Fault:
-    """What is done to some requests.
+    """Fault that affects some requests.
 
     Attributes
     ----------
     kind : str
-        ``"cut"``: the connection is closed when half of the request's body has come. ``"cut
-        answer"``: when half of the answer's body has gone. Otherwise the code of an S3 error that
-        is answered, ``SlowDown`` for example.
+        ``"cut"``: the connection is closed after half of the request's body. ``"cut answer"``: it
+        is closed after half of the answer's body. Otherwise the code of an S3 error to answer with,
+        for example ``SlowDown``.
     matches : callable
-        Tells by method and path, with the query, whether a request is meant.
+        Returns whether a method and a path, with the query, are affected.
     after : int
-        So many requests that are meant are let through first.
+        Number of matching requests that pass first.
     times : int or None
-        It happens so often; None: to each from then on.
+        Number of times that the fault happens; None: to each request from then on.
     happened : int
-        How often it has happened.
+        Number of times that the fault has happened.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Fault:
     happened: int = 0
 
     def meets(self, method: str, path: str) -> bool:
-        """Count a request, and return whether it is to fail."""
+        """Count a request, and return whether it must fail."""
         if not self.matches(method, path) or self.happened == self.times:
             return False
         if self.after:
@@ -59,14 +59,14 @@ class Fault:
 
 @dataclass
 class FaultProxy:
-    """Passes requests on, in threads of this process. Used as a context manager.
+    """Proxy that forwards requests in threads of this process. Used as a context manager.
 
     Attributes
     ----------
     target : int
         Port of the server.
     faults : list of Fault
-        What goes wrong at present; the first that meets a request counts.
+        Current faults; the first that matches a request applies.
     seen : list of (str, str)
         Method and path of all requests.
     """
@@ -86,17 +86,17 @@ class FaultProxy:
 
     @property
     def endpoint(self) -> str:
-        """The proxy's URL, which stays the same."""
+        """Return the proxy's URL, which never changes."""
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Let it be reached, again if it has been stopped."""
+        """Start to listen, or listen again after `stop`."""
         self._server = _Server(self._port, self)
         self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
-        """Let nobody reach it, and cut off who is connected."""
+        """Stop listening, and close all connections."""
         self._server.cut_off()
 
     def fault(self, kind: str, **settings: Any) -> Fault:
@@ -106,7 +106,7 @@ class FaultProxy:
         return fault
 
     def meet(self, method: str, path: str) -> str:
-        """Return what is to happen to a request; nothing if it is passed on."""
+        """Return the fault of a request; an empty string if the request is forwarded."""
         with self._lock:
             self.seen.append((method, path))
             return next((each.kind for each in self.faults if each.meets(method, path)), "")
@@ -130,7 +130,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients end connections, too."""
+        """Ignore the error: clients close connections, too."""
 
     def cut_off(self) -> None:
         self.shutdown()
@@ -144,7 +144,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _handle(self) -> None:
         kind = self.server.proxy.meet(self.command, self.path)
@@ -155,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         body = list(self._body(half=kind == "cut"))
         if kind == "cut":
-            # As S3 does it, the server keeps nothing of what has not come as a whole.
+            # Like S3, the server discards incomplete uploads.
             self._end()
             return
         self._pass_on(b"".join(body), half=kind == "cut answer")
@@ -163,7 +163,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 
     def _body(self, half: bool = False) -> Iterator[bytes]:
-        """Yield the request's body in pieces, or half of it."""
+        """Yield the request's body, or half of it, in pieces."""
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             while size := int(self.rfile.readline().split(b";")[0], 16):
                 yield self.rfile.read(size)
@@ -230,5 +230,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it may have ended
+    with contextlib.suppress(OSError):  # it may be closed already
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The servers as fixtures: started when the first test asks for one, and ended with the tests."""
+"""Fixtures of servers, which start on first use and end with the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from servers.yarn import Yarn
 
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
-    """A NameNode and a DataNode."""
+    """Start a NameNode and a DataNode."""
     cluster = Hdfs(tmp_path_factory.mktemp("hdfs"), jars("hadoop"))
     cluster.start()
     yield cluster
@@ -30,7 +30,7 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    """An S3 server, for Python; a test that lets Spark reach it takes `s3a` as well."""
+    """Start an S3 server for Python; tests that need it in Spark use `s3a` as well."""
     server = S3(tmp_path_factory.mktemp("s3"))
     server.start_process()
     yield server
@@ -39,14 +39,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 
 def _forget_prepared_data() -> None:
-    """Delete what is kept for a next fit, which at the interpreter's end finds no server."""
+    """Delete data cached for the next fit, before the server that holds it ends."""
     if "hvd_estimators.prepare.datasets" in sys.modules:
         sys.modules["hvd_estimators.prepare.datasets"].clear_training_cache()
 
 
 @pytest.fixture(scope="session")
 def s3a(s3: S3, spark: object) -> S3:
-    """The same server, which the session's Spark reaches by ``s3a://``."""
+    """Let the session's Spark reach the S3 server by ``s3a://``."""
     jars(s3a_folder())
     s3.configure(spark)
     return s3
@@ -54,7 +54,7 @@ def s3a(s3: S3, spark: object) -> S3:
 
 @pytest.fixture(scope="session")
 def dbfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in the place of ``/dbfs``."""
+    """Return a folder that replaces ``/dbfs``."""
     folder = tmp_path_factory.mktemp("mount") / "dbfs"
     folder.mkdir()
     return folder
@@ -62,7 +62,7 @@ def dbfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dbfs_on_spark(dbfs: Path, spark: Any) -> Path:
-    """The same folder, which the session's Spark knows as ``dbfs:/``, as on Databricks."""
+    """Let the session's Spark reach the folder by ``dbfs:/``, like on Databricks."""
     configuration = spark.sparkContext._jsc.hadoopConfiguration()
     overloaded = "org.apache.hadoop.fs.viewfs.ViewFileSystemOverloadScheme"
     configuration.set("fs.dbfs.impl", overloaded)
@@ -72,14 +72,14 @@ def dbfs_on_spark(dbfs: Path, spark: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def gpu_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """An application with two executors of two (pretended) GPUs each; its driver runs functions."""
+    """Start an application with two executors of two pretended GPUs each."""
     with gpu_application(tmp_path_factory.mktemp("gpus")) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    """A client of a Spark Connect server with three task slots; it runs functions."""
+    """Start a client of a Spark Connect server with three task slots."""
     if reason := why_no_connect():
         pytest.skip(reason)
     with connect_client(tmp_path_factory.mktemp("connect")) as made:
@@ -88,7 +88,7 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
 
 @pytest.fixture(scope="session")
 def yarn(tmp_path_factory: pytest.TempPathFactory, hdfs: Hdfs) -> Iterator[Yarn]:
-    """A ResourceManager and a NodeManager."""
+    """Start a ResourceManager and a NodeManager."""
     cluster = Yarn(tmp_path_factory.mktemp("yarn"), jars("hadoop"), hdfs)
     cluster.start()
     yield cluster
@@ -97,6 +97,6 @@ def yarn(tmp_path_factory: pytest.TempPathFactory, hdfs: Hdfs) -> Iterator[Yarn]
 
 @pytest.fixture(scope="session")
 def yarn_application(tmp_path_factory: pytest.TempPathFactory, yarn: Yarn) -> Iterator[Application]:
-    """An application with two containers of one task slot each; its driver runs functions."""
+    """Start an application with two containers of one task slot each."""
     with yarn.application(tmp_path_factory.mktemp("application")) as made:
         yield made

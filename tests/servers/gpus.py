@@ -1,4 +1,4 @@
-"""Two executors with two GPUs each, which a discovery script makes up."""
+"""Application with two executors, each with two GPUs that a discovery script pretends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from servers.driver import Application, application
 GPUS = [["4", "7"], ["9", "5"]]
 """The addresses of each executor's GPUs: no two are the same, as on one machine."""
 
-# Each worker asks it once; who makes the folder is the first.
+# Each worker runs the script once; the first to make the folder gets the first addresses.
 _SCRIPT = """#!/bin/sh
 if mkdir "$0.first" 2> /dev/null; then addresses='{}'; else addresses='{}'; fi
 echo '{{"name": "gpu", "addresses": ["'$addresses'"]}}'
@@ -25,9 +25,9 @@ def gpu_application(folder: Path, **conf: str) -> Iterator[Application]:
     Parameters
     ----------
     folder : Path
-        Where it may write; is there already.
+        Existing folder for its files.
     **conf
-        Settings that take the place of its own; words of a name are joined by ``__``.
+        Settings that override the defaults; words of a name are joined by ``__``.
     """
     discovery = folder / "gpus.sh"
     discovery.write_text(_SCRIPT.format(*('", "'.join(addresses) for addresses in GPUS)))

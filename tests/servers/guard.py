@@ -1,6 +1,6 @@
-"""Runs a command while standard input is open: it ends with whoever holds the other end.
+"""Run a command while standard input is open.
 
-A pipe closes however its owner ends, so that a server does not outlive a test run that is killed.
+A pipe closes even if its owner is killed, so that a server never outlives a killed test run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real HDFS: a NameNode and a DataNode, each a process of its own, on loopback."""
+"""Real HDFS on loopback: a NameNode and a DataNode, each in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from servers.processes import Server, free_ports
 
 _JAVA = [
     "-Xmx256m",
-    # They start in half of the time, which counts for more here than how fast they get.
+    # The servers start in half the time, which matters more here than their speed.
     "-XX:TieredStopAtLevel=1",
     "-XX:+UseSerialGC",
     "-XX:-UsePerfData",
@@ -34,25 +34,25 @@ rootLogger.appenderRef.console.ref = console
 
 
 class Hdfs:
-    """A cluster of one NameNode and one DataNode, empty when it starts.
+    """Cluster of one NameNode and one DataNode, initially empty.
 
-    Its superuser is the user who runs the tests, and everybody else may write below ``/public``.
+    Its superuser is the user who runs the tests. All other users may write below ``/public``.
 
     Parameters
     ----------
     folder : Path
-        Where the servers keep everything.
+        Folder for the servers' files.
     jars : sequence of str
-        What Hadoop is made of.
+        Hadoop's Java archives.
 
     Attributes
     ----------
     host, port : str, int
-        Where the NameNode is.
+        The NameNode's address.
     url : str
-        A folder that is empty at first.
+        An initially empty folder.
     conf_dir : Path
-        A Hadoop configuration that names the cluster as the default filesystem.
+        Hadoop configuration that names the cluster as the default filesystem.
     """
 
     def __init__(self, folder: Path, jars: Sequence[str]) -> None:
@@ -73,13 +73,13 @@ class Hdfs:
             "dfs.datanode.data.dir": f"file://{folder}/data",
             "dfs.namenode.http-address": f"{self.host}:{self._http_port}",
             **{name: f"{self.host}:{port}" for name, port in zip(addresses, datanode, strict=True)},
-            # One that is gone is noticed within seconds, not ten minutes.
+            # A lost DataNode is noticed within seconds, not ten minutes.
             "dfs.heartbeat.interval": "1",
             "dfs.namenode.heartbeat.recheck-interval": "1000",
             "dfs.namenode.safemode.extension": "0",
             "dfs.blockreport.initialDelay": "0",
             "dfs.block.scanner.volume.bytes.per.second": "0",
-            # There is no second one that could take the place of one that fails.
+            # No second DataNode exists that could replace a failing one.
             "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",
         }
         write_settings(self.conf_dir / "hdfs-site.xml", hdfs_site)
@@ -87,7 +87,7 @@ class Hdfs:
 
     def start(self) -> None:
         """Format the filesystem, start both servers and wait until files can be written."""
-        # It asks for the NameNode until that is there.
+        # The DataNode retries until the NameNode answers.
         self._datanode = self._run("datanode.DataNode")
         try:
             output = self._folder / "format.txt"
@@ -111,7 +111,7 @@ class Hdfs:
                 server.kill()
 
     def kill_datanode(self, wait: bool = False) -> None:
-        """Kill the DataNode; with ``wait``, wait until the NameNode has noticed: 12 seconds."""
+        """Kill the DataNode; with ``wait``, wait 12 seconds until the NameNode has noticed."""
         self._datanode.kill()
         if wait:
 
@@ -121,12 +121,12 @@ class Hdfs:
             self._namenode.wait_until(is_alone, "without its DataNode")
 
     def start_datanode(self) -> None:
-        """Start the DataNode again, with what it has stored, and wait until it is used."""
+        """Restart the DataNode with its stored blocks, and wait until it is used."""
         self._datanode = self._run("datanode.DataNode")
         self._await_datanode()
 
     def shell(self, *arguments: str) -> str:
-        """Run ``hdfs dfs`` with arguments, and return what it prints."""
+        """Run ``hdfs dfs`` with arguments, and return its output."""
         command = self._java("org.apache.hadoop.fs.FsShell", *arguments)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -136,7 +136,7 @@ class Hdfs:
         def is_used() -> bool:
             if self._state().get("NumLiveDataNodes") != 1:
                 return False
-            # The NameNode may know it from before it was killed.
+            # The NameNode may still list the killed DataNode.
             (info,) = _beans(self._datanode_http_port, "DataNode,name=DataNodeInfo") or [{}]
             actors = json.loads(info.get("BPServiceActorInfo") or "[]")
             if not actors or any(actor["ActorState"] != "RUNNING" for actor in actors):
@@ -146,10 +146,10 @@ class Hdfs:
         self._datanode.wait_until(is_used, "ready")
 
     def _state(self) -> dict[str, Any]:
-        """Return what the NameNode says of itself; nothing while it cannot be used."""
+        """Return the NameNode's state; an empty dict while it is not operational."""
         beans = _beans(self._http_port, "NameNode,name=FSNamesystem*")
         state = {name: value for bean in beans for name, value in bean.items()}
-        # It is in safe mode until all blocks have been reported.
+        # The NameNode is in safe mode until all blocks have been reported.
         return state if state.get("FSState") == "Operational" else {}
 
     def _run(self, server: str) -> Server:
@@ -164,14 +164,14 @@ class Hdfs:
 
 
 def java_command(conf_dir: Path, jars: Sequence[str], *arguments: str) -> list[str]:
-    """Return the command that runs Hadoop's Java with a configuration."""
+    """Return a command that runs Hadoop's Java with a configuration."""
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else shutil.which("java") or "java"
     return [java, *_JAVA, "-cp", os.pathsep.join([str(conf_dir), *jars]), *arguments]
 
 
 def _beans(port: int, name: str) -> list[dict[str, Any]]:
-    """Return what a server publishes under a name; nothing while it cannot be asked."""
+    """Return a server's JMX beans of a name; an empty list if it does not answer."""
     url = f"http://127.0.0.1:{port}/jmx?qry=Hadoop:service={name}"
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
@@ -181,7 +181,7 @@ def _beans(port: int, name: str) -> list[dict[str, Any]]:
 
 
 def write_settings(path: Path, settings: Mapping[str, str]) -> None:
-    """Write a file of Hadoop's configuration."""
+    """Write a Hadoop configuration file."""
     properties = "".join(
         f"<property><name>{escape(name)}</name><value>{escape(value)}</value></property>\n"
         for name, value in settings.items()

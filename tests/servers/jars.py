@@ -1,9 +1,8 @@
-"""Where the servers' Java archives come from: a folder, or Maven Central by way of Spark.
+"""Java archives for the servers, from a folder or from Maven Central by way of Spark.
 
-``HVD_TEST_JARS`` names the folder, which has one for each of the names below. Where it is not set,
-the same archives are resolved by their Maven coordinates, once for all test runs. Where Maven is
-not to be reached either, tests are skipped; ``HVD_TEST_SERVERS=required``, as in CI, makes them
-fail instead.
+``HVD_TEST_JARS`` names the folder, which has a subfolder for each name below. If it is not set,
+Spark resolves the same archives by their Maven coordinates, once for all test runs. If Maven is
+unreachable, tests are skipped; ``HVD_TEST_SERVERS=required``, as in CI, makes them fail instead.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").conf
 
 
 def jars(name: str) -> list[str]:
-    """Return the archives of one folder; skip the test, or fail, where they are not to be had."""
+    """Return the archives of one folder; skip or fail the test if they are unavailable."""
     found, reason = _find(name)
     if not found:
         unavailable(reason)
@@ -53,9 +52,9 @@ def jars(name: str) -> list[str]:
 
 
 def s3a_jars() -> list[str]:
-    """Return what gives the installed Spark ``s3a://``; nothing where `HVD_TEST_JARS` is not set.
+    """Return the archives of ``s3a://`` for this Spark; none if `HVD_TEST_JARS` is not set.
 
-    The session of all tests does not wait for Maven.
+    The shared session does not wait for Maven.
     """
     return _find(s3a_folder())[0] if "HVD_TEST_JARS" in os.environ else []
 
@@ -68,7 +67,7 @@ def s3a_folder() -> str:
 
 
 def unavailable(reason: str) -> NoReturn:
-    """Skip a test for want of a server, or fail it where all are to run."""
+    """Skip a test without its server, or fail it if all servers are required."""
     if os.environ.get("HVD_TEST_SERVERS") == "required":
         pytest.fail(f"HVD_TEST_SERVERS=required, but {reason}")
     pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Processes of servers: started, waited for, never left behind, and heard when they fail."""
+"""Server processes: starting, waiting, ending, and reporting their output on failures."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _TAIL_BYTES = 8000
 
 
 class Server:
-    """A process that ends with this one. What it prints goes to a file.
+    """Process that ends with this one, with its output in a file.
 
     Parameters
     ----------
     name : str
-        For messages.
+        Name in messages.
     command : sequence of str
         The program and its arguments. Its standard input is a pipe that `tell` writes to.
     output : Path
-        The file, which is appended to.
+        The file, to which output is appended.
     guarded : bool
         Whether to end it when its standard input closes; False for a program that does so itself.
     env : mapping, optional
-        Environment variables on top of this process's.
+        Environment variables in addition to this process's.
     """
 
     def __init__(
@@ -48,30 +48,30 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for the tests, which end it then.
+                # Ctrl-C must reach only the tests, which then end the process.
                 start_new_session=True,
                 env={**os.environ, **(env or {})},
             )
 
     def tell(self, word: str) -> None:
-        """Write a line to its standard input."""
+        """Write a line to the process's standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """End it at once, as by SIGKILL, and wait until it is gone."""
+        """Kill the process and wait until it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            # A forked process that hangs holds the other end as well. A guard ends what it guards.
+            # A hanging forked process also holds the other end. A guard ends its command.
             self._process.terminate()
             self._process.wait(20)
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        """Wait until a condition holds; where it does not, fail with the end of the output."""
+        """Wait until a condition holds; if it never does, fail with the end of the output."""
         deadline = time.monotonic() + seconds
         while not condition():
             status = self._process.poll()
@@ -84,12 +84,12 @@ class Server:
             time.sleep(0.05)
 
     def tail(self) -> str:
-        """Return the end of what it has printed."""
+        """Return the end of the process's output."""
         return self.output.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports of 127.0.0.1 that nobody listens on."""
+    """Return unused ports of 127.0.0.1."""
     sockets = [socket.socket() for _ in range(number)]
     try:
         for each in sockets:
@@ -101,7 +101,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def answers(port: int) -> bool:
-    """Return whether somebody listens on a port of 127.0.0.1."""
+    """Return whether a port of 127.0.0.1 accepts connections."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1):
             return True

@@ -1,4 +1,4 @@
-"""S3 on loopback: moto's server, as a process of its own."""
+"""S3 on loopback: moto's server in a separate process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REGION = "us-east-1"
 
 @dataclass(frozen=True)
 class Request:
-    """One that the server has got.
+    """Request that the server has received.
 
     Attributes
     ----------
     method, path, query : str
-        As in HTTP; the path begins with the bucket's name.
+        As in HTTP; the path starts with the bucket's name.
     range : str
-        The value of its ``Range`` header; empty where there is none.
+        The value of the ``Range`` header; empty if there is none.
     """
 
     method: str
@@ -35,21 +35,21 @@ class Request:
 
 
 class S3:
-    """A server with a bucket for all tests; those that break things make their own.
+    """Server with one bucket for all tests; tests that break things make other buckets.
 
     Parameters
     ----------
     folder : Path
-        For what the server prints, and for the list of requests.
+        Folder for the server's output, and for the log of requests.
 
     Attributes
     ----------
     endpoint : str
         The server's URL.
     url : str
-        A prefix in the shared bucket: ``s3://…``.
+        Prefix in the shared bucket: ``s3://…``.
     storage_options : dict
-        What s3fs needs for it.
+        Options of s3fs for this server.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,23 +68,23 @@ class S3:
         self.url = f"{self.new_bucket()}/tests"
 
     def end_process(self) -> None:
-        """End the server; what it holds is gone."""
+        """End the server, which loses its objects."""
         self._server.kill()
 
     def stop(self) -> None:
-        """Let nobody reach the server, and cut off who is connected; its objects stay."""
+        """Stop listening and close all connections; the objects stay."""
         self._server.tell("close")
         self._server.wait_until(lambda: not answers(self.port), "closed")
 
     def start(self) -> None:
-        """Let the server be reached again."""
+        """Start listening again."""
         self._server.tell("open")
         self._server.wait_until(lambda: answers(self.port), "open")
 
     def options(
         self, key: str = "test", secret: str = "test", endpoint: str | None = None
     ) -> dict[str, Any]:
-        """Return storage options for s3fs, which takes any key and secret here."""
+        """Return storage options for s3fs; the server accepts any key and secret."""
         return {
             "key": key,
             "secret": secret,
@@ -99,7 +99,7 @@ class S3:
         return f"s3://{bucket}"
 
     def client(self) -> Any:
-        """Return a client of boto3, which goes to the server itself, not through a proxy."""
+        """Return a boto3 client that uses the server directly, not through a proxy."""
         import boto3
 
         return boto3.client(
@@ -111,11 +111,11 @@ class S3:
         )
 
     def configure(self, spark: Any, url: str | None = None) -> None:
-        """Let a running Spark session reach a bucket by ``s3a://``; by default the shared one."""
+        """Let a running Spark session reach a bucket, by default the shared one, by ``s3a://``."""
         let_spark_reach(spark, url or self.url, self.storage_options)
 
     def requests(self) -> Sequence[Request]:
-        """Return all requests so far, in their order."""
+        """Return all requests so far, in order."""
         lines = self._log.read_text().splitlines()
         return [Request(**json.loads(line)) for line in lines]
 
@@ -141,9 +141,9 @@ def let_spark_reach(spark: Any, url: str, storage_options: dict[str, Any]) -> No
     spark : SparkSession
         The session.
     url : str
-        In the bucket.
+        A URL in the bucket.
     storage_options : dict
-        What s3fs is told.
+        Options of s3fs for the server.
     """
     bucket = url.partition("://")[2].partition("/")[0]
     settings = {

@@ -1,7 +1,7 @@
-"""Moto's S3 as a process, which is told by lines what to do, and ends when they end.
+"""Moto's S3 as a process that reads commands from standard input, and ends with its input.
 
-``close``: nobody reaches it any more, and who is connected is cut off. ``open``: it is there again,
-with all that it holds. Requests are written to a file, a line of JSON each.
+``close`` stops listening and closes all connections. ``open`` listens again, with all objects
+kept. Requests are written to a file, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from werkzeug.serving import ThreadedWSGIServer
 
 class Handler(MotoRequestHandler):
     def log(self, type: str, message: str, *args: Any) -> None:
-        """Write nothing: requests are noted elsewhere."""
+        """Log nothing: `main` logs requests."""
 
     def handle_expect_100(self) -> bool:
-        """Leave the answer to werkzeug: clients take a second ``100 Continue`` for the last one."""
+        """Leave the answer to werkzeug: clients mistake a second ``100 Continue`` for the last."""
         return True
 
 
@@ -47,15 +47,15 @@ class Server(ThreadedWSGIServer):
         super().close_request(request)
 
     def cut_off(self) -> None:
-        """End it and all connections."""
+        """Stop listening and close all connections."""
         self.shutdown()
         self.server_close()
         for connection in list(self._connected):
-            with contextlib.suppress(OSError):  # it may have ended
+            with contextlib.suppress(OSError):  # it may be closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def server_close(self) -> None:
-        """Stop listening; unlike the base, wait for no thread."""
+        """Stop listening; unlike the base class, wait for no thread."""
         self.socket.close()
 
 

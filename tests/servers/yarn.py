@@ -1,4 +1,4 @@
-"""A real YARN: a ResourceManager and a NodeManager beside the HDFS of the tests, on loopback."""
+"""Real YARN on loopback: a ResourceManager and a NodeManager beside the tests' HDFS."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from servers.hdfs import Hdfs, java_command, write_settings
 from servers.processes import Server, free_ports
 
 _SERVER = "org.apache.hadoop.yarn.server"
-# Guice makes classes while it runs, which Java 17 allows only by this.
+# Guice generates classes at run time, which Java 17 allows only with this option.
 _JAVA = ["--add-opens", "java.base/java.lang=ALL-UNNAMED"]
 
 
 class Yarn:
-    """A cluster whose one machine has four cores and 8 GB.
+    """Cluster with a single machine of four cores and 8 GB.
 
     Parameters
     ----------
     folder : Path
-        Where the servers keep everything.
+        Folder for the servers' files.
     jars : sequence of str
-        What Hadoop is made of.
+        Hadoop's Java archives.
     hdfs : Hdfs
-        Where applications keep what their containers need.
+        Filesystem for the files of containers.
 
     Attributes
     ----------
     conf_dir : Path
-        A Hadoop configuration that names both.
+        Hadoop configuration that names both.
     """
 
     def __init__(self, folder: Path, jars: Sequence[str], hdfs: Hdfs) -> None:
@@ -67,11 +67,11 @@ class Yarn:
             "nodemanager.pmem-check-enabled": "false",
             "nodemanager.disk-health-checker.max-disk-utilization-per-disk-percentage": "99",
             "nodemanager.env-whitelist": "JAVA_HOME,PATH",
-            # An application's master does not wait for a ResourceManager that has been killed.
+            # An application's master does not wait for a killed ResourceManager.
             "resourcemanager.connect.max-wait.ms": "4000",
             "resourcemanager.connect.retry-interval.ms": "500",
             "nodemanager.resourcemanager.connect.max-wait.ms": "60000",
-            # What it has started is ended soon.
+            # Containers are killed soon after they are asked to end.
             "nodemanager.sleep-delay-before-sigkill.ms": "100",
             "scheduler.minimum-allocation-mb": "128",
         }
@@ -89,7 +89,7 @@ class Yarn:
         write_settings(self.conf_dir / "capacity-scheduler.xml", queues)
 
     def start(self) -> None:
-        """Start both servers and wait until the machine takes containers."""
+        """Start both servers and wait until the machine accepts containers."""
         self._servers: list[Server] = []
         try:
             for name in ("resourcemanager.ResourceManager", "nodemanager.NodeManager"):
@@ -102,16 +102,16 @@ class Yarn:
             raise
 
     def stop(self) -> None:
-        """End both servers, and the containers that there may be."""
+        """End both servers and remaining containers."""
         for server in self._servers:
             server.kill()
-        # Each is in a session of its own. They mostly have ended with their application.
+        # Each container has a separate session. Most containers have ended with their application.
         for container in self.containers():
             with contextlib.suppress(psutil.NoSuchProcess):
                 container.kill()
 
     def containers(self) -> list[psutil.Process]:
-        """Return the processes that run in containers."""
+        """Return the processes in containers."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -127,9 +127,9 @@ class Yarn:
         Parameters
         ----------
         folder : Path
-            Where it may write; is there already.
+            Existing folder for its files.
         **conf
-            Settings that take the place of its own; words of a name are joined by ``__``.
+            Settings that override the defaults; words of a name are joined by ``__``.
         """
         settings = {
             "spark.master": "yarn",
@@ -154,7 +154,7 @@ class Yarn:
             time.sleep(0.1)
 
     def _logs(self, folder: Path) -> str:
-        """Return the end of what the driver and each container wrote."""
+        """Return the ends of the driver's log and of each container's."""
         files = [folder / "driver.log", *sorted(self._folder.glob("logs/*/*/std*"))]
         return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 

@@ -1,4 +1,4 @@
-"""What the driver has sent to the executors, as its disk shows it."""
+"""Broadcast files in the driver's temporary folder."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["broadcast_files"]
 
 
 def broadcast_files(spark: Any) -> set[Path]:
-    """Return the files of the broadcast variables that there are, of this and of other tests."""
+    """Return the files of all existing broadcast variables, including those of other tests."""
     return {path for path in Path(spark.sparkContext._temp_dir).iterdir() if path.is_file()}

@@ -1,6 +1,6 @@
-"""Executors that are killed while ranks run, or this process; run by test_cluster.py.
+"""Kill executors, or this process, while ranks run; test_cluster.py runs this program.
 
-Each rank holds Python's lock and has a child in a session of its own.
+Each rank holds Python's lock and has a child in a separate session.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def hold_the_lock(folder: str) -> None:
 
 
 def commit_and_lose_the_executor(marker: str) -> tuple[str, int]:
-    """Rank 0 kills its executor, once."""
+    """Kill the executor of rank 0, once."""
     from horovod.common.elastic import ObjectState, run_fn
 
     rank = os.environ["HOROVOD_RANK"]
@@ -53,7 +53,7 @@ def commit_and_lose_the_executor(marker: str) -> tuple[str, int]:
 
 
 def wait_until(condition: Callable[[], bool]) -> float:
-    """Return how many seconds it took."""
+    """Return the seconds until a condition holds."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < 60, "waited too long"
@@ -80,19 +80,19 @@ def main(folder: Path, then: str) -> None:
     seconds: list[float] = []
 
     def end_by(act: Callable[[psutil.Process], None]) -> None:
-        """Do something to the executor of rank 0 once both ranks run; see them end."""
+        """Act on the executor of rank 0 once both ranks run, and wait until the ranks end."""
         files = [folder / f"{rank}.pids" for rank in range(2)]
         wait_until(lambda: all(file.exists() for file in files))
         pids = [int(pid) for file in files for pid in file.read_text().split()]
         rank = psutil.Process(pids[0])
         warm = rank.parents()[1]
         assert warm.name() == NAME
-        # Ranks are no children of the executor, but work in its folder.
+        # Ranks are not children of the executor, but work in its folder.
         executors = [p for p in psutil.Process().children(recursive=True) if p.name() == "java"]
         for file in files:
             file.unlink()
         act(next(executor for executor in executors if executor.cwd() == rank.cwd()))
-        # The other executor's end when Spark cancels their task, which takes it 2 to 4 seconds.
+        # The other executor's ranks end when Spark cancels their task, after 2 to 4 seconds.
         seconds.append(wait_until(lambda: all(map(ended, pids[:2]))))
         wait_until(lambda: all(map(ended, [*pids, warm.pid])))
 
@@ -110,7 +110,7 @@ def main(folder: Path, then: str) -> None:
         run(lambda executor: executor.kill())
     assert caught.value.host
     assert "ExecutorLostFailure" in str(caught.value)
-    # Another executor comes in its place, and is waited for; in an elastic job, too.
+    # The job waits for the executor that replaces the lost one; so does an elastic job.
     marker = str(folder / "lost")
     assert run_elastic(commit_and_lose_the_executor, (marker,), num_proc=2) == [("0", 2), ("1", 2)]
     with pytest.raises(JobCancelledError, match="shut down"):

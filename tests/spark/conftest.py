@@ -1,4 +1,4 @@
-"""What tests on Spark share: two hosts of their own."""
+"""Shared fixtures of tests on Spark."""
 
 from __future__ import annotations
 

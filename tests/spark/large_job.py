@@ -1,6 +1,6 @@
-"""Fits and predictions that are large for a default driver; run by test_large.py.
+"""Run fits and predictions that are large for a default driver; test_large.py runs this program.
 
-Spark's settings are left alone but for two of a machine without a network: a driver has 1 GB.
+Only two settings differ from Spark's defaults, for machines without a network. A driver has 1 GB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROWS = 8
 
 
 def make_estimator(framework: str, parameters: int, store: Store, frozen: bool = False) -> Any:
-    """Return an estimator of an embedding with as many parameters, under Adam.
+    """Return an estimator of an embedding with the given number of parameters, under Adam.
 
-    With ``frozen``, which torch and Lightning have, only what comes after the embedding is trained.
+    With ``frozen``, for torch and Lightning only, the embedding is not trained.
     """
     common: dict[str, Any] = {
         "num_proc": 2,
@@ -77,7 +77,7 @@ def make_estimator(framework: str, parameters: int, store: Store, frozen: bool =
 
 
 def fine_tune(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
-    """Train the last layer of a model of so many parameters."""
+    """Train the last layer of a model with the given number of parameters."""
     import torch
 
     frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
@@ -95,7 +95,7 @@ def fine_tune(spark: SparkSession, folder: Path, framework: str, parameters: int
 
 
 def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
-    """Train a model of so many parameters, and predict with it."""
+    """Train a model with the given number of parameters, and predict with it."""
     frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
     store = Store.create(str(folder / "store"), save_runs=False)
     model = make_estimator(framework, parameters, store).fit(frame)
@@ -103,7 +103,7 @@ def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> N
 
 
 def predict(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
-    """Predict with a model of so many parameters, in two workers."""
+    """Predict in two workers with a model of the given number of parameters."""
     frame = spark.range(0, ROWS, 1, 2).select(F.col("id").cast("double").alias("x"))
     store = Store.create(str(folder / "store"))
     estimator = make_estimator(framework, parameters, store, frozen=framework != "keras")
@@ -118,7 +118,7 @@ def predict(spark: SparkSession, folder: Path, framework: str, parameters: int) 
 
 
 def assert_predicts(model: Any, frame: DataFrame, framework: str) -> None:
-    """Predict, and compare with what the model itself gives."""
+    """Assert that predictions equal the outputs of the wrapped model."""
     found = [row["y__output"] for row in model.transform(frame).orderBy("x").collect()]
     inner = model.getModel()
     given = np.arange(ROWS, dtype=np.float32)[:, None]
@@ -132,22 +132,22 @@ def assert_predicts(model: Any, frame: DataFrame, framework: str) -> None:
 
 
 def shared_pages(spark: SparkSession, folder: Path, framework: str, workers: int) -> None:
-    """Predict with a model of 1 GB in several workers at a time, which share its pages."""
+    """Predict with a 1 GB model in several concurrent workers, which share its pages."""
     frame = spark.range(0, workers, 1, workers).select(F.col("id").cast("double").alias("x"))
     model = model_that_reads(framework)
     found = np.array([row["y__output"].toArray() for row in model.transform(frame).collect()])
     print(found)
     np.testing.assert_allclose(found[:, 0], 1, rtol=1e-3)
     assert (found[:, 1] > 1).all()
-    # Beside the table a worker has what TensorFlow takes, or torch.
+    # Each worker needs memory for TensorFlow or torch besides the table.
     assert found[:, 2].sum() < 1 + workers * (0.6 if framework == "keras" else 0.4), found
 
 
 def model_that_reads(framework: str) -> Any:
-    """Return a model of 1 GB that gives the mean of its weights and its worker's RSS and PSS."""
+    """Return a 1 GB model that outputs its weights' mean, and its worker's RSS and PSS."""
 
     def sizes() -> list[float]:
-        # While the others have the table, too.
+        # By then the other workers have the table, too.
         time.sleep(20)
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         found = {line.split()[0]: float(line.split()[1]) / 2**20 for line in lines[1:]}
@@ -222,7 +222,7 @@ def images(spark: SparkSession, folder: Path, rows: int) -> None:
 
 
 def results(spark: SparkSession, folder: Path, ranks: int) -> None:
-    """Return what the driver's JVM can collect, and more than that, which leaves it alive."""
+    """Return the largest results that the JVM can collect; larger ones fail and leave it alive."""
     from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.launch.spark_backend import SparkBackend
 
@@ -236,7 +236,7 @@ def results(spark: SparkSession, folder: Path, ranks: int) -> None:
 
 
 def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
-    """Run and predict many times with 20 MB, and look at what stays on the disk."""
+    """Run and predict many times with 20 MB, and check the disk usage."""
     import torch
 
     from hvd_estimators.launch.spark_backend import SparkBackend
@@ -271,8 +271,8 @@ def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
         )
         assert len(other.transform(spark.range(4)).collect()) == 4
         sizes.append(on_disk(spark))
-    # Of models that are gone some 64 MB wait for the JVM's garbage collection, and more on a busy
-    # machine for the thread that then deletes them. All would be 420 MB.
+    # Some 64 MB of deleted models wait for the JVM's garbage collection. On a busy machine, more
+    # waits for the thread that deletes the files. All models would be 420 MB.
     assert max(sizes) < 300 * 2**20, sizes
     sizes = []
     for _ in range(repeats):

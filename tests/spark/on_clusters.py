@@ -1,4 +1,4 @@
-"""What runs alike on every kind of cluster: training functions, and a fit. Run by a driver."""
+"""Training functions and a fit that a driver runs on every kind of cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROWS, STEPS, RATE = 8, 5, 0.01
 
 
 def place(hvd: Any) -> dict[str, Any]:
-    """Return who and where this rank is."""
+    """Return this rank's numbers, host, working folder and devices."""
     import socket
 
     import hvd_estimators
@@ -20,7 +20,7 @@ def place(hvd: Any) -> dict[str, Any]:
         "local": (hvd.local_rank(), hvd.local_size()),
         "cross": (hvd.cross_rank(), hvd.cross_size()),
         "host": socket.gethostname(),
-        # Each executor has its own.
+        # Each executor has a different folder.
         "folder": os.getcwd(),
         "container": os.environ.get("CONTAINER_ID"),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -29,7 +29,7 @@ def place(hvd: Any) -> dict[str, Any]:
 
 
 def train_torch() -> tuple[dict[str, Any], list[float]]:
-    """Fit a line to this rank's rows, as a user's function does; return its place and the line."""
+    """Fit a line to this rank's rows, like a user's function; return its place and the line."""
     import horovod.torch as hvd
     import torch
 
@@ -50,7 +50,7 @@ def train_torch() -> tuple[dict[str, Any], list[float]]:
 
 
 def train_tensorflow() -> tuple[dict[str, Any], list[float]]:
-    """Do the same with TensorFlow."""
+    """Fit the same line with TensorFlow."""
     import horovod.tensorflow as hvd
     import numpy as np
     import tensorflow as tf
@@ -74,7 +74,7 @@ def run(train: Any, num_proc: int) -> list[Any]:
 
 
 def fit(url: str) -> list[float]:
-    """Fit a line to the same rows by an estimator, one batch an epoch; return it."""
+    """Fit a line to the same rows by an estimator, one batch per epoch, and return the line."""
     import torch
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
@@ -94,7 +94,7 @@ def fit(url: str) -> list[float]:
         num_proc=2,
         store=Store.create(url),
         model=net,
-        # The rate of one rank: it is multiplied by their number.
+        # The rate of one rank; the estimator multiplies it by the number of ranks.
         optimizer=torch.optim.SGD(net.parameters(), lr=RATE / 2),
         loss=torch.nn.functional.mse_loss,
         feature_cols=["x"],

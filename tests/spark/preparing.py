@@ -1,4 +1,4 @@
-"""Frames to prepare, and what came of them read back by hand."""
+"""Frames to prepare, and helpers to read prepared files directly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_estimators.torch import TorchEstimator
 
 
 def numbers(spark: Any, rows: int = 200) -> Any:
-    """Three columns of whole numbers, over spark.range."""
+    """Return spark.range with a doubled column, and with a column of rows to validate on."""
     return spark.range(0, rows, 1, 3).select(
         "id", (F.col("id") * 2.0).alias("x"), (F.col("id") % 5 == 0).alias("held_out")
     )
@@ -30,7 +30,7 @@ def index_of(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> s
 
 
 def read(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> Any:
-    """Prepare, and read back by hand: columns to train on, and to validate on."""
+    """Prepare a dataset and return the columns of its training and validation files."""
     with prepare_data(1, store, frame, labels, **options) as index:
         manifest = load_manifest(store, index)
         splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
@@ -44,7 +44,7 @@ def read(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> Any:
 
 
 def jobs_of(spark: Any, action: Any) -> int:
-    """Return how many Spark jobs an action starts."""
+    """Return the number of Spark jobs that an action starts."""
     context = spark.sparkContext
     group = uuid.uuid4().hex
     context.setJobGroup(group, "")
@@ -58,7 +58,7 @@ def jobs_of(spark: Any, action: Any) -> int:
 
 
 def make_estimator(store: Any, **params: Any) -> TorchEstimator:
-    """An estimator of y from x."""
+    """Return an estimator of y from x."""
     torch.manual_seed(0)
     net = torch.nn.Linear(1, 1)
     return TorchEstimator(

@@ -1,8 +1,8 @@
-"""What the tests of saved models are saved from. Run as a program it saves them anew.
+"""Models for the tests of saved models. As a program, this file saves them again.
 
     python tests/spark/saved_models.py tests/spark/saved
 
-Only where the format has changed on purpose: what is there stands for what users have saved.
+Run it only after a deliberate change of the format: the files stand for models that users saved.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ COLUMNS = ["colour", "a.b", "é", "label"]
 
 
 class Line(LightningModule):
-    """A linear layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(2, 1)
@@ -42,7 +40,7 @@ class Line(LightningModule):
 
 
 def frame(spark: Any) -> Any:
-    """Return the rows that models were fitted on, and predict."""
+    """Return the rows for fitting and predicting."""
     return spark.createDataFrame(ROWS, COLUMNS).repartition(1)
 
 
@@ -88,13 +86,13 @@ def estimators(store: Any) -> dict[str, Any]:
 
 
 def fitted(spark: Any, store: Any) -> dict[str, Any]:
-    """Return what is saved, by kind."""
+    """Return models and an estimator to save, by kind."""
     from pyspark.ml import Pipeline
     from pyspark.ml.feature import StringIndexer, VectorAssembler
 
     made = estimators(store)
     df = frame(spark)
-    # Spark's own transformers take no dots in a name.
+    # Spark's own transformers do not accept dots in a name.
     plain = df.toDF("colour", "a", "b", "label")
     with_vectors = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     stages = [
@@ -112,7 +110,7 @@ def fitted(spark: Any, store: Any) -> dict[str, Any]:
 
 
 def predictions(spark: Any, kind: str, model: Any) -> list[float]:
-    """Return what a model predicts of the rows, in their order."""
+    """Return a model's predictions in row order."""
     from pyspark.ml.feature import VectorAssembler
 
     df = frame(spark)

@@ -1,8 +1,8 @@
-"""Streams with a model, in applications that are killed and in one that goes on.
+"""Predict on streams, in applications that are killed and in a long-running one.
 
-Run by test_long_streams.py. ``write FOLDER`` predicts on all files of a folder, one in each
-micro-batch, into Parquet files, as a fresh application; it may be killed and run again.
-``memory FOLDER BATCHES`` looks at what grows.
+Run by test_long_streams.py. ``write FOLDER`` predicts on all files of a folder, one per
+micro-batch, and writes Parquet files. It may be killed and run again. ``memory FOLDER BATCHES``
+checks that the memory and the number of files do not grow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_GROWTH = 40 * 2**20
 
 
 def write_source(spark: SparkSession, folder: Path, files: int) -> None:
-    """Write files of rows, whose ids count from 0 over all of them."""
+    """Write files of rows, with consecutive IDs from 0 over all files."""
     for number in range(files):
         ids = spark.range(number * ROWS, (number + 1) * ROWS, 1, 1)
         rows = ids.select("id", F.array(F.col("id").cast("double"), F.lit(1.0)).alias("x"))
@@ -43,7 +43,7 @@ def read(spark: SparkSession, folder: Path) -> Any:
 
 
 class Sum(torch.nn.Module):
-    """Sums each row, with a table of 2 MB that need not be there."""
+    """Sum of each row, with an unneeded table of 2 MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Sum(torch.nn.Module):
 
 
 def write(spark: SparkSession, folder: Path) -> None:
-    """Predict on what is new with a model that is loaded, or saved where there is none."""
+    """Predict on new files with the saved model; save a model first if none exists."""
     saved = folder / "model"
     if not saved.exists():
         model = TorchModel(model=Sum(), input_shapes=[[-1, 2]], output_shapes=[[]], **COMMON)
@@ -71,10 +71,10 @@ def write(spark: SparkSession, folder: Path) -> None:
 
 
 def resident_in_workers() -> int:
-    """Return the bytes that Spark's Python workers of this application hold."""
+    """Return the resident bytes of this application's Python workers."""
     total = 0
     for process in psutil.Process().children(recursive=True):
-        # Some end meanwhile.
+        # Some workers end meanwhile.
         with contextlib.suppress(psutil.Error):
             if "pyspark.daemon" in " ".join(process.cmdline()):
                 total += process.memory_info().rss
@@ -82,7 +82,7 @@ def resident_in_workers() -> int:
 
 
 def memory(spark: SparkSession, folder: Path, batches: int) -> None:
-    """Predict in many micro-batches, by one plan and by a plan for each, in one application."""
+    """Predict in many micro-batches of one application, by one plan and by a plan for each."""
     write_source(spark, folder, batches)
     stream, seen = read(spark, folder), []
     model = LightningModel(model=Sum(), input_shapes=[[-1, 2]], **COMMON)
@@ -122,7 +122,7 @@ def memory(spark: SparkSession, folder: Path, batches: int) -> None:
 
 
 def main(job: str, folder: Path, *arguments: str) -> None:
-    """Run a job in a session of its own."""
+    """Run a job in a new session."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     spark = (
         SparkSession.builder.master("local[2]")

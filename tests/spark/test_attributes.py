@@ -1,4 +1,4 @@
-"""What transformers have noted of columns tells the sizes of embeddings."""
+"""Embedding sizes from the column metadata of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def indexed(spark: Any) -> Any:
         VectorAssembler(inputCols=["c d", "size"], outputCol="vector"),
     ]
     made = Pipeline(stages=stages).fit(frame).transform(frame)
-    # Spark's own transformers take no dots.
+    # Spark's own transformers do not accept dots in names.
     return made.withColumnRenamed("index", "colour.index")
 
 
@@ -37,12 +37,12 @@ def test_categories_are_counted_without_a_job(spark: Any, indexed: Any) -> None:
     found = cardinalities(indexed, ["c d", "colour.index", "bucket", "half"])
     jobs = spark.sparkContext.statusTracker().getJobIdsForGroup("cardinalities")
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
-    # One more for values that were not seen; of buckets those without rows count, too.
+    # One more for unseen values; buckets without rows count, too.
     assert list(found.items()) == [("c d", 4), ("colour.index", 3), ("bucket", 4), ("half", 2)]
     assert len(jobs) == 0
 
 
-def test_what_was_noted_comes_along_with_a_name_for_it(indexed: Any) -> None:
+def test_metadata_survives_filters_and_renames(indexed: Any) -> None:
     renamed = indexed.filter("size > 2").withColumnRenamed("colour.index", "`kind`")
     assert cardinalities(renamed, "`kind`") == {"`kind`": 3}
     kept = indexed.withMetadata("size", {"ml_attr": {"type": "nominal", "num_vals": 7}})
@@ -52,7 +52,7 @@ def test_what_was_noted_comes_along_with_a_name_for_it(indexed: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bucketizer", "quantiles", "indexer"])
-def test_of_the_kept_invalid_only_that_of_strings_is_counted(spark: Any, kind: str) -> None:
+def test_only_string_indexers_count_kept_invalid_values(spark: Any, kind: str) -> None:
     names = {"inputCol": "size", "outputCol": "out", "handleInvalid": "keep"}
     stages: dict[str, Any] = {
         "bucketizer": Bucketizer(splits=[0.0, 1.0, 2.0], **names),
@@ -64,7 +64,7 @@ def test_of_the_kept_invalid_only_that_of_strings_is_counted(spark: Any, kind: s
         frame = frame.fillna({"size": float("nan")})
     made = Pipeline(stages=[stages[kind]]).fit(frame).transform(frame)
     largest = max(row["out"] for row in made.collect())
-    # If Spark notes NaN's bucket one day, the docstring's "add one" is wrong.
+    # If Spark ever records NaN's bucket, the docstring's "add one" is wrong.
     assert cardinalities(made, ["out"]) == {"out": 3 if kind == "indexer" else 2}
     assert largest == 2.0
 
@@ -78,11 +78,11 @@ def test_of_the_kept_invalid_only_that_of_strings_is_counted(spark: Any, kind: s
         ([], "expected at least one column name"),
     ],
 )
-def test_what_nobody_noted_is_an_error(indexed: Any, columns: Any, message: str) -> None:
+def test_columns_without_metadata_are_an_error(indexed: Any, columns: Any, message: str) -> None:
     with pytest.raises(ColumnError, match=message):
         cardinalities(indexed, columns)
 
 
-def test_a_frame_is_asked_for() -> None:
+def test_objects_that_are_not_dataframes_are_rejected() -> None:
     with pytest.raises(ParamError, match="df"):
         cardinalities({"a": [1]}, ["a"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Executors in processes of their own that are killed, and a driver that is."""
+"""Killed executors and a killed driver on a local cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_executors_that_are_killed_take_their_ranks_along_and_are_told_of(tmp_path: Path) -> None:
+def test_a_killed_executor_is_reported_and_its_ranks_end(tmp_path: Path) -> None:
     job = Path(__file__).with_name("cluster_failures_job.py")
     done = subprocess.run(
         [sys.executable, str(job), str(tmp_path), "end well"],

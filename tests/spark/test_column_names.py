@@ -1,4 +1,4 @@
-"""Columns of any name: what fits, prepares and predicts, and what is refused beforehand."""
+"""Arbitrary column names in fits, prepared data and predictions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def case_sensitive(spark: Any) -> Iterator[None]:
 
 
 def odd_frame(spark: Any, names: list[str], shuffled: bool = False) -> Any:
-    """Columns of id + i, a vector, and one that is above zero for every third row."""
+    """Return columns of id + i, a vector, and a column that is positive in every third row."""
     frame = spark.range(60)
     frame = frame.repartition(3) if shuffled else frame
     values = [(F.col("id") + i).cast("double") for i in range(len(names))]
@@ -71,7 +71,7 @@ def test_nulls_are_found_in_columns_of_any_name(spark: Any, store: Any) -> None:
         index_of(store, frame)
 
 
-def test_names_that_case_tells_apart_are_written(
+def test_names_that_differ_only_in_case_are_written(
     spark: Any, store: Any, case_sensitive: None
 ) -> None:
     frame = odd_frame(spark, ["Age", "age", "V__Indices"])
@@ -88,7 +88,7 @@ def test_names_that_case_tells_apart_are_written(
         (["x", "X"], "2 columns that Spark takes for 'x': 'x', 'X'. .*caseSensitive=true"),
     ],
 )
-def test_names_that_spark_cannot_tell_apart_are_refused_before_anything_runs(
+def test_ambiguous_names_are_rejected_before_any_job_runs(
     spark: Any, store: Any, names: list[str], remedy: str
 ) -> None:
     frame = odd_frame(spark, names).withColumn("y", F.col("id") * 1.0)
@@ -113,12 +113,12 @@ def test_names_that_spark_cannot_tell_apart_are_refused_before_anything_runs(
         use("feature_columns", lambda: model.transform(frame))
 
     assert jobs_of(spark, use_all) == 0
-    # The others can be used.
+    # The other columns can be used.
     (found,) = read(store, frame, feature_columns=["y"])
     assert sorted(found["y"]) == list(range(60))
 
 
-def test_a_model_predicts_from_and_into_columns_of_any_name(spark: Any, store: Any) -> None:
+def test_a_model_reads_and_adds_columns_of_any_name(spark: Any, store: Any) -> None:
     import torch
 
     net = torch.nn.Linear(1, 1)
@@ -162,7 +162,9 @@ def test_an_estimator_trains_on_columns_of_any_name(spark: Any, store: Any) -> N
 
 
 @pytest.mark.parametrize("bad", [float("nan"), None])
-def test_a_validation_column_without_a_number_is_refused(spark: Any, store: Any, bad: Any) -> None:
+def test_validation_columns_with_nulls_or_nan_are_rejected(
+    spark: Any, store: Any, bad: Any
+) -> None:
     rows = [(i, bad if i == 3 else float(i % 2)) for i in range(6)]
     for data_type in ("double", "float"):
         frame = spark.createDataFrame(rows, "id int, held double")

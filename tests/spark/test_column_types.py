@@ -1,4 +1,4 @@
-"""Columns of every type: trained on as they are, refused with a remedy, or passed on."""
+"""Columns of every Spark type: training, error messages with a remedy, and passing through."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def settings(spark: Any, **given: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def typed(spark: Any) -> Iterator[Any]:
-    """A row in which each column has a value, and one in which each is null."""
+    """Return one row with a value in each column, and one with only nulls."""
     with settings(spark, **SWITCHES):
         known = {}
         for name, (expression, _) in REFUSED.items():
-            # As far as this Spark has the type.
+            # Older versions of Spark lack some of these types.
             with contextlib.suppress(PySparkException):
                 assert spark.sql(f"select {expression} as c").schema
                 known[name] = expression
@@ -86,9 +86,7 @@ def typed(spark: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_cannot_be_trained_on_is_refused_with_a_remedy(
-    typed: Any, store: Store, name: str
-) -> None:
+def test_unsupported_types_are_rejected_with_a_remedy(typed: Any, store: Store, name: str) -> None:
     if name not in typed.columns:
         pytest.skip("this Spark has no such type")
     remedy = f"Column '{name}' has type .*{REFUSED[name][1]}"
@@ -114,7 +112,7 @@ def test_what_cannot_be_trained_on_is_refused_with_a_remedy(
         model.setOutputShapes([[]]).transform(typed)
 
 
-def test_types_of_users_and_of_mllib_are_refused_with_a_remedy(spark: Any, store: Store) -> None:
+def test_user_defined_and_mllib_types_are_rejected_with_a_remedy(spark: Any, store: Store) -> None:
     frame = spark.createDataFrame(
         [(1.0, Matrices.dense(1, 2, [1, 2]), OldVectors.dense([1.0]))], ["y", "matrix", "old"]
     )
@@ -127,7 +125,7 @@ def test_types_of_users_and_of_mllib_are_refused_with_a_remedy(spark: Any, store
 
 
 @pytest.mark.parametrize("features", [["x"], ["pair"]], ids=["small rows", "rows of unknown size"])
-def test_what_a_model_is_not_given_stays_as_it_is(typed: Any, features: list[str]) -> None:
+def test_columns_that_are_not_features_stay_unchanged(typed: Any, features: list[str]) -> None:
     model = TorchModel(model=torch.nn.Identity(), feature_columns=features, label_columns=["y"])
     model.setOutputShapes([[] if features == ["x"] else [2]])
     predicted = model.transform(typed)
@@ -136,7 +134,7 @@ def test_what_a_model_is_not_given_stays_as_it_is(typed: Any, features: list[str
     text = [F.col(f.name).cast("string") for f in typed.schema if "interval" in str(f).lower()]
     rest = [f.name for f in typed.schema if "interval" not in str(f).lower()]
     found = predicted.select(*rest, *text, "y__output").collect()
-    # As text: not each of PySpark's values can be compared.
+    # As text, because some of PySpark's values cannot be compared.
     assert [str(tuple(row[:-1])) for row in found] == [
         str(tuple(row)) for row in typed.select(*rest, *text).collect()
     ]
@@ -147,8 +145,8 @@ def test_what_a_model_is_not_given_stays_as_it_is(typed: Any, features: list[str
         assert [vector.toArray().tolist() for vector in outputs] == [[0.0, 1.0], [1.0, 1.0]]
 
 
-def test_vectors_and_collated_text_of_files_stay_as_they_are(typed: Any, tmp_path: Path) -> None:
-    """Spark 4.3 hands columns of files to Arrow UDFs, but not those of each type."""
+def test_vectors_and_collated_text_from_files_stay_unchanged(typed: Any, tmp_path: Path) -> None:
+    """Read columns from files: Spark 4.3 passes only some of their types to Arrow UDFs."""
     v = array_to_vector(F.array("id", "x"))
     text = [name for name in ("text", "collated") if name in typed.columns]
     typed.select("x", *text, v.alias("v"), F.array(v).alias("vs")).write.parquet(f"{tmp_path}/in")
@@ -162,8 +160,8 @@ def test_vectors_and_collated_text_of_files_stay_as_they_are(typed: Any, tmp_pat
 
 
 @pytest.mark.parametrize("ansi", ["true", "false"])
-def test_numbers_are_the_nearest_that_a_type_can_hold(spark: Any, store: Store, ansi: str) -> None:
-    """With ANSI rules and without: what is too large for a 32-bit float is infinite."""
+def test_numbers_are_rounded_to_the_nearest_value(spark: Any, store: Store, ansi: str) -> None:
+    """Check 32-bit overflow with and without ANSI rules: too large values become infinite."""
     wide = [1e300, 1 / 3, 16777217.0, -1e-50]
     rows = [(Decimal(d), [Decimal(d)], 2**63 - 1 - i, [wide[i]], i) for i, d in enumerate(DECIMALS)]
     schema = "d decimal(38,9), ds array<decimal(38,9)>, l long, a array<double>, id int"
@@ -186,13 +184,13 @@ def test_numbers_are_the_nearest_that_a_type_can_hold(spark: Any, store: Store, 
 
 
 @pytest.mark.parametrize("ansi", ["true", "false"])
-def test_whole_numbers_and_decimals_are_made_up_by_no_cast(spark: Any, ansi: str) -> None:
-    # No rows of Python's: Spark 3.5 may use the worker that made them again after an error.
+def test_casts_to_integers_and_decimals_never_invent_values(spark: Any, ansi: str) -> None:
+    # Not rows from Python: Spark 3.5 may reuse the worker that made them after an error.
     frame = spark.sql("select * from values (127.9d), (-128.9d), (double('NaN')), (null) as t(x)")
     large = spark.sql("select 128d as x")
     model = TorchModel(model=torch.nn.Identity(), feature_columns=["x"], label_columns=["y"])
     model.setOutputShapes([[]]).setColumnDtypes({"x": "float64"})
-    # PyTorch's numbers are cut, as Spark's are.
+    # PyTorch's numbers are truncated, like Spark's.
     expected = {
         "tinyint": [127, -128, None, None],
         "boolean": [True, True, None, None],

@@ -1,4 +1,4 @@
-"""How Spark puts what `prepare_data` writes in its place on an object store."""
+"""Output commits of `prepare_data` on an object store."""
 
 import collections
 
@@ -10,11 +10,11 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize(("shuffled", "copies"), [(True, 2), (False, 3)])
-def test_a_file_is_copied_once_less_where_a_task_that_runs_again_writes_the_same(
-    spark, s3a, shuffled, copies
-):
-    """Renaming is copying there: by tasks, by Spark's driver unless it is told otherwise, and
-    to the paths that the store reports.
+def test_shuffled_files_need_one_copy_less(spark, s3a, shuffled, copies):
+    """Count copies, which replace renames on S3.
+
+    Tasks copy, Spark's driver copies by default, and the move to the store's paths copies. A
+    shuffled task writes the same rows when it is retried, and does without the driver's copy.
     """
     store = Store.create(f"{s3a.url}/{shuffled}", storage_options=s3a.storage_options)
     option = "mapreduce.fileoutputcommitter.algorithm.version"
@@ -37,6 +37,6 @@ def test_a_file_is_copied_once_less_where_a_task_that_runs_again_writes_the_same
         files = [path for path in stored if path.endswith(".parquet")]
         assert not s3a.objects(f"{store.get_train_data_path(index)}.split")
     clear_prepared_data(store)
-    # Both sides of a task have one name. A file is uploaded, and then copied.
+    # The files of a task have the same name on both sides. A file is uploaded, and then copied.
     assert sum(written.values()) == len(files) * (1 + copies)
     assert spark.conf.get(option, None) is None

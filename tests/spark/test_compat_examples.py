@@ -1,7 +1,7 @@
-"""Programs as Horovod's own examples for Spark are, with nothing changed but what Keras 3 and
-Lightning 2 demand: digits with torch, Lightning and Keras, and the Rossmann stores.
+"""Programs like Horovod's own Spark examples: digits with three frameworks, and Rossmann stores.
 
-The digits come as a LIBSVM file, the stores as a small generated table.
+Only the changes that Keras 3 and Lightning 2 demand have been made. The digits are a LIBSVM
+file, and the stores a small generated table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("compat"), pytest.mark.
 
 @pytest.fixture(scope="module")
 def digits(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """Two classes of real images of 8 x 8, with sparse features and one-hot labels."""
+    """Return two classes of real images of 8 x 8, with sparse features and one-hot labels."""
     from sklearn.datasets import dump_svmlight_file, load_digits
 
     data = load_digits(n_class=2)
@@ -126,12 +126,12 @@ def test_lightning(digits: Any, tmp_path: Path) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("val_loss", F.nll_loss(self(batch["features"]), batch["label"].long()))
 
-        # Lightning 2: validation_epoch_end(outputs) is gone.
+        # Lightning 2 removed validation_epoch_end(outputs).
         def on_validation_epoch_end(self) -> None:
             self.log("avg_val_loss", self.trainer.callback_metrics["val_loss"])
 
     class Counting(Callback):
-        # Lightning 2: on_init_start, on_init_end and on_epoch_end are gone.
+        # Lightning 2 removed on_init_start, on_init_end and on_epoch_end.
         def __init__(self) -> None:
             self.train_epochs = self.validation_epochs = 0
 
@@ -251,7 +251,7 @@ def test_rossmann(spark: Any, tmp_path: Path) -> None:
     def act_sigmoid_scaled(x: Any) -> Any:
         return tf.nn.sigmoid(x) * tf.math.log(max_sales) * 1.2
 
-    # Few steps, of which some begin worse than others.
+    # The seed matters: there are few steps, and some initial weights are worse than others.
     tf.keras.utils.set_random_seed(1)
     inputs = {col: Input(shape=(1,), name=col) for col in all_cols}
     embeddings = [

@@ -1,4 +1,4 @@
-"""Libraries on ``horovod.spark`` run on this package with nothing of them changed."""
+"""Unchanged libraries on ``horovod.spark`` run on this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 @pytest.fixture
 def library(spark: Any, compat: None) -> Iterator[Any]:
-    """The library, by reference in ranks and in Python workers."""
+    """Import the library, by reference in ranks and in Python workers."""
     spark.sparkContext.addPyFile(str(Path(__file__).with_name("text_library.py")))
     import text_library
 
@@ -36,7 +36,7 @@ def make_texts(spark: Any) -> Any:
     return spark.createDataFrame(rows, ["comment", "class"])
 
 
-def test_text_trains_with_the_librarys_backend_and_predicts(
+def test_a_text_classifier_trains_with_the_librarys_backend(
     spark: Any, library: Any, store: Any, tmp_path: Path
 ) -> None:
     frame = make_texts(spark)
@@ -58,7 +58,7 @@ def test_text_trains_with_the_librarys_backend_and_predicts(
     assert type(model) is library.TextModel
     losses = [entry["train"]["train_loss"] for entry in model.getHistory()]
     assert losses[-1] < losses[0] / 2
-    # The steps returned nothing.
+    # The validation steps returned nothing.
     assert model.getHistory()[-1]["validation"]["avg_val_loss"] == float("inf")
 
     predicted = model.setOutputCols(["probability"]).transform(frame)
@@ -80,9 +80,7 @@ def test_text_trains_with_the_librarys_backend_and_predicts(
     assert again == rows
 
 
-def test_images_are_read_from_paths_in_training_and_in_prediction(
-    spark: Any, compat: None, store: Any, tmp_path: Path
-) -> None:
+def test_images_are_read_from_paths(spark: Any, compat: None, store: Any, tmp_path: Path) -> None:
     from horovod.spark.lightning import TorchEstimator, TorchModel
     from pytorch_lightning import LightningModule
 
@@ -144,9 +142,7 @@ def test_images_are_read_from_paths_in_training_and_in_prediction(
     ]
 
 
-def test_prepared_data_is_trained_on_from_the_names_of_horovod(
-    spark: Any, compat: None, store: Any
-) -> None:
+def test_prepare_data_works_under_horovods_names(spark: Any, compat: None, store: Any) -> None:
     from horovod.spark.common import util
     from horovod.spark.common.store import Store
 

@@ -1,6 +1,6 @@
-"""Over Spark Connect, where the driver's process has no JVM: launching, fits, predictions, saving.
+"""Launching, fits, predictions and saving over Spark Connect, where the driver has no JVM.
 
-What is expected is worked out by NumPy, or by a single process.
+NumPy, or a single process, computes the expected values.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def predictions(model: Any, column: str) -> np.ndarray:
 
 
 def further_ways(model: Any, folder: str) -> dict[str, Any]:
-    """Return what a model predicts by other ways than a plain DataFrame."""
+    """Return a model's predictions for nulls, in SQL and on a stream."""
     from pyspark.sql import functions as F
 
     frame = linear_frame()
-    # Lazy: this is not computed before it is asked for.
+    # The column is lazy: it is computed only on request.
     failing = F.when(F.raise_error(F.lit("it is computed")).isNull(), F.col("the x"))
     predicted = model.transform(frame.withColumn("the x", failing))
     with pytest.raises(Exception, match="it is computed"):
@@ -122,7 +122,7 @@ def further_ways(model: Any, folder: str) -> dict[str, Any]:
     }
 
 
-def test_run_gives_every_rank_a_task_however_large_the_call(connect: Application) -> None:
+def test_run_gives_every_rank_a_task_for_calls_of_any_size(connect: Application) -> None:
     def job() -> Any:
         from hvd_estimators import run
 
@@ -139,7 +139,7 @@ def test_run_gives_every_rank_a_task_however_large_the_call(connect: Application
     assert [row[:2] for row in all_slots] == [(rank, SLOTS) for rank in range(SLOTS)]
 
 
-def test_what_ranks_fail_of_is_told_as_elsewhere(connect: Application) -> None:
+def test_failures_of_ranks_are_reported(connect: Application) -> None:
     def failing() -> None:
         raise ValueError("as it must be")
 
@@ -161,7 +161,7 @@ def test_what_ranks_fail_of_is_told_as_elsewhere(connect: Application) -> None:
         connect.run(job, killed)
 
 
-def test_more_ranks_than_slots_are_an_error_at_once(connect: Application) -> None:
+def test_more_ranks_than_slots_fail_at_once(connect: Application) -> None:
     def job() -> None:
         from hvd_estimators import run
 
@@ -170,10 +170,10 @@ def test_more_ranks_than_slots_are_an_error_at_once(connect: Application) -> Non
     started = time.monotonic()
     with pytest.raises(SlotsError, match=f"has {SLOTS}. Set num_proc to {SLOTS} or less"):
         connect.run(job)
-    assert time.monotonic() - started < 30  # Spark alone asks for ten minutes
+    assert time.monotonic() - started < 30  # Spark alone would wait for ten minutes
 
 
-def test_slots_that_others_hold_are_waited_for_as_long_as_is_said(connect: Application) -> None:
+def test_waiting_for_occupied_slots_times_out(connect: Application) -> None:
     def job() -> None:
         import threading
 
@@ -211,7 +211,7 @@ def test_slots_that_others_hold_are_waited_for_as_long_as_is_said(connect: Appli
         connect.run(job)
 
 
-def test_a_tag_of_the_users_cancels_the_ranks(connect: Application) -> None:
+def test_interrupting_the_users_tag_cancels_the_ranks(connect: Application) -> None:
     def job(marker: str) -> None:
         import threading
 
@@ -238,7 +238,7 @@ def test_a_tag_of_the_users_cancels_the_ranks(connect: Application) -> None:
         connect.run(job, str(connect.folder / "begun"))
 
 
-def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
+def test_fitting_saving_and_loading(connect: Application) -> None:
     def job(folder: str) -> Any:
         from pyspark.ml import Pipeline, PipelineModel
 
@@ -284,7 +284,7 @@ def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
     assert found["params"] == 15
 
 
-def test_what_is_saved_over_connect_is_loaded_elsewhere(connect: Application, spark: Any) -> None:
+def test_models_saved_over_connect_load_without_it(connect: Application, spark: Any) -> None:
     def job(folder: str) -> Any:
         import torch
 
@@ -327,7 +327,7 @@ def test_large_models_predict_without_broadcast_variables(connect: Application) 
     np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_prepared_data_are_trained_on(connect: Application) -> None:
+def test_an_estimator_trains_on_prepared_data(connect: Application) -> None:
     def job(folder: str) -> Any:
         from hvd_estimators import Store, prepare_data
 
@@ -361,7 +361,7 @@ def test_a_cross_validator_finds_the_better_params(connect: Application) -> None
     assert len(history) == 3
 
 
-def test_no_session_in_a_thread_is_an_error_that_says_so(connect: Application) -> None:
+def test_a_thread_without_a_session_is_an_error(connect: Application) -> None:
     def job() -> Any:
         import threading
 

@@ -1,4 +1,4 @@
-"""What Spark writes to a store with: which form of a path, and what is said where it cannot."""
+"""Spark's connectors to a store: URL schemes, and error messages of missing connectors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 class ElsewhereStore(LocalStore):
-    """A local store, of which Spark is told other places."""
+    """Local store that reports other URLs to Spark."""
 
     places: tuple[str, ...] = ()
 
@@ -27,7 +27,7 @@ class ElsewhereStore(LocalStore):
         return [place + path for place in self.places]
 
 
-def test_s3_is_s3a_to_this_spark(s3a: Any, spark: Any) -> None:
+def test_s3_urls_become_s3a_urls(s3a: Any, spark: Any) -> None:
     for url in (s3a.url, s3a.url.replace("s3:", "s3a:")):
         store = Store.create(f"{url}/connectors", storage_options=s3a.storage_options)
         path = store.get_train_data_path("7f")
@@ -38,9 +38,9 @@ def test_s3_is_s3a_to_this_spark(s3a: Any, spark: Any) -> None:
     assert store.find(store.prefix_path) == []
 
 
-def test_what_spark_needs_for_s3_is_said(s3a: Any, spark: Any) -> None:
+def test_the_error_names_sparks_settings_for_s3(s3a: Any, spark: Any) -> None:
     store = Store.create(f"{s3a.url}/connectors", storage_options=s3a.storage_options)
-    # A bucket for which this session has no keys, and one that is not there.
+    # A bucket for which this session has no keys, and a bucket that does not exist.
     for bucket in (s3a.new_bucket(), s3a.url.replace("bucket-", "absent-")):
         elsewhere = Store.create(bucket, storage_options=s3a.storage_options)
         with pytest.raises(StoreError, match=r"Spark cannot write.*spark\.hadoop\.fs\.s3a\.") as e:
@@ -49,7 +49,7 @@ def test_what_spark_needs_for_s3_is_said(s3a: Any, spark: Any) -> None:
     assert store.find(store.prefix_path) == []
 
 
-def test_hdfs_by_its_url_and_by_hadoops_configuration(
+def test_hdfs_by_url_and_by_hadoop_configuration(
     hdfs: Any, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.create(f"{hdfs.url}/connectors")
@@ -67,14 +67,14 @@ def test_hdfs_by_its_url_and_by_hadoops_configuration(
     store.delete(store.prefix_path)
 
 
-def test_nobody_answers_where_the_name_node_should_be(spark: Any, tmp_path: Path) -> None:
+def test_an_unreachable_name_node_is_reported(spark: Any, tmp_path: Path) -> None:
     store = ElsewhereStore(str(tmp_path))
     store.places = ("hdfs://127.0.0.1:1",)
     with pytest.raises(StoreError, match=r"Spark cannot write to 'hdfs://.*Connection refused"):
         check_connector(spark, store)
 
 
-def test_a_connector_that_is_missing_is_named_with_its_package(spark: Any, tmp_path: Path) -> None:
+def test_the_error_names_the_package_of_a_missing_connector(spark: Any, tmp_path: Path) -> None:
     store = ElsewhereStore(str(tmp_path))
     store.places = ("gs://bucket",)
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_a_connector_that_is_missing_is_named_with_its_package(spark: Any, tmp_p
     assert spark_url(spark, store, "/a") == "file:///a"
 
 
-def test_spark_and_python_have_to_mean_the_same_place(
+def test_different_places_for_spark_and_python_are_rejected(
     hdfs: Any, spark: Any, tmp_path: Path
 ) -> None:
     store = ElsewhereStore(str(tmp_path))
@@ -102,9 +102,7 @@ def test_spark_and_python_have_to_mean_the_same_place(
         check_connector(spark, store)
 
 
-def test_dbfs_is_known_to_databricks_spark_and_mounted_elsewhere(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_dbfs_paths_become_dbfs_or_file_urls(spark: Any, tmp_path: Path) -> None:
     store = DBFSLocalStore("dbfs:/store", mount=str(tmp_path))
     path = store.get_train_data_path("7f")
     found = spark_url(spark, store, path)
@@ -116,7 +114,7 @@ class BrokenStore(LocalStore):
         raise StoreError("no credentials here, s3cr3t!")
 
 
-def test_a_machine_that_cannot_reach_the_store_tells_why(tmp_path: Path) -> None:
+def test_a_machine_that_cannot_reach_the_store_reports_why(tmp_path: Path) -> None:
     store = BrokenStore(str(tmp_path), storage_options={"secret": "s3cr3t!"})
     (batch,) = hosts_without(iter(()), store=store, path="/a")
     (problem,) = batch.to_pydict()["problem"]

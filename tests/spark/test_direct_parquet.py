@@ -1,4 +1,4 @@
-"""Programs as Horovod's own tests of `fit_on_parquet` are.
+"""Programs like Horovod's own tests of `fit_on_parquet`.
 
 Lambdas on the store report its paths, `prepare_data` wrote the rows, and processes read them.
 """
@@ -25,7 +25,7 @@ SOME_WAYS = [(None, True, "process"), ("val", False, "process")]
 
 
 class CallbackBackend:
-    """Runs the ranks' function in this process, as the backend of Horovod's tests does."""
+    """Run the ranks' function in this process, like the backend of Horovod's tests."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
         return [fn(*args, **(kwargs or {}))]
@@ -115,7 +115,7 @@ def store(tmp_path: Path) -> Any:
     from horovod.spark.common.store import LocalStore
 
     store = LocalStore(str(tmp_path))
-    # The lambdas refer to the store that they are on.
+    # The lambdas refer to the store that holds them.
     store.get_train_data_path = lambda v=None: store._train_path
     store.get_val_data_path = lambda v=None: store._val_path
     return store
@@ -161,12 +161,12 @@ def test_direct_parquet(spark: Any, store: Any, make: Any) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("make", MAKERS)
-def test_direct_parquet_in_every_way(spark: Any, store: Any, make: Any) -> None:
+def test_direct_parquet_with_all_reader_options(spark: Any, store: Any, make: Any) -> None:
     check(spark, store, make, EVERY_WAY)
 
 
-def test_files_that_spark_wrote(spark: Any, store: Any) -> None:
-    """Validation is set to any text, and vectors lie as Spark writes arrays."""
+def test_validation_set_to_text_reads_val_path(spark: Any, store: Any) -> None:
+    """Set validation to any text, and let Spark write the vectors as arrays."""
     from pyspark.ml.functions import vector_to_array
 
     df = xor(spark)
@@ -191,7 +191,7 @@ def test_files_that_spark_wrote(spark: Any, store: Any) -> None:
     assert "val" in str(model.getHistory())
 
 
-def test_ranks_of_run_read_the_paths_that_the_store_reports(spark: Any, tmp_path: Path) -> None:
+def test_ranks_of_run_read_the_stores_paths(spark: Any, tmp_path: Path) -> None:
     import horovod.spark
     from horovod.spark.common import util
     from horovod.spark.common.store import Store

@@ -1,4 +1,4 @@
-"""Bad input ends in a typed error on the driver, and leaves nothing behind."""
+"""Bad input raises a typed error on the driver and leaves no files or processes."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def numbers(spark: Any, rows: int = 20) -> Any:
 
 
 def assert_nothing_written(store: Any) -> None:
-    """Make sure that there is nothing but the folder of all runs, which is empty."""
+    """Assert that the store holds only the empty folder of runs."""
     runs = Path(store.get_runs_path())
     assert [path for path in Path(store.prefix_path).rglob("*") if path != runs] == []
 
 
 def rank_processes() -> list[psutil.Process]:
-    """Return the ranks that these tests started, not those of others on the machine."""
+    """Return the ranks that these tests started, without other ranks on the machine."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ", "name"]):
         is_rank = "hvd_estimators.launch.rank.worker" in (process.info["cmdline"] or [])
         started_by = (process.info["environ"] or {}).get("TESTS_OF_HVD_ESTIMATORS")
-        # What ranks are forked from stays.
+        # The process from which ranks are forked stays.
         if is_rank and started_by == str(os.getpid()) and process.info["name"] != NAME:
             found.append(process)
     return found
@@ -103,7 +103,7 @@ def test_a_missing_column_is_named_with_its_param(
         ({"a": 1}, "convert it"),
     ],
 )
-def test_a_column_of_the_wrong_type_is_refused_with_a_remedy(
+def test_a_column_of_the_wrong_type_is_rejected_with_a_remedy(
     spark: Any, store: Any, value: Any, remedy: str
 ) -> None:
     frame = spark.createDataFrame([(value, 1.0)], ["x", "y"])
@@ -122,7 +122,7 @@ def test_a_column_of_the_wrong_type_is_refused_with_a_remedy(
         ("x array<double>, y double", ([1.0], 1.0), ([1.0, 2.0], 1.0), "'x' is ragged.*1 to 2"),
     ],
 )
-def test_nulls_and_ragged_arrays_are_refused(
+def test_nulls_and_ragged_arrays_are_rejected(
     spark: Any, store: Any, schema: str, good: Any, bad: Any, message: str
 ) -> None:
     frame = spark.createDataFrame([good, bad, good], schema)
@@ -131,7 +131,7 @@ def test_nulls_and_ragged_arrays_are_refused(
     assert_nothing_written(store)
 
 
-def test_vectors_of_different_widths_and_null_vectors_are_refused(spark: Any, store: Any) -> None:
+def test_ragged_and_null_vectors_are_rejected(spark: Any, store: Any) -> None:
     vectors = [(Vectors.dense([1.0]), 1.0), (Vectors.dense([1.0, 2.0]), 1.0)]
     with pytest.raises(DataError, match="'x' is ragged"):
         make_estimator(store).fit(spark.createDataFrame(vectors, ["x", "y"]))
@@ -141,7 +141,7 @@ def test_vectors_of_different_widths_and_null_vectors_are_refused(spark: Any, st
     assert_nothing_written(store)
 
 
-def test_an_empty_frame_is_refused(spark: Any, store: Any) -> None:
+def test_an_empty_frame_is_rejected(spark: Any, store: Any) -> None:
     with pytest.raises(DataError, match="empty"):
         make_estimator(store).fit(numbers(spark).where("1 = 0"))
     with pytest.raises(DataError, match="no rows to train on"):
@@ -149,21 +149,21 @@ def test_an_empty_frame_is_refused(spark: Any, store: Any) -> None:
     assert_nothing_written(store)
 
 
-def test_fewer_rows_than_ranks_are_refused(spark: Any, store: Any) -> None:
+def test_fewer_rows_than_ranks_are_rejected(spark: Any, store: Any) -> None:
     with pytest.raises(DataError, match="1 rows, fewer than the 2 ranks"):
         make_estimator(store).fit(numbers(spark, 1))
     assert clear_prepared_data(store) == []
     assert_nothing_written(store)
 
 
-def test_a_null_in_the_validation_column_is_refused(spark: Any, store: Any) -> None:
+def test_a_null_in_the_validation_column_is_rejected(spark: Any, store: Any) -> None:
     frame = numbers(spark).withColumn("held_out", F.when(F.col("x") > 3, F.col("x") > 10))
     with pytest.raises(DataError, match=r"validation.*4 nulls"):
         make_estimator(store, validation="held_out").fit(frame)
     assert_nothing_written(store)
 
 
-def test_shapes_that_do_not_fit_are_found_before_training(spark: Any, store: Any) -> None:
+def test_mismatched_shapes_are_rejected_before_training(spark: Any, store: Any) -> None:
     frame = numbers(spark)
     with pytest.raises(ShapeError, match=r"input_shapes=\(\(-1, 3\),\)"):
         make_estimator(store, width=3).fit(frame)
@@ -171,7 +171,7 @@ def test_shapes_that_do_not_fit_are_found_before_training(spark: Any, store: Any
         make_estimator(store, width=3, input_shapes=None).fit(frame)
     with pytest.raises(ShapeError, match=r"output \((\d+), 2\), label \(\1,\)") as raised:
         make_estimator(store, model=torch.nn.Linear(1, 2)).fit(frame)
-    # It is told once, as what torch said became it, and not for the trial on zeros as well.
+    # The cause is torch's error, without a second error from the dry run on zeros.
     assert not isinstance(raised.value.__cause__.__context__, ShapeError)
     assert raised.value.__context__ is raised.value.__cause__
     with pytest.raises(ShapeError, match="1 outputs, and there are 2 label"):
@@ -179,7 +179,7 @@ def test_shapes_that_do_not_fit_are_found_before_training(spark: Any, store: Any
     assert_nothing_written(store)
 
 
-def test_more_ranks_than_task_slots_are_refused_at_once(spark: Any, store: Any) -> None:
+def test_more_ranks_than_task_slots_are_rejected_at_once(spark: Any, store: Any) -> None:
     started = time.monotonic()
     with pytest.raises(SlotsError, match=r"num_proc: 9 ranks.*has 3"):
         make_estimator(store, num_proc=9).fit(numbers(spark))
@@ -187,7 +187,7 @@ def test_more_ranks_than_task_slots_are_refused_at_once(spark: Any, store: Any) 
     assert_nothing_written(store)
 
 
-def test_a_store_that_cannot_be_written_to_is_refused(spark: Any, tmp_path: Path) -> None:
+def test_a_store_without_write_access_is_rejected(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     store = Store.create(str(tmp_path / "file" / "store"))
     with pytest.raises(StoreError, match="prefix_path"):
@@ -221,15 +221,13 @@ def test_params_are_checked_together(
     assert_nothing_written(store)
 
 
-def test_batch_normalization_on_a_single_row_is_refused(spark: Any, store: Any) -> None:
+def test_batch_normalization_on_a_single_row_is_rejected(spark: Any, store: Any) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     with pytest.raises(DataError, match="batch_size=4"):
         make_estimator(store, model=net, batch_size=4, num_proc=1).fit(numbers(spark, 9))
 
 
-def test_a_loss_that_raises_on_one_rank_reaches_the_driver_with_its_traceback(
-    spark: Any, store: Any
-) -> None:
+def test_an_error_on_one_rank_reaches_the_driver_with_its_traceback(spark: Any, store: Any) -> None:
     def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         import os
 
@@ -243,12 +241,12 @@ def test_a_loss_that_raises_on_one_rank_reaches_the_driver_with_its_traceback(
     assert "ArithmeticError" in str(caught.value)
     assert "in loss" in str(caught.value)
     assert rank_processes() == []
-    # Nobody uses the prepared data any more.
+    # The prepared data is no longer in use.
     clear_training_cache()
     assert [path.name for path in Path(store.prefix_path).iterdir() if path.name != "runs"] == []
 
 
-def test_a_killed_rank_is_told_of_and_takes_the_others_with_it(spark: Any) -> None:
+def test_a_killed_rank_is_reported_and_all_ranks_end(spark: Any) -> None:
     def run() -> None:
         import os
         import signal
@@ -296,9 +294,7 @@ def test_ranks_end_when_their_job_is_cancelled(spark: Any, tmp_path: Path) -> No
     assert rank_processes() == []
 
 
-def test_slots_that_other_jobs_hold_are_waited_for_no_longer_than_told(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_start_timeout_limits_the_wait_for_occupied_slots(spark: Any, tmp_path: Path) -> None:
     import threading
 
     def hold(batches: Any) -> Any:
@@ -321,7 +317,7 @@ def test_slots_that_other_jobs_hold_are_waited_for_no_longer_than_told(
         holder.join()
 
 
-def test_transform_refuses_what_it_cannot_do(spark: Any) -> None:
+def test_transform_rejects_wrong_columns_and_nulls(spark: Any) -> None:
     model = TorchModel(
         model=torch.nn.Linear(1, 1),
         feature_columns=["x"],
@@ -335,7 +331,7 @@ def test_transform_refuses_what_it_cannot_do(spark: Any) -> None:
         model.transform(frame)
     with pytest.raises(ParamError, match="1 outputs, found 2 names"):
         model.copy().setOutputCols(["a", "b"]).transform(numbers(spark))
-    # One task: Spark may give the Python worker of a task that is killed beside it to the next job.
+    # One task: Spark may give the Python worker of a task killed beside it to the next job.
     frame = spark.createDataFrame([(None,)], "x double").coalesce(1)
     with pytest.raises(Exception, match="'x' holds nulls"):
         model.setHandleInvalid("error").transform(frame).collect()

@@ -1,4 +1,4 @@
-"""Spark's evaluators on the columns that transform() adds, beside scikit-learn's numbers."""
+"""Spark's evaluators on the columns that transform() adds, compared with scikit-learn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(net: torch.nn.Module, **params: Any) -> TorchModel:
 
 
 def scores(net: torch.nn.Module) -> Any:
-    """Return what a model gives, computed here."""
+    """Return a model's outputs in this process."""
     with torch.no_grad():
         return net(torch.from_numpy(X)).double().numpy()
 
@@ -46,10 +46,10 @@ def softmax(logits: Any) -> Any:
     return powers / powers.sum(1, keepdims=True)
 
 
-def test_evaluators_take_the_columns_as_they_are(spark: Any) -> None:
+def test_evaluators_match_scikit_learn(spark: Any) -> None:
     one, three, tags = linear(1), linear(3), linear(5)
     value, logits, of_tags = scores(one)[:, 0], scores(three), scores(tags)
-    # Labels that the models get right more often than not.
+    # Labels that the models predict correctly in most rows, but not in all.
     classes = (logits + NOISE).argmax(1)
     binary = (value + NOISE[:, 0] > 0).astype(int)
     target = value + NOISE[:, 1]
@@ -90,7 +90,7 @@ def test_evaluators_take_the_columns_as_they_are(spark: Any) -> None:
     area = metrics.roc_auc_score(binary, value)
     assert 0.6 < area < 1
     assert of_two.evaluate(two) == pytest.approx(area)
-    # The output itself, a number, will do as well.
+    # The model's output column works as well.
     assert of_two.setRawPredictionCol("b__output").evaluate(two) == pytest.approx(area)
     of_two.setRawPredictionCol("rawPrediction").setMetricName("areaUnderPR")
     exact = metrics.precision_recall_curve(binary, value)

@@ -1,7 +1,7 @@
-"""The example programs, at their smallest: they run, and what they say of themselves is right.
+"""Small runs of the example programs: they succeed, and the results that they print are correct.
 
-Each is called with the tests' session instead of one of its own; its options are those of its
-command line. Whole programs are under the marker soak.
+Each program is called with the tests' session, and with the options of its command line. Full
+runs have the marker soak.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyspark import cloudpickle as pyspark_cloudpickle
 pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 
 FOLDER = Path(__file__).parents[2] / "examples"
-PICKLERS = (cloudpickle, pyspark_cloudpickle)  # of ranks, and of Spark's tasks
+PICKLERS = (cloudpickle, pyspark_cloudpickle)  # for ranks, and for Spark's tasks
 HELPERS = {
     "common",
     "rossmann_data",
@@ -38,7 +38,7 @@ PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    """Import a program or one of its helpers; Spark's tasks get its functions by value."""
+    """Import a program or a helper of programs; Spark's tasks get its functions by value."""
     taken = []
 
     def load(name: str) -> Any:
@@ -61,7 +61,7 @@ def example() -> Iterator[Any]:
 
 @pytest.fixture
 def options(example: Any, tmp_path: Path) -> Any:
-    """Make a program's options of its command line; the results go into the test's folder."""
+    """Parse a program's command line; the results go into the test's folder."""
 
     def parse(name: str, *argv: str) -> Any:
         module = example(name)
@@ -98,10 +98,10 @@ def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd:
     assert list(submission["Id"]) == list(test["Id"])
     assert list(submission["Sales"] > 0) == list(test["Open"] == 1)
     captured = capfd.readouterr()
-    # Keras's warning of each validation pass would be the user's to wonder about.
+    # Keras would warn about each validation pass, which would puzzle users.
     assert "ran out of data" not in captured.err
 
-    # What the saved model predicts is the best epoch's error, worked out by the rows.
+    # The saved model's error on the rows equals the best epoch's error.
     found = float(captured.out.split("network")[1].split()[0])
     best = float(captured.out.split("epochs was ")[1].split("with ")[1].split(".\n")[0])
     assert found == pytest.approx(best, abs=2e-4)
@@ -116,9 +116,7 @@ def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd:
     assert (validated.min(), validated.max()) == (first, last)
 
 
-def test_rossmann_features_are_those_that_pandas_makes(
-    spark: Any, example: Any, tmp_path: Path
-) -> None:
+def test_rossmann_features_match_pandas(spark: Any, example: Any, tmp_path: Path) -> None:
     data = example("rossmann_data")
     data.make_files(tmp_path, stores=3, seed=2)
     prepared = data.prepare(spark, tmp_path)
@@ -156,14 +154,12 @@ def test_rossmann_by_run(
     assert history["val_rmspe"][1] < history["val_rmspe"][0]
     assert len(pd.read_csv(tmp_path / "submission.csv")) == 4 * 48
     out = capsys.readouterr().out
-    # The ranks' average over validation, and Spark's over its rows: all but the last of odd rows.
+    # The ranks average over validation without the last odd rows; Spark averages over all rows.
     found = float(out.split("network")[1].split()[0])
     assert found == pytest.approx(min(history["val_rmspe"]), rel=0.05)
 
 
-def test_gpus_are_scheduled_for_all_tasks_or_for_those_that_train(
-    options: Any, example: Any
-) -> None:
+def test_gpu_settings_apply_to_all_tasks_or_to_training_stages(options: Any, example: Any) -> None:
     program = example("rossmann_run")
     cluster = ("--master", "spark://there:7077")
     assert program.gpu_settings(options("rossmann_run", *cluster)) == {}
@@ -189,7 +185,7 @@ def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_p
         *("--framework", *frameworks, "--days", "2", "--epochs", "1", "--batch-size", "64"),
         *("--learning-rate", "0.002"),
     )
-    arrow = "spark.sql.execution.arrow.pyspark.enabled"  # as the program sets it
+    arrow = "spark.sql.execution.arrow.pyspark.enabled"  # like the program
     before = spark.conf.get(arrow)
     spark.conf.set(arrow, "true")
     try:
@@ -201,20 +197,20 @@ def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_p
     assert (tmp_path / "learning_curve.png").stat().st_size > 10_000
 
 
-def test_a_search_over_rates_and_networks(spark: Any, example: Any, options: Any) -> None:
+def test_cross_validation(spark: Any, example: Any, options: Any) -> None:
     args = options("cross_validation", "--folds", "2", "--epochs", "8")
     scores = example("cross_validation").run(spark, args)
     assert scores["best network"] > 0.9
 
 
-def test_four_ways_to_predict_agree(spark: Any, example: Any, options: Any, capsys: Any) -> None:
+def test_four_ways_of_predicting_agree(spark: Any, example: Any, options: Any, capsys: Any) -> None:
     example("streaming").run(spark, options("streaming", "--epochs", "1"))
     out = capsys.readouterr().out
     assert out.count("1797 rows, the same scores") == 4
     assert "DIFFERENT" not in out
 
 
-def test_files_that_other_tools_wrote(example: Any, options: Any) -> None:
+def test_files_written_by_other_tools(example: Any, options: Any) -> None:
     program = example("foreign_parquet")
     errors = {}
     for writer in program.WRITERS:
@@ -227,7 +223,7 @@ def test_files_that_other_tools_wrote(example: Any, options: Any) -> None:
         assert found["network"] < 0.6 * found["mean of the other months"]
 
 
-def test_a_transformer_reads_documentation(spark: Any, example: Any, options: Any) -> None:
+def test_text_transformer(spark: Any, example: Any, options: Any) -> None:
     args = options(
         "text_transformer", "--texts", "120", "--epochs", "2", "--learning-rate", "0.003"
     )
@@ -240,19 +236,19 @@ def test_large_images(spark: Any, example: Any, options: Any) -> None:
     assert example("large_images").run(spark, args) >= 0.5
 
 
-def test_the_timeline_tells_of_every_reduction(example: Any, options: Any) -> None:
+def test_the_timeline_records_every_allreduce(example: Any, options: Any) -> None:
     accuracy, spent = example("runner_timeline").run(options("runner_timeline", "--epochs", "2"))
     assert accuracy > 0.6
     steps = 2 * (1500 // 64)
-    # Four parameters in each step, and the loss of each epoch.
+    # Four parameters per step, and the loss of each epoch.
     assert spent["ALLREDUCE"][0] == 4 * steps + 2
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("gpus", ["task", "stage"])
-def test_rossmann_trains_where_spark_assigns_gpus(tmp_path: Path, gpus: str) -> None:
-    script = tmp_path / "gpus.sh"  # each of two executors on this machine is given another one
+def test_rossmann_trains_on_gpus_that_spark_assigns(tmp_path: Path, gpus: str) -> None:
+    script = tmp_path / "gpus.sh"  # gives each of two executors on this machine a different GPU
     script.write_text(
         '#!/bin/sh\nif mkdir "$0.first" 2> /dev/null; then gpu=4; else gpu=7; fi\n'
         'echo "{\\"name\\": \\"gpu\\", \\"addresses\\": [\\"$gpu\\"]}"\n'
@@ -277,7 +273,7 @@ def test_rossmann_trains_where_spark_assigns_gpus(tmp_path: Path, gpus: str) -> 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_in_their_whole_size(name: str, tmp_path: Path) -> None:
+def test_programs_at_full_size(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--output", str(tmp_path)]
     if name == "flight_delays":
         command += ["--framework", "torch", "keras", "lightning"]

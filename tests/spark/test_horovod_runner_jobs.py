@@ -1,4 +1,4 @@
-"""`HorovodRunner` in a Spark job: what it returns, and what the driver shows."""
+"""`HorovodRunner` in a Spark job: return value and driver output."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def work(number: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("verbosity", ["log_callback_only", "all"])
-def test_rank_0s_value_is_returned_and_the_driver_shows_what_it_is_to(
+def test_run_returns_rank_0s_value_and_prints_by_verbosity(
     spark: Any, capfd: pytest.CaptureFixture[str], verbosity: str
 ) -> None:
-    """By file descriptors: with a local master executors write to the driver's, too."""
+    """Capture file descriptors: with a local master, executors write to the driver's."""
     runner = HorovodRunner(np=2, driver_log_verbosity=verbosity)
 
     assert runner.run(work, number=5) == (5, 2)
@@ -43,7 +43,7 @@ def test_rank_0s_value_is_returned_and_the_driver_shows_what_it_is_to(
         assert mine == [line for line in lines if line.startswith(f"[{rank}]")]
 
 
-def test_zero_takes_all_slots_and_more_than_there_are_is_an_error(spark: Any) -> None:
+def test_zero_uses_all_slots_and_too_many_ranks_are_an_error(spark: Any) -> None:
     with pytest.warns(DeprecationWarning, match="np=0"):
         runner = HorovodRunner(np=0)
     assert runner.run(work, number=1) == (1, 3)

@@ -1,4 +1,4 @@
-"""Ranks on two hosts whose link is down for a while or that stand still, and strangers beside."""
+"""Network outages and paused processes on two hosts, and port access by strangers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cluster(two_hosts: Cluster) -> Cluster:
 
 
 def reduce_until(path: str) -> tuple[int, float]:
-    """Reduce until a file is there; tell beside it how often, and who is where."""
+    """Reduce until a file exists; write this rank's steps, host and process beside that file."""
     import socket
 
     import horovod.torch as hvd
@@ -55,7 +55,7 @@ def run_job(path: str) -> list[tuple[int, float]]:
 
 
 class Running:
-    """A job whose ranks reduce until they are told to end."""
+    """A job whose ranks reduce until `result` is called."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self._end = cluster, cluster.folder / name
@@ -63,7 +63,7 @@ class Running:
         try:
             wait_until(lambda: min(self._steps()) >= 5, 60)
         except AssertionError:
-            self._job.result(1)  # mostly says more
+            self._job.result(1)  # usually has a better message
             raise
         named = {host.run("hostname").strip(): host for host in (cluster.first, cluster.second)}
         self.hosts = [named[self._told(rank)[1]] for rank in range(2)]
@@ -77,7 +77,7 @@ class Running:
         return [int(self._told(rank)[0]) for rank in range(2)]
 
     def goes_on(self, seconds: float) -> None:
-        """Wait until both ranks have reduced some more."""
+        """Wait until both ranks have reduced more than five times."""
         before = self._steps()
         wait_until(
             lambda: all(now > b + 5 for now, b in zip(self._steps(), before, strict=True)), seconds
@@ -101,7 +101,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def python_tasks(host: Host) -> list[int]:
-    """Return the Python processes of Spark's worker there, the ranks among them."""
+    """Return the Python processes of a host's Spark worker, the ranks among them."""
     found = []
     for pid in host.pids():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -128,7 +128,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
     [(8, 8), pytest.param(25, 30, marks=pytest.mark.soak)],
     ids=["seconds", "half a minute"],
 )
-def test_a_link_that_is_down_and_processes_that_stand_still_for_a_while_end_nothing(
+def test_jobs_survive_short_network_outages_and_paused_processes(
     cluster: Cluster, cut: float, stop: float
 ) -> None:
     job = Running(cluster, f"apart-{cut}")
@@ -138,7 +138,7 @@ def test_a_link_that_is_down_and_processes_that_stand_still_for_a_while_end_noth
         time.sleep(cut)
     finally:
         cluster.second.set_link("up")
-    # TCP tries again after pauses that double.
+    # TCP retransmits after pauses that double.
     job.goes_on(3 * cut + 10)
 
     for host in job.hosts:
@@ -182,8 +182,8 @@ done
 
 
 def listening(host: Host) -> list[tuple[str, int]]:
-    """Return where Python processes listen on a host."""
-    # Without Spark's own daemon, which starts the others.
+    """Return the addresses and ports that Python processes listen on."""
+    # Spark's own daemon, which starts the others, does not count.
     python = set(python_tasks(host))
     ours = {pid for pid in python if psutil.Process(pid).ppid() in python}
     places = []
@@ -194,16 +194,16 @@ def listening(host: Host) -> list[tuple[str, int]]:
     return places
 
 
-def test_strangers_and_other_users_neither_read_nor_write_nor_join(cluster: Cluster) -> None:
+def test_strangers_and_other_users_are_rejected_on_every_port(cluster: Cluster) -> None:
     job = Running(cluster, "strangers")
     places = {host: listening(host) for host in (cluster.first, cluster.second)}
     open_ones = [place for found in places.values() for place in found if place[0] != "127.0.0.1"]
-    # Rank 0's task listens on its one address that is in use; the rest is the daemons' own.
+    # Only rank 0's task listens on the network; the other ports are the daemons'.
     assert [address for address, _ in open_ones] == [job.hosts[0].address]
 
     asked = [f"{address},{port}" for address, port in open_ones]
     said = cluster.stranger.run(sys.executable, "-c", _STRANGER, *asked)
-    # A random number to answer, and no word more.
+    # The answer is a random challenge and nothing else.
     assert {int(line.split()[0]) for line in said.splitlines()} == {32}
 
     for host, rank in zip(job.hosts, job.ranks, strict=True):
@@ -226,7 +226,7 @@ def test_strangers_and_other_users_neither_read_nor_write_nor_join(cluster: Clus
 
 
 @pytest.mark.soak
-def test_a_link_that_stays_down_ends_the_job_with_an_error_that_says_so(cluster: Cluster) -> None:
+def test_a_lost_link_ends_the_job_and_is_reported(cluster: Cluster) -> None:
     job = Running(cluster, "lost")
     started = time.monotonic()
 
@@ -239,7 +239,7 @@ def test_a_link_that_stays_down_ends_the_job_with_an_error_that_says_so(cluster:
 
     assert time.monotonic() - started < 120
     assert isinstance(error, WorkerFailedError), error
-    # Spark's own limit is as long, and may be the first.
+    # Spark's own limit is equally long, and may expire first.
     if error.rank is None:
         assert "An executor has not answered" in str(error)
     else:

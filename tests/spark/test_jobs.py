@@ -1,4 +1,4 @@
-"""Jobs of ours among the caller's: groups, cancelling, waiting for slots, and what Spark lost."""
+"""Spark jobs: job groups, cancelling, waiting for slots, and lost Python workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MINE = {
 
 @pytest.fixture
 def my_jobs(spark: Any) -> Iterator[Callable[[], dict[str, str | None]]]:
-    """Give this thread a job group and other properties; the value reads them."""
+    """Give this thread a job group and other properties; return a function that reads them."""
     context = spark.sparkContext
     before = {name: context.getLocalProperty(name) for name in MINE}
     for name, value in MINE.items():
@@ -62,7 +62,7 @@ def alive(pid: int) -> bool:
 
 
 def start_and_wait(marker: str) -> None:
-    """Tell of this process, and sleep."""
+    """Write this process's ID to a file, and sleep."""
     partial = Path(f"{marker}.{os.environ['HOROVOD_RANK']}.partial")
     partial.write_text(str(os.getpid()))
     partial.rename(partial.with_suffix(".rank"))
@@ -81,7 +81,7 @@ def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
 
     net = torch.nn.Linear(1, 1)
     return TorchEstimator(
-        # No step of these ranks ends.
+        # These ranks never finish a step.
         backend=SparkBackend(2, env={GRACE_VARIABLE: "1"}, verbose=0),
         store=store,
         model=net,
@@ -98,7 +98,7 @@ def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
 def test_cancelling_the_callers_group_ends_the_ranks(
     spark: Any, store: Any, tmp_path: Path, my_jobs: Any, how: str
 ) -> None:
-    """In a thread that inherits the caller's properties, as those of a CrossValidator do."""
+    """Run in a thread that inherits the caller's properties, like a CrossValidator's threads."""
     context = spark.sparkContext
     marker = str(tmp_path / "started")
     frame = spark.range(8).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
@@ -141,7 +141,7 @@ def test_cancelling_the_callers_group_ends_the_ranks(
     wait_until(lambda: not any(map(alive, started)))
 
 
-def test_the_callers_properties_are_as_before_when_ranks_have_run(spark: Any, my_jobs: Any) -> None:
+def test_a_run_restores_the_callers_properties(spark: Any, my_jobs: Any) -> None:
     context = spark.sparkContext
     assert SparkBackend(1).run(lambda: 5) == [5]
     assert my_jobs() == MINE
@@ -151,10 +151,10 @@ def test_the_callers_properties_are_as_before_when_ranks_have_run(spark: Any, my
     assert my_jobs() == dict.fromkeys(MINE)
 
 
-def test_a_fit_that_waits_for_another_one_does_not_spend_its_start_timeout(
+def test_waiting_for_slots_does_not_count_towards_the_start_timeout(
     spark: Any, tmp_path: Path
 ) -> None:
-    """Two jobs of two ranks on three slots, of which one is waited for longer than its timeout."""
+    """Run two jobs of two ranks on three slots; the second waits longer than its timeout."""
     release = tmp_path / "release"
 
     def wait() -> str:
@@ -177,7 +177,7 @@ def test_a_fit_that_waits_for_another_one_does_not_spend_its_start_timeout(
 
 
 @pytest.mark.parametrize("warm_start", [True, False])
-def test_a_python_worker_that_is_killed_is_told_of_with_its_host(
+def test_a_killed_python_worker_is_reported_with_its_host(
     spark: Any, tmp_path: Path, warm_start: bool
 ) -> None:
     def kill(marker: str) -> None:
@@ -188,7 +188,7 @@ def test_a_python_worker_that_is_killed_is_told_of_with_its_host(
 
         Path(f"{marker}.{os.environ['HOROVOD_RANK']}.rank").write_text(str(os.getpid()))
         if os.environ["HOROVOD_RANK"] == "1":
-            # Its task answers there to Horovod.
+            # Horovod's rendezvous of this rank is in its task.
             port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
             (task,) = [
                 found.pid
@@ -212,7 +212,7 @@ def test_a_python_worker_that_is_killed_is_told_of_with_its_host(
 
 @pytest.mark.parametrize("where", ["on this machine", "on executors"])
 @pytest.mark.parametrize("path", ["missing", "not_executable"])
-def test_a_python_that_does_not_start_is_told_of(
+def test_a_python_that_does_not_start_is_reported(
     spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, path: str
 ) -> None:
     (tmp_path / "not_executable").touch()
@@ -226,7 +226,7 @@ def test_a_python_that_does_not_start_is_told_of(
     assert caught.value.__cause__ is not None
 
 
-def test_what_the_users_frame_raises_stays_as_it_is_and_large_results_do_not(spark: Any) -> None:
+def test_result_limits_are_reported_and_users_errors_stay_unchanged(spark: Any) -> None:
     frame = spark.range(1).select(F.raise_error(F.lit("of the user's own")))
     with pytest.raises(Exception, match="of the user's own") as caught, jobs_on(frame):
         frame.collect()

@@ -1,4 +1,4 @@
-"""KerasEstimator on Spark: DataFrame in, Model out, predictions."""
+"""KerasEstimator on Spark: fits, predictions and saving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spark
 
 
 def make_frame(spark: Any, rows: int = 200) -> Any:
-    """y = 2 a - 3 b + 1, with a column that says which rows to validate on."""
+    """Return rows of y = 2 a - 3 b + 1, with a column of rows to validate on."""
     return (
         spark.range(rows)
         .select(
@@ -39,7 +39,7 @@ def linear_net() -> keras.Model:
 
 
 class Derived(KerasEstimator):
-    """Overrides what packages on ``horovod.spark.keras`` do, with its signatures."""
+    """An estimator with the overrides and signatures of packages on ``horovod.spark.keras``."""
 
     def _create_model(self, run_results: Any, run_id: str, metadata: Any) -> Any:
         assert len(run_results) == self.getNumProc()
@@ -82,9 +82,7 @@ def make_estimator(store: Any, cls: Any = KerasEstimator, **params: Any) -> Kera
     return estimator
 
 
-def test_a_pipeline_fits_predicts_and_survives_saving(
-    spark: Any, store: Any, tmp_path: Path
-) -> None:
+def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_path: Path) -> None:
     frame = make_frame(spark)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     estimator = make_estimator(
@@ -101,7 +99,7 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
 
     model = fitted.stages[-1]
     assert isinstance(model, KerasModel)
-    # The label is linear in the features, so the fit ends at its coefficients.
+    # The label is linear in the features, so the fit converges to its coefficients.
     np.testing.assert_allclose(model.getModel().weights[0].numpy()[:, 0], [2, -3], atol=0.05)
     history = model.getHistory()
     assert set(history) == {"loss", "off_by", "val_loss", "val_off_by"}
@@ -125,7 +123,7 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
     again = PipelineModel.load(str(tmp_path / "fitted"))
     assert again.transform(frame).select("a", "b", "y__output").collect() == rows
     assert float(again.stages[-1].getModel().optimizer.learning_rate) == pytest.approx(0.1)
-    # A plain Keras file, for use without this package.
+    # The model is a plain Keras file, usable without this package.
     (saved,) = (tmp_path / "fitted").glob("stages/1_*/model.keras")
     plain = keras.saving.load_model(saved)
     assert type(plain.optimizer) is keras.optimizers.SGD
@@ -184,7 +182,7 @@ def test_sparse_vectors_weights_and_a_row_transformation(
     np.testing.assert_allclose(found, net.predict(inputs, verbose=0)[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_was_not_fitted_predicts(spark: Any) -> None:
+def test_a_model_predicts_without_a_fit(spark: Any) -> None:
     frame = spark.createDataFrame([(1.0, [1.0, 2.0]), (2.0, [3.0, 4.0])], ["a", "v"])
     a, v = keras.Input((1,)), keras.Input((2,))
     outer = keras.layers.Lambda(lambda x: x[:, :, None] * x[:, None, :], output_shape=(2, 2))
@@ -227,7 +225,7 @@ def test_params_are_checked_before_anything_is_written(
     assert not path.exists() or list(path.iterdir()) == []
 
 
-def test_a_callback_that_raises_on_one_rank_reaches_the_driver(spark: Any, store: Any) -> None:
+def test_a_callbacks_error_on_one_rank_reaches_the_driver(spark: Any, store: Any) -> None:
     class Fails(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             import os

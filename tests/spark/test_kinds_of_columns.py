@@ -1,4 +1,4 @@
-"""Predictions on columns of every kind are those of the model called in this process."""
+"""Predictions on columns of every kind, compared with the model in this process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def as_number(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def rows(spark: Any) -> DataFrame:
-    """Rows in partitions of none, one, ten and the others."""
+    """Return rows in partitions of 0, 1, 10 and 29 rows."""
     rng = np.random.default_rng(0)
     types = {**SCALARS, **VECTORS, **NESTED}
     values = []
@@ -94,7 +94,7 @@ def rows(spark: Any) -> DataFrame:
 
 
 class Together(torch.nn.Module):
-    """Gives a number, a vector and a matrix, in which every column can be told from the others."""
+    """Return a number, a vector and a matrix in which every column has a different weight."""
 
     def __init__(self, returns: str) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Together(torch.nn.Module):
     ("form", "returns", "batch_rows"),
     [("positional", "tuple", 1), ("keyword", "dict", 7), ("dict", "tuple", 1024)],
 )
-def test_predictions_are_the_models_own(
+def test_predictions_match_the_model(
     spark: Any, rows: DataFrame, form: str, returns: str, batch_rows: int
 ) -> None:
     model = TorchModel(
@@ -168,8 +168,8 @@ def test_a_single_column_and_a_single_output(
     assert [as_number(row["y__output"]) for row in found] == expected
 
 
-def test_vectors_travel_as_they_are_stored(rows: DataFrame) -> None:
-    """Without null lists where those take the JVM time that grows with their place in the batch."""
+def test_vectors_are_sent_as_stored(rows: DataFrame) -> None:
+    """Send no null lists to Arrow UDFs: their cost grows with the row's place in the batch."""
     none = [] if has_arrow_udfs() else None
     nullable = rows.select(F.when(F.col("id") % 5 > 0, F.col("mixed")).alias("mixed"), "id")
     sent = nullable.select(vector_parts(F.col("mixed")).alias("parts"), "mixed").collect()

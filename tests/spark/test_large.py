@@ -1,4 +1,4 @@
-"""Large models, rows and numbers of runs on a driver as Spark makes it by default."""
+"""Large models, large rows and many runs on a driver with Spark's defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
             for n in ("30000000", "100000000")
             for f in ("torch", "keras", "lightning")
         ),
-        # 3 GB: with gradients and Adam's moments two ranks would take 24 GB.
+        # 3 GB: two ranks with gradients and Adam's moments would take 24 GB.
         ("fine_tune", "torch", "750000000"),
         *(("predict", f, "750000000") for f in ("torch", "keras", "lightning")),
         *(("shared_pages", f, "4") for f in ("torch", "keras", "lightning")),

@@ -1,4 +1,4 @@
-"""A session that launches ranks again and again, as notebooks do: nothing grows."""
+"""Repeated launches in one session, as in notebooks: no resource grows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reduce_and_tell() -> tuple[float, int]:
 
 
 def held() -> dict[str, int]:
-    """Return what this process and the folder of temporary files hold, by kind."""
+    """Count the threads, descriptors and temporary folders of this process."""
     descriptors = [
         os.readlink(path)
         for path in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
@@ -50,11 +50,11 @@ def held() -> dict[str, int]:
 @pytest.mark.parametrize(
     "times", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
-def test_a_session_of_launches_leaves_nothing(spark: Any, times: int) -> None:
+def test_repeated_launches_leak_nothing(spark: Any, times: int) -> None:
     backend = SparkBackend(2)
     memory, forked_by, before = [], set(), {}
     for number in range(times):
-        # Of the first launches modules, Py4J's connections and the JVM's classes stay.
+        # The first launches leave modules, Py4J's connections and the JVM's classes behind.
         if number == 2:
             before = held()
         for total, parent in backend.run(reduce_and_tell):
@@ -78,7 +78,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_without_warm_starts_each_rank_has_a_process_of_its_own(
+def test_without_warm_starts_ranks_are_not_forked(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def guardians_command() -> list[str]:
@@ -94,7 +94,7 @@ def test_without_warm_starts_each_rank_has_a_process_of_its_own(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-def test_ranks_are_forks_of_what_began_to_import_while_data_was_prepared(spark: Any) -> None:
+def test_ranks_are_forked_from_the_process_that_was_warmed_up(spark: Any) -> None:
     def guardians_parent() -> int:
         return psutil.Process(os.getppid()).ppid()
 
@@ -111,7 +111,7 @@ def test_ranks_are_forks_of_what_began_to_import_while_data_was_prepared(spark: 
         wait_until(lambda: len(warm_processes()) == 1)
     begun = warm_processes()
     assert set(backend.run(guardians_parent, env=env)) == begun
-    # It is there for the next fit.
+    # The next fit uses the same process.
     jobs = spark.sparkContext.statusTracker().getJobIdsForGroup(None)
     with backend.warming_up(guardians_parent, env=env):
         pass

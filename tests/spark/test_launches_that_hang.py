@@ -1,4 +1,4 @@
-"""A rank that hangs at any stage of a launch on two hosts: the driver soon says where."""
+"""Hanging launches on two hosts: the driver soon names the rank, the host and the stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from two_hosts import Cluster, Host
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.once]
 
-# The first launch is that of a fixture of the module.
+# The module's fixture makes the first launch.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # The acceptance limit, from the hang to the line on the driver.
@@ -27,7 +27,7 @@ _SECONDS = 15.0
 
 @pytest.fixture(scope="module")
 def started(two_hosts: Cluster) -> Cluster:
-    """Run a first launch, so that later ones do not wait for Spark's own start."""
+    """Launch once, so that later launches do not wait for Spark's own start."""
     two_hosts.first.rename("host-a", None)
     two_hosts.second.rename("host-b", None)
     two_hosts.run(launch, print)
@@ -59,7 +59,7 @@ def join_after(fault: Callable[[str], None], folder: str) -> int:
 
     Path(folder, socket.gethostname()).touch()
     if socket.gethostname() == "host-b":
-        # Otherwise the other rank may still wait for this one's task, in an earlier stage.
+        # Otherwise the other rank may still wait for this rank's task, in an earlier stage.
         while not Path(folder, "host-a").exists():
             time.sleep(0.05)
         Path(folder, "hangs").touch()
@@ -75,7 +75,7 @@ def stop_itself(folder: str) -> None:
 
 
 def stop_its_task(folder: str) -> None:
-    # The guardian is between the rank and its task.
+    # The guardian is the process between the rank and its task.
     os.kill(psutil.Process().parents()[1].pid, signal.SIGSTOP)
 
 
@@ -97,7 +97,7 @@ def pids_of(host: Host, module: str) -> list[int]:
 
 
 def await_warning(cluster: Cluster, seen: int, pattern: str, since: float) -> None:
-    """Wait until the driver has printed a line, at most 15 s after a time of `time.time`."""
+    """Wait until the driver prints a line, for at most 15 s after `since`."""
     log = cluster.folder / "driver.log"
     while not (found := re.search(pattern, log.read_text()[seen:])):
         assert time.time() < since + _SECONDS, log.read_text()[seen:]

@@ -1,4 +1,4 @@
-"""LightningEstimator on Spark: DataFrame in, Model out, and what other packages build on it."""
+"""LightningEstimator on Spark: fits, predictions, saving, and packages built on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.spark
 
 
 class Line(LightningModule):
-    """y from a vector column."""
+    """Predict y from a vector column."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Line(LightningModule):
 
 
 def make_frame(spark: Any, rows: int = 120) -> Any:
-    """y = 2 a - 3 b + 1, with a column that says which rows to validate on."""
+    """Return rows of y = 2 a - 3 b + 1, with a column of rows to validate on."""
     frame = spark.range(rows).select(
         (F.rand(1) * 2 - 1).alias("a"), (F.rand(2) * 2 - 1).alias("b"), "id"
     )
@@ -82,7 +82,7 @@ def with_vector(frame: Any) -> Any:
     return VectorAssembler(inputCols=["a", "b"], outputCol="v").transform(frame)
 
 
-def test_a_pipeline_fits_on_spark_tasks_predicts_saves_and_loads(
+def test_a_pipeline_fits_predicts_saves_and_loads(
     spark: Any, store: Any, tmp_path: Path, capfd: Any
 ) -> None:
     frame = make_frame(spark)
@@ -116,7 +116,7 @@ def test_a_pipeline_fits_on_spark_tasks_predicts_saves_and_loads(
     assert history[-1]["train"]["train_loss"] == pytest.approx(history[-1]["train"]["loss"])
     assert "Epoch 25/25" in capfd.readouterr().err
     logs = Path(store.get_logs_path("line"))
-    # Of one rank only.
+    # Only one rank writes logs.
     assert len(list(logs.glob("events.out.tfevents.*"))) == 1
     assert Path(store.get_checkpoints("line")[-1]).name == "checkpoint-000025.ckpt"
 
@@ -130,7 +130,7 @@ def test_a_saved_estimator_fits_after_loading(spark: Any, store: Any, tmp_path: 
 
 
 class Classifier(TorchEstimator):
-    """Built as packages on ``horovod.spark.lightning`` are: with ``Param`` and ``_kwargs``."""
+    """Estimator like those of packages on ``horovod.spark.lightning``: `Param`, ``_kwargs``."""
 
     width = Param(Params._dummy(), "width", "inputs of the model")
 
@@ -174,7 +174,7 @@ class Classifier(TorchEstimator):
 
 
 class ClassifierModel(TorchModel):
-    """Predicts row by row, and adds a column of its own."""
+    """Predict row by row, and add a column."""
 
     width = Param(Params._dummy(), "width", "inputs of the model")
 
@@ -189,7 +189,7 @@ class ClassifierModel(TorchModel):
         return super()._transform(dataset).withColumn("doubled", F.lit(True))
 
 
-def test_subclasses_of_other_packages_train_and_predict_row_by_row(spark: Any, store: Any) -> None:
+def test_subclasses_like_other_packages_predict_row_by_row(spark: Any, store: Any) -> None:
     frame = with_vector(make_frame(spark, 40))
     model = Classifier(store=store, epochs=1, verbose=0, random_seed=0, batch_size=8).fit(frame)
     assert type(model) is ClassifierModel
@@ -203,7 +203,7 @@ def test_subclasses_of_other_packages_train_and_predict_row_by_row(spark: Any, s
 
 
 class TextModel(LightningModel):
-    """Reads a string, as a tokenizer would."""
+    """Read a string, like a tokenizer."""
 
     def get_prediction_fn(self) -> Any:
         return lambda module, row: torch.tensor([[float(len(row["text"])), float(row.number)]])
@@ -218,7 +218,7 @@ def test_a_prediction_function_gets_strings_and_numbers(spark: Any) -> None:
     assert found == [[3.0, 1.0], [5.0, 3.0]]
 
 
-def test_integers_stay_integers_and_floats_come_as_the_parameters(spark: Any) -> None:
+def test_integers_stay_integers_and_floats_get_the_parameters_type(spark: Any) -> None:
     class Lookup(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,7 +232,7 @@ def test_integers_stay_integers_and_floats_come_as_the_parameters(spark: Any) ->
     assert [row["o"] for row in model.transform(frame).select("o").collect()] == [10.0, 6.5]
 
 
-def test_what_cannot_train_is_refused_before_anything_is_written(spark: Any, store: Any) -> None:
+def test_wrong_params_are_rejected_before_anything_is_written(spark: Any, store: Any) -> None:
     frame = with_vector(make_frame(spark, 20))
     for params, error, message in [
         ({"loss": torch.nn.MSELoss()}, ParamError, "loss: a LightningModule brings its own"),
@@ -250,13 +250,13 @@ def test_what_cannot_train_is_refused_before_anything_is_written(spark: Any, sto
 
 
 class Doubling(Line):
-    """Predicts something else than forward() returns, and of another shape."""
+    """Predict in `predict_step` other values, of another shape, than in ``forward``."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return 2 * self(batch["v"])[:, 0]
 
 
-def test_predict_step_is_used_where_asked(spark: Any) -> None:
+def test_use_predict_step(spark: Any) -> None:
     frame = with_vector(make_frame(spark, 10))
     module = Doubling()
     model = LightningModel(model=module, feature_columns=["v"], outputCols=["o"])

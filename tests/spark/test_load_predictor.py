@@ -1,4 +1,4 @@
-"""Saved models that predict without Spark: as transform() does, to the last bit."""
+"""Saved models without Spark predict the same bits as transform()."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.spark
 
 
 class Named(torch.nn.Module):
-    """Takes its inputs by name; gives a matrix and a number by the labels' names."""
+    """Take inputs by name; return a matrix and a number by the labels' names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ def save(model: Any, folder: Path) -> str:
 
 
 def transformed(model: Any, frame: Any, predictor: Any) -> pd.DataFrame:
-    """Return what `transform` adds to one partition: batches are the same there."""
+    """Return the columns that `transform` adds to one partition, where batches are the same."""
     predicted = model.transform(frame.coalesce(1))
     assert tuple(predicted.columns[len(frame.columns) :]) == predictor.output_columns
     return predicted.select(*predictor.output_columns).toPandas()
 
 
 def values(column: Any) -> Any:
-    """Return a column as an array, whatever stands for one in it; NaN for nulls."""
+    """Return a column as an array, with NaN for nulls."""
     first = next(value for value in column if value is not None)
     if np.ndim(getattr(first, "values", first)) == 0:
         return np.array([np.nan if value is None else value for value in column], float)
@@ -120,7 +120,7 @@ def test_a_classifier_on_vectors_predicts_as_transform_does(spark: Any, tmp_path
     assert made["class"].null_count == 1
     assert_same(predictor(table.to_batches()[0]), expected)
     assert_same(predictor(frame.toPandas()), expected)
-    # In arrays there are no nulls.
+    # Arrays have no nulls.
     for given in (numbers, {"features": numbers.astype(np.float64), "id": None}, [numbers]):
         assert_same(predictor.predict(given), expected[:-1])
     assert {name: array.shape for name, array in predictor(numbers[:0]).items()} == {
@@ -166,7 +166,7 @@ def test_inputs_and_outputs_by_name_and_null_rows(
     assert_same(predictor.predict({"b": b, "a": a}), expected)
     assert_same(predictor.predict([a, b]), expected)
     assert np.isnan(expected["n"][3])
-    # Several threads, from the first call on.
+    # Several threads, starting with the first call.
     fresh = load_predictor(str(tmp_path / "model"))
     with ThreadPoolExecutor(4) as threads:
         for made in threads.map(lambda _: fresh.predict([a, b]), range(16)):
@@ -189,7 +189,7 @@ def count_letters(row: dict[str, Any]) -> dict[str, Any]:
     return {"x": np.float32(len(row["word"])), "offset": row["offset"] * 2}
 
 
-def test_text_is_transformed_first_as_in_transform(spark: Any, tmp_path: Path) -> None:
+def test_text_is_transformed_before_prediction(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(
         model=torch.nn.Linear(1, 2),
         feature_columns=["x"],
@@ -214,8 +214,8 @@ def test_text_is_transformed_first_as_in_transform(spark: Any, tmp_path: Path) -
         predictor.predict({"x": np.zeros(9), "offset": np.arange(9)})
 
 
-def test_raw_columns_ask_for_the_transformation(spark: Any, tmp_path: Path) -> None:
-    """Training's advice for them, such as a StringIndexer, would not help."""
+def test_errors_on_raw_columns_suggest_apply_transformation(spark: Any, tmp_path: Path) -> None:
+    """Suggest no StringIndexer or other advice for training, which would not help."""
     model = TorchModel(
         model=torch.nn.Linear(1, 2),
         feature_columns=["word"],
@@ -236,20 +236,20 @@ def test_raw_columns_ask_for_the_transformation(spark: Any, tmp_path: Path) -> N
             predictor.predict(rows)
     model.setApplyTransformation(True)
     assert model.transform(frame).count() == 1
-    # What no transformation helps with says nothing of it.
+    # Other errors do not mention the transformation.
     with pytest.raises(ColumnError, match="outputCols: the column") as raised:
         model.transform(frame.selectExpr("word", "1 as y__output"))
     assert "apply_transformation" not in str(raised.value)
 
 
-def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> None:
+def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"])
     PipelineModel([model]).save(str(tmp_path / "pipeline"))
     with pytest.raises(ParamError, match="stages, which are in"):
         load_predictor(str(tmp_path / "pipeline"))
     (stage,) = (tmp_path / "pipeline" / "stages").iterdir()
 
-    # In another filesystem of fsspec's; the shapes of outputs are found out.
+    # In another fsspec filesystem; output shapes are inferred.
     memory = fsspec.filesystem("memory")
     memory.put(str(stage), "/models/one", recursive=True)
     predictor = load_predictor("memory://models/one")
@@ -281,13 +281,13 @@ def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> Non
 
 
 class Several(torch.nn.Module):
-    """Gives what it is given: a number, several, and a number again."""
+    """Return the input's first number, all its numbers, and its second number."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x[:, 0], x, x[:, 1]
 
 
-def test_types_without_nan_are_filled_as_in_transform(spark: Any, tmp_path: Path) -> None:
+def test_nan_becomes_null_in_types_without_nan(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(
         model=Several(),
         feature_columns=["x"],
@@ -325,7 +325,7 @@ def test_types_without_nan_are_filled_as_in_transform(spark: Any, tmp_path: Path
 
 
 class Doubles(torch.nn.Module):
-    """Gives what it is given: a number, several, and these in two dimensions."""
+    """Return the inputs: a number, several numbers, and a matrix."""
 
     def forward(self, *features: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return features
@@ -336,8 +336,8 @@ def floats(value: Any) -> Any:
     return [floats(v) for v in value] if isinstance(value, (list, tuple)) else float(value)
 
 
-def test_decimals_and_types_of_outputs_are_those_of_transform(spark: Any, tmp_path: Path) -> None:
-    """Compared with `float` of each Decimal, and with Spark's own casts of the doubles."""
+def test_decimals_and_output_types_match_transform(spark: Any, tmp_path: Path) -> None:
+    """Compare with `float` of each Decimal, and with Spark's own casts of the doubles."""
     features = ["number", "several", "nested"]
     depths = dict(zip(features, range(3), strict=True))
     rng = random.Random(3)
@@ -384,7 +384,7 @@ def test_decimals_and_types_of_outputs_are_those_of_transform(spark: Any, tmp_pa
         assert [*map(str, predicted.schema[-3:])] == [*map(str, expected.schema)]
         found = [row[3:] for row in map(tuple, predicted.collect())]
         wanted = [*map(tuple, expected.collect())]
-        if element == "string":  # Java before 19 does not write the shortest digits of a double
+        if element == "string":  # Java before 19 may write more digits than needed
             assert floats(found) == floats(wanted)
         else:
             assert found == wanted, element
@@ -409,7 +409,7 @@ def nested(data_type: Any, depth: int) -> Any:
     return data_type if not depth else pa.list_(nested(data_type, depth - 1))
 
 
-def test_single_rows_predict_as_columns_do(spark: Any, tmp_path: Path) -> None:
+def test_single_rows_predict_like_columns(spark: Any, tmp_path: Path) -> None:
     net = torch.nn.Linear(3, 2)
     known = column_metadata([ColumnSpec("features", "vector", "float32", (3,))])
     model = TorchModel(
@@ -422,7 +422,7 @@ def test_single_rows_predict_as_columns_do(spark: Any, tmp_path: Path) -> None:
     assert [list(record) for record in records] == [["y__output"]] * 2
     np.testing.assert_array_equal([record["y__output"] for record in records], expected)
     vectors = spark.createDataFrame([(Vectors.dense(row.tolist()),) for row in rows], ["features"])
-    # A batch of one row may be added up in another order than one of two.
+    # A batch of one row may be summed in another order than a batch of two.
     (alone,) = predictor.predict(rows[1:])["y__output"]
     np.testing.assert_allclose(alone, expected[1], rtol=1e-5, atol=1e-6)
     for one in ({"features": rows[1]}, {"features": rows[1].tolist()}, vectors.collect()[1]):
@@ -438,7 +438,7 @@ def test_single_rows_predict_as_columns_do(spark: Any, tmp_path: Path) -> None:
 
 
 class Steps(lightning.LightningModule):
-    """Predicts with a step of its own, which gives a vector where ``forward`` gives a number."""
+    """Predict with a step that returns a vector, while ``forward`` returns a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class Steps(lightning.LightningModule):
 
 
 @pytest.mark.parametrize("by_step", [False, True])
-def test_a_lightning_module_predicts_by_forward_or_by_its_step(
+def test_a_lightning_module_predicts_by_forward_or_predict_step(
     spark: Any, tmp_path: Path, by_step: bool
 ) -> None:
     from hvd_estimators import lightning as package
@@ -526,7 +526,7 @@ assert not {"pyspark", "py4j"} & {name.partition(".")[0] for name in sys.modules
 """
 
 
-def test_pyspark_need_not_be_installed(spark: Any, tmp_path: Path) -> None:
+def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
     import keras
 
     from hvd_estimators.keras import KerasModel
@@ -537,7 +537,7 @@ def test_pyspark_need_not_be_installed(spark: Any, tmp_path: Path) -> None:
     twin = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     twin.set_weights([net.weight.detach().numpy().T, net.bias.detach().numpy()])
     paths = {name: tmp_path / name for name in ("torch", "lightning", "keras")}
-    # What is kept of columns holds classes of Spark's.
+    # The saved column metadata holds classes of Spark's.
     known = column_metadata([ColumnSpec("x", "vector", "float32", (2,))])
     doubling = TorchModel(
         model=net,

@@ -1,4 +1,4 @@
-"""Streams of many micro-batches, and applications that are killed between and within them."""
+"""Streams of many micro-batches, in applications that are killed and in one that is not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(1200)]
 JOB = Path(__file__).with_name("stream_job.py")
 
 
-def test_each_row_is_written_once_by_applications_that_are_killed(tmp_path: Path) -> None:
+def test_killed_applications_write_each_row_once(tmp_path: Path) -> None:
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, str(JOB), "write", str(tmp_path)]
         return subprocess.Popen(
@@ -38,9 +38,9 @@ def test_each_row_is_written_once_by_applications_that_are_killed(tmp_path: Path
         with start() as process:
             while done() < wanted and time.monotonic() < deadline and process.poll() is None:
                 time.sleep(0.01)
-            # Before, while or after the next micro-batch is written.
+            # The kill comes before, during or after the next write.
             time.sleep(chance.uniform(0, 0.6))
-            # The JVM, too, which would go on for a moment.
+            # The group includes the JVM, which would otherwise continue for a moment.
             os.killpg(process.pid, signal.SIGKILL)
     assert 9 <= done() <= 12
     with start() as process:

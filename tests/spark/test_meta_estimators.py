@@ -1,4 +1,4 @@
-"""Spark ML estimators made of others: OneVsRest, TrainValidationSplit, pipelines in them."""
+"""Spark ML's meta-estimators: OneVsRest, TrainValidationSplit, and pipelines within them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
     angles = 2 * np.pi * np.arange(3) / 3
     kinds = ["zebra", "ant", "moose"]
     points = [(float(np.cos(a)), float(np.sin(a)), k) for a, k in zip(angles, kinds, strict=True)]
-    # Not in alphabetical order, and the most frequent one is the first number.
+    # The most frequent class, which is not the first in the alphabet, gets number 0.
     frame = spark.createDataFrame([*points * 4, *points[1:2], points[1]], ["a", "b", "kind"])
     stages = [
         StringIndexer(inputCol="kind", outputCol="number"),
@@ -69,7 +69,7 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
     several = OneVsRest(featuresCol="in put", labelCol="number", classifier=classifier)
     with pytest.raises(ParamError, match=r"rawPredictionCol: OneVsRest .* Set rawPredictionCol"):
         several.fit(frame)
-    # Columns of the classifier's own give way to those that it is told for each class.
+    # OneVsRest's columns for each class override the classifier's.
     classifier.setRawPredictionCol("rawPrediction").setLabelCols(["kind"])
     model = several.fit(frame)
     assert classifier.getLabelCols() == ["kind"]
@@ -98,7 +98,7 @@ def test_train_validation_split_over_pipelines_and_columns(
     nets = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
     assembler = VectorAssembler(inputCols=["b"], outputCol="v")
     pipeline = Pipeline(stages=[Pipeline(stages=[assembler]), Pipeline(stages=[estimator])])
-    # An optimizer goes with its model.
+    # Each model needs its optimizer.
     grid = [
         point
         for chosen in columns
@@ -140,7 +140,7 @@ def test_train_validation_split_over_pipelines_and_columns(
     for one, before in zip(kept, trained, strict=True):
         assert one.getHistory() == before.getHistory()
         assert torch.equal(one.getModel().weight, before.getModel().weight)
-    # The same by Spark's other calls.
+    # Spark's other ways to fit.
     fitted = dict(pipeline.fitMultiple(frame, grid[::3]))
     names = [fitted[place].stages[1].stages[0].getFeatureColumns() for place in (0, 1)]
     assert names == columns
@@ -162,7 +162,7 @@ def nets() -> dict[str, tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "keras", "lightning"])
-def test_params_of_each_type_are_saved_and_what_is_of_another_class_is_refused(
+def test_params_round_trip_and_other_classes_are_rejected(
     spark: Any, store: Any, tmp_path: Path, kind: str
 ) -> None:
     cls, net, optimizer = nets()[kind]
@@ -199,7 +199,7 @@ def test_params_of_each_type_are_saved_and_what_is_of_another_class_is_refused(
         assert loaded.copy({loaded.epochs: 9}).getEpochs() == 9
     others = [other for other, _, _ in nets().values() if other is not cls]
     for other in others:
-        # As Spark's own: what is loaded is of the class that was saved.
+        # Like Spark's own classes, load() returns an object of the saved class.
         if issubclass(cls, other):
             assert type(other.load(path)) is cls
             continue

@@ -1,4 +1,4 @@
-"""Models that are sent to executors in parts, and mapped there by the workers that use them."""
+"""Models that are sent to executors in parts, and memory-mapped by the workers there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 300_000
 
 
 def make_model(framework: str, seed: int) -> tuple[Any, np.ndarray]:
-    """Return a model that looks up a number in a table of 1.2 MB, and the table."""
+    """Return a model that looks up numbers in a table of 1.2 MB, and the table."""
     table = np.random.default_rng(seed).normal(size=(WIDTH, 1)).astype(np.float32)
     common = {"feature_columns": ["id"], "label_columns": ["y"], "output_shapes": [[1]]}
     if framework == "keras":
@@ -50,14 +50,14 @@ def make_model(framework: str, seed: int) -> tuple[Any, np.ndarray]:
 
 @pytest.mark.spark
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-def test_a_model_in_parts_predicts_as_a_whole_one(
+def test_a_model_in_parts_predicts_the_same(
     spark: SparkSession, framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "PART_BYTES", 500_000)
     if framework != "keras":
         from hvd_estimators.torch import serialization
 
-        # As a file on the driver, too.
+        # The driver uses a file, too.
         monkeypatch.setattr(serialization, "_LARGE_BYTES", 0)
     sent = []
     send = broadcast.SharedBytes.send
@@ -77,6 +77,6 @@ def test_a_model_in_parts_predicts_as_a_whole_one(
     assert [len(s.parts) for s in in_parts] == [3] * 3
     folder = Path(SparkFiles.getRootDirectory()) / "hvd_estimators-models"
     files = {path.name for path in folder.iterdir()}
-    # The newest two, and nothing half-written.
+    # The newest two models, and no partial files.
     assert files == {"lock", *(s.digest for s in in_parts[-2:])}
     assert folder.stat().st_mode & 0o777 == 0o700

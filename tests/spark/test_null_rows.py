@@ -1,4 +1,4 @@
-"""Rows with nulls: what transform() adds to them, by handleInvalid."""
+"""Rows with nulls in transform(), by handleInvalid."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WITH_NULLS = {1, 2, 3, 4, 5, 7}
 
 
 class Together(torch.nn.Module):
-    """Gives a number, a vector and a matrix of all inputs, and notes how many rows it was given."""
+    """Return a number, a vector and a matrix of all inputs, and log the number of rows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def expected(row: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("known_sizes", [True, False])
-def test_rows_with_nulls_get_nulls_or_are_left_out_or_end_the_job(
+def test_null_rows_are_kept_skipped_or_rejected(
     spark: Any, tmp_path: Path, known_sizes: bool
 ) -> None:
     frame = spark.createDataFrame(ROWS, SCHEMA).repartition(2)
@@ -72,7 +72,7 @@ def test_rows_with_nulls_get_nulls_or_are_left_out_or_end_the_job(
         feature_columns=["x", "n", "v", "a", "m"],
         label_columns=["p", "q", "r"],
         output_shapes=[[], [2], [1, 2]],
-        # Otherwise rows are taken for large ones, between which there are empty ones.
+        # Without known sizes, rows count as large and are sent with empty rows between them.
         **({"input_shapes": [[], [], [2], [2], [2, 1]]} if known_sizes else {}),
     )
     assert model.getHandleInvalid() == "keep"
@@ -89,7 +89,7 @@ def test_rows_with_nulls_get_nulls_or_are_left_out_or_end_the_job(
         np.testing.assert_array_equal(p, wanted[0])
         np.testing.assert_array_equal(q.toArray(), wanted[1])
         np.testing.assert_array_equal(r, wanted[2])
-    # The model sees none of them.
+    # The model does not see rows with nulls.
     assert sum(map(int, path.read_text().split())) == len(ROWS) - len(WITH_NULLS)
 
     left = model.setHandleInvalid("skip").transform(frame)
@@ -115,12 +115,12 @@ def test_one_output_and_a_classifiers_columns_are_null_together(spark: Any) -> N
     assert tuple(rows[0])[2:] == (None, None, None, None)
     assert (rows[1]["c"], rows[1]["r"].toArray().tolist()) == (0, [1.5, -1.5])
     assert math.isnan(rows[2]["c"])
-    # All rows of a partition, and none.
+    # A partition of null rows only, and empty partitions.
     only = scored.transform(frame.where("id = 0").repartition(3)).collect()
     assert [tuple(row)[2:] for row in only] == [(None, None, None, None)]
 
 
-def test_a_null_within_an_array_is_told_from_nan_also_by_a_udf(spark: Any) -> None:
+def test_transform_and_udf_distinguish_nulls_in_arrays_from_nan(spark: Any) -> None:
     rows = [(0, [1.0, NAN], 1.0), (1, [1.0, None], 1.0), (2, [1.0, 2.0], NAN), (3, None, 1.0)]
     frame = spark.createDataFrame(rows, "id int, `a.b` array<double>, `é x` double").coalesce(1)
     model = TorchModel(

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400), pyt
 
 @dataclass
 class ClusterKind:
-    """A kind of cluster: how to run a function in its driver, and how many ranks have place."""
+    """A kind of cluster: a function to run code in its driver, and its number of ranks."""
 
     name: str
     run: Callable[..., Any]
@@ -51,7 +51,7 @@ def cluster_kind(
 
 
 def line() -> list[float]:
-    """Return what descent over all rows comes to, from 0, in one process."""
+    """Return the line that gradient descent from 0 over all rows reaches in one process."""
     x = np.arange(on_clusters.ROWS, dtype=float)
     rows = np.stack([x, np.ones_like(x)], axis=1)
     found = np.zeros(2)
@@ -94,7 +94,7 @@ def check_places(cluster_kind: ClusterKind, places: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize("train", [on_clusters.train_torch, on_clusters.train_tensorflow])
-def test_ranks_know_their_places_and_train_as_one_process(
+def test_ranks_know_their_places_and_train_like_one_process(
     cluster_kind: ClusterKind, train: Callable[[], Any]
 ) -> None:
     ranks = cluster_kind.ranks if train is on_clusters.train_torch else 2
@@ -106,7 +106,7 @@ def test_ranks_know_their_places_and_train_as_one_process(
     check_places(cluster_kind, [found for found, _ in results])
 
 
-def test_an_estimator_fits_as_one_process(cluster_kind: ClusterKind) -> None:
+def test_an_estimator_fits_like_one_process(cluster_kind: ClusterKind) -> None:
     np.testing.assert_allclose(
         cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=560), line(), rtol=1e-5
     )

@@ -1,4 +1,4 @@
-"""Outputs that are predictions, and models without labels: in transform, and after saving."""
+"""Selected outputs and models without labels, in transform and after saving."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
 class Several(torch.nn.Module):
-    """Returns a vector and a number per row, and a number for the batch."""
+    """Return a vector and a number per row, and a number for the batch."""
 
     def __init__(self, as_dict: bool = False) -> None:
         super().__init__()

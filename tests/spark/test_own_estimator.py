@@ -1,6 +1,6 @@
-"""An estimator without a framework, in a few lines, through the recipe that all estimators share.
+"""A short estimator without a framework, built on the recipe that all estimators share.
 
-It solves the normal equations in NumPy, so that what it has to find is known beforehand.
+It solves the normal equations in NumPy, so the expected line is known beforehand.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def disagree(spec: LeastSquaresSpec) -> TrainResult:
 
 
 class Line(HorovodModel):
-    """Predicts ``slope * x + intercept``; the model is an array of both."""
+    """Model that predicts ``slope * x + intercept``; its parameters are an array of both."""
 
     def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Any]]:
         def load(document: bytes) -> Any:
@@ -76,8 +76,6 @@ class Line(HorovodModel):
 
 
 class LeastSquares(HorovodEstimator):
-    """Fits a line."""
-
     _framework = "line"
 
     ridge = param("Added to the diagonal.", default=0.0, convert=number(0))
@@ -168,7 +166,7 @@ def test_ranks_fit_files_without_spark(store: Any) -> None:
 
 
 class Noting(LeastSquares):
-    """Notes when its hooks are called."""
+    """Record the calls of its hooks."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -203,7 +201,9 @@ def test_hooks_are_called_in_the_order_of_their_contracts(store: Any, dry_run: b
     assert model.isSet("output_shapes") == dry_run
 
 
-def test_what_is_certain_before_rows_are_written_ends_the_fit(spark: Any, store: Any) -> None:
+def test_wrong_params_and_columns_are_rejected_before_rows_are_written(
+    spark: Any, store: Any
+) -> None:
     frame = make_frame(spark)
 
     with pytest.raises(ParamError, match=r"^label_cols is not set"):
@@ -215,7 +215,7 @@ def test_what_is_certain_before_rows_are_written_ends_the_fit(spark: Any, store:
     assert not Path(store.get_train_data_path()).exists()
 
 
-def test_a_run_is_gone_on_with_only_by_a_fit_of_the_same(store: Any) -> None:
+def test_a_run_resumes_only_with_the_same_model(store: Any) -> None:
     write_files(store)
     make_estimator(store, run_id="mine").fit_on_parquet()
 
@@ -225,7 +225,7 @@ def test_a_run_is_gone_on_with_only_by_a_fit_of_the_same(store: Any) -> None:
 
 
 class Planned(LeastSquares):
-    """Notes what is planned."""
+    """Record the planned data."""
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         PLANS.append(common.data)
@@ -240,7 +240,7 @@ def ranges_of(data: Any) -> list[Any]:
     return [[(part.row_group, part.start, part.stop) for part in shard] for shard in shards]
 
 
-def test_a_run_keeps_its_shards_where_fewer_ranks_go_on(spark: Any, store: Any) -> None:
+def test_a_run_keeps_its_shards_on_fewer_ranks(spark: Any, store: Any) -> None:
     frame = make_frame(spark)
     PLANS.clear()
     params = {"store": store, "feature_cols": ["an x"], "label_cols": ["y"], "verbose": 0}
@@ -252,7 +252,7 @@ def test_a_run_keeps_its_shards_where_fewer_ranks_go_on(spark: Any, store: Any) 
     first, second = PLANS
     assert (first.num_shards, first.num_ranks) == (3, 3)
     assert (second.num_shards, second.num_ranks) == (3, 2)
-    # The files are written anew, and hold the same.
+    # The files are rewritten with the same rows.
     assert ranges_of(second) == ranges_of(first)
     with pytest.raises(ParamError, match=r"^num_proc: the run 'mine' began with 3 ranks"):
         estimator.setBackend(InProcessBackend(4)).fit(frame)
@@ -260,15 +260,15 @@ def test_a_run_keeps_its_shards_where_fewer_ranks_go_on(spark: Any, store: Any) 
     assert PLANS[-1].num_shards == 4
 
 
-def test_ranks_that_disagree_are_told_of(store: Any) -> None:
+def test_different_weights_on_ranks_are_reported(store: Any) -> None:
     write_files(store)
 
     with pytest.raises(HvdEstimatorsError, match="The ranks ended with different weights"):
         make_estimator(store, model=disagree).fit_on_parquet()
 
 
-def test_a_store_in_the_place_of_another_is_used(tmp_path: Path) -> None:
-    """Params that are given to fit_on_parquet are those of the fit."""
+def test_fit_on_parquet_uses_the_store_it_is_given(tmp_path: Path) -> None:
+    """Pass params to fit_on_parquet, where they override the estimator's."""
     empty, full = Store.create(str(tmp_path / "a")), Store.create(str(tmp_path / "b"))
     write_files(full)
     estimator = make_estimator(empty)

@@ -1,4 +1,4 @@
-"""What transform() adds: evaluated once, NaN as NaN, and no column of the user's lost."""
+"""Columns that transform() adds: evaluated once, NaN kept, the user's columns preserved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spark
 
 
 class Noting(torch.nn.Module):
-    """Gives rows back in a shape, and notes in a file how many there were."""
+    """Return rows in a given shape, and log their number to a file."""
 
     def __init__(self, path: Path | None = None, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def case_sensitive(spark: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("classifies", [False, True])
-def test_a_model_runs_once_for_each_row_whatever_is_filtered(
+def test_a_model_runs_once_per_row_under_any_filter(
     spark: Any, tmp_path: Path, classifies: bool
 ) -> None:
     path = tmp_path / "rows"
@@ -68,10 +68,10 @@ def test_a_model_runs_once_for_each_row_whatever_is_filtered(
 
     assert run(predicted.where("y__output > 0")) == (49, 100)
     assert run(predicted.na.drop().where("y__output between 0 and 9")) == (10, 100)
-    # A condition on another column is tested before the model runs.
+    # A condition on another column is evaluated before the model runs.
     assert run(predicted.where("y__output < 0 and id < 10")) == (10, 10)
     assert run(predicted.select("x", (F.col("y__output") - F.col("x")).alias("z"))) == (100, 100)
-    # Where no prediction is needed the model does not run.
+    # The model does not run if no prediction is needed.
     path.unlink()
     assert predicted.count() == 100
     assert predicted.where("id < 10").select("x").count() == 10
@@ -88,7 +88,7 @@ def test_a_filter_on_another_column_reaches_the_scan(spark: Any, tmp_path: Path)
     assert [tuple(row) for row in joined.collect()] == [(2, 4.0, 4.0, 4.0, 4.0)]
 
 
-def test_nan_is_a_number_before_and_after_the_model_and_null_may_be_an_error(spark: Any) -> None:
+def test_nan_is_a_value_and_nulls_can_be_errors(spark: Any) -> None:
     nan = float("nan")
     frame = spark.createDataFrame([(0, nan), (1, 1.5)], ["id", "x"]).coalesce(1)
     model = make_model(Noting())
@@ -102,7 +102,7 @@ def test_nan_is_a_number_before_and_after_the_model_and_null_may_be_an_error(spa
 
 
 class Choosy(torch.nn.Module):
-    """Takes rows up to a number, and fails on others."""
+    """Accept numbers up to 5, and fail on larger ones."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if bool((x > 5).any()):
@@ -110,12 +110,12 @@ class Choosy(torch.nn.Module):
         return x
 
 
-def test_a_model_that_fails_on_a_row_tells_in_sparks_error_what_it_was_called_with(
+def test_a_models_error_reports_the_input_shapes(
     spark: Any,
 ) -> None:
     frame = spark.range(12).coalesce(1).select(F.col("id").cast("double").alias("x"))
     model = make_model(Choosy(), inference_batch_size=4)
-    # The batch that has the row in it, and the line of the model; Spark leaves out the cause.
+    # The batch with the failing row, and the model's line; Spark omits the cause.
     told = (
         r"PredictionError: The model failed on some rows\. It was called with x \(4,\) float32\. "
         r"It raised ZeroDivisionError: the seventh \(.*test_predictions\.py, line \d+, in forward\)"
@@ -140,7 +140,7 @@ def test_outputs_may_hold_nan(spark: Any, shape: tuple[int, ...], data_type: str
         np.testing.assert_array_equal(found.reshape(-1), row["x"])
 
 
-def test_columns_of_the_user_are_never_replaced(spark: Any) -> None:
+def test_the_users_columns_are_never_replaced(spark: Any) -> None:
     names = ["x", "__predicted", "__PREDICTED_", "id"]
     frame = spark.range(3).select(*(F.col("id").cast("double").alias(name) for name in names))
     two = {"predictionCol": "prediction", "outputs_are": "values"}
@@ -152,7 +152,9 @@ def test_columns_of_the_user_are_never_replaced(spark: Any) -> None:
             make_model(Noting()).transform(frame.withColumnRenamed("id", taken))
 
 
-def test_names_that_case_tells_apart_stand_side_by_side(spark: Any, case_sensitive: None) -> None:
+def test_output_names_may_differ_from_columns_only_in_case(
+    spark: Any, case_sensitive: None
+) -> None:
     frame = spark.range(2).select(
         F.col("id").cast("double").alias("x"), F.lit("a").alias("Y__OUTPUT")
     )
@@ -164,7 +166,7 @@ def test_names_that_case_tells_apart_stand_side_by_side(spark: Any, case_sensiti
 
 def test_names_are_compared_as_spark_compares_them(spark: Any) -> None:
     frame, resolver = spark.range(1), spark._jsparkSession.sessionState().conf().resolver()
-    # With a sharp s, a Turkish i without and with its dot, and a final sigma.
+    # With a sharp s, a Turkish i with and without its dot, and a final sigma.
     sizes = ["SIZE", "size", "s\u0131ze", "s\u0130ze"]
     names = [
         "stra\u00dfe",
@@ -178,7 +180,7 @@ def test_names_are_compared_as_spark_compares_them(spark: Any) -> None:
     assert clashing(frame, "size", sizes) == sizes
 
 
-def test_shapes_of_outputs_are_found_with_inputs_of_the_types_that_are_set(spark: Any) -> None:
+def test_output_shapes_are_inferred_with_the_given_dtypes(spark: Any) -> None:
     frame = spark.createDataFrame([([3, 1, 2], [0.25, 0.5])], "words array<int>, x array<double>")
     net = torch.nn.Embedding(5, 2)
 

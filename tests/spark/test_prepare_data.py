@@ -1,4 +1,4 @@
-"""prepare_data: what is written, and what is rejected."""
+"""Files that prepare_data writes, and data that it rejects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _clear() -> Any:
     clear_training_cache()
 
 
-# What is written.
+# Written values.
 
 
 def test_types_are_kept_and_vectors_are_32_bit_floats(spark: Any, store: Any) -> None:
@@ -76,7 +76,7 @@ def test_types_are_kept_and_vectors_are_32_bit_floats(spark: Any, store: Any) ->
 SPARSE = [
     Vectors.dense([0.0, 1.5, 0.0, -2.0]),
     Vectors.sparse(4, {3: 0.1}),
-    Vectors.sparse(4, [0, 2], [0.0, 7.0]),  # a zero that is written out
+    Vectors.sparse(4, [0, 2], [0.0, 7.0]),  # an explicit zero
     Vectors.sparse(4, {}),
     Vectors.dense([0.0, 0.0, 0.0, 0.0]),
     Vectors.dense([1.0, 2.0, 3.0, 4.0]),
@@ -86,9 +86,7 @@ SPARSE = [
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_sparse_and_dense_vectors_come_back_as_they_were(
-    spark: Any, store: Any, compress: bool
-) -> None:
+def test_sparse_and_dense_vectors_round_trip(spark: Any, store: Any, compress: bool) -> None:
     rows = list(enumerate(SPARSE * 3))
     frame = spark.createDataFrame(rows, ["id", "v"]).repartition(3)
     (found,) = read(store, frame, compress_sparse=compress)
@@ -97,7 +95,7 @@ def test_sparse_and_dense_vectors_come_back_as_they_were(
     np.testing.assert_array_equal(found["v"][np.argsort(found["id"])], expected)
 
 
-def test_only_what_is_not_zero_is_written(spark: Any, store: Any) -> None:
+def test_zeros_are_not_written(spark: Any, store: Any) -> None:
     frame = spark.createDataFrame(list(enumerate(SPARSE)), ["id", "v"])
     with prepare_data(1, store, frame, ["id"], compress_sparse=True) as index:
         table = parquet.read_table(store.get_train_data_path(index))
@@ -120,7 +118,7 @@ def test_only_what_is_not_zero_is_written(spark: Any, store: Any) -> None:
         (None, "'v' holds 1 nulls"),
     ],
 )
-def test_vectors_of_other_sizes_and_nulls_are_refused(
+def test_ragged_vectors_and_nulls_are_rejected(
     spark: Any, store: Any, compress: bool, bad: Any, message: str
 ) -> None:
     rows = [*enumerate(SPARSE), (100, bad)]
@@ -130,7 +128,7 @@ def test_vectors_of_other_sizes_and_nulls_are_refused(
 
 
 @pytest.mark.parametrize("bad", [[[1.0, None]], [[1.0, 2.0], None], [None]])
-def test_nulls_in_nested_arrays_are_refused(spark: Any, store: Any, bad: Any) -> None:
+def test_nulls_in_nested_arrays_are_rejected(spark: Any, store: Any, bad: Any) -> None:
     rows = [(0, [[1.0, 2.0]] * len(bad)), (1, bad)]
     frame = spark.createDataFrame(rows, "id int, x array<array<double>>")
     with pytest.raises(DataError, match="'x' holds"):
@@ -141,10 +139,10 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("validation", [None, 0.5])
-def test_rows_that_went_to_another_machines_disk_are_no_empty_data(
+def test_rows_on_another_machines_disk_are_a_store_error(
     spark: Any, store: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, validation: Any
 ) -> None:
-    # As a server of Spark Connect, or the driver of a cluster, that has a disk of its own.
+    # Like a Spark Connect server, or a cluster's driver, with a separate disk.
     def there(session: Any, store: Any, path: str) -> str:
         return f"file://{tmp_path}/elsewhere{path}"
 
@@ -166,7 +164,7 @@ def test_rows_that_went_to_another_machines_disk_are_no_empty_data(
         ("x array<array<double>>", [[[1.0, NAN]], [[1.0, 2.0]]], 1),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused_if_asked_for(
+def test_check_finite_rejects_nan_and_infinity(
     spark: Any, store: Any, schema: str, values: Any, count: int
 ) -> None:
     frame = spark.createDataFrame([(i, v) for i, v in enumerate(values)], f"id int, {schema}")
@@ -178,7 +176,7 @@ def test_numbers_that_are_not_finite_are_refused_if_asked_for(
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("bad", [Vectors.dense([1.0, NAN]), Vectors.sparse(2, {1: 1e300})])
-def test_vectors_are_checked_as_they_are_written(
+def test_check_finite_checks_vectors_as_32_bit_floats(
     spark: Any, store: Any, compress: bool, bad: Any
 ) -> None:
     # 1e300 is infinite as a 32-bit float.
@@ -187,7 +185,7 @@ def test_vectors_are_checked_as_they_are_written(
         index_of(store, frame, compress_sparse=compress, check_finite=True)
 
 
-def test_an_estimator_passes_the_check_on(spark: Any, store: Any) -> None:
+def test_an_estimator_passes_check_finite_on(spark: Any, store: Any) -> None:
     frame = spark.createDataFrame([(1.0, 2.0), (NAN, 1.0)], "x double, y double")
     estimator = make_estimator(store, check_finite=True)
     assert estimator.getCheckFinite() is True
@@ -195,13 +193,11 @@ def test_an_estimator_passes_the_check_on(spark: Any, store: Any) -> None:
         estimator.fit(frame)
 
 
-# How rows are split.
+# Splits.
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_rows_that_are_not_the_same_twice_are_on_one_side_only(
-    spark: Any, store: Any, shuffled: bool
-) -> None:
+def test_nondeterministic_rows_are_on_one_side_only(spark: Any, store: Any, shuffled: bool) -> None:
     frame = spark.range(0, 1000, 1, 3)
     frame = frame.repartition(4) if shuffled else frame
     frame = frame.select(
@@ -219,7 +215,7 @@ def test_rows_that_are_not_the_same_twice_are_on_one_side_only(
             assert val["noise"].max() < 0.3 <= train["noise"].min()
 
 
-def test_both_sides_lie_at_the_paths_that_the_store_reports(spark: Any, store: Any) -> None:
+def test_both_sides_are_written_to_the_stores_paths(spark: Any, store: Any) -> None:
     frame, option = numbers(spark), "spark.sql.maxConcurrentOutputFileWriters"
     with prepare_data(1, store, frame, ["id"], ["x"], validation="held_out") as index:
         assert spark.conf.get(option, None) in (None, "0")
@@ -240,7 +236,7 @@ def test_both_sides_lie_at_the_paths_that_the_store_reports(spark: Any, store: A
     assert store.names(store.prefix_path) == []
 
 
-def test_a_move_that_fails_leaves_nothing(spark: Any, store: Any, monkeypatch: Any) -> None:
+def test_a_failed_move_leaves_no_files(spark: Any, store: Any, monkeypatch: Any) -> None:
     moved: list[str] = []
     move = type(store).move_folder
 
@@ -260,7 +256,7 @@ def test_a_move_that_fails_leaves_nothing(spark: Any, store: Any, monkeypatch: A
 
 
 def test_a_store_with_one_path_for_all_datasets(spark: Any, store: Any) -> None:
-    """As programs have it that replace these methods by lambdas."""
+    """Replace the store's methods by lambdas, like some programs."""
     train_path, val_path = store.get_train_data_path(), store.get_val_data_path()
     store.get_train_data_path = lambda index=None: train_path
     store.get_val_data_path = lambda index=None: val_path
@@ -279,7 +275,7 @@ def test_a_store_with_one_path_for_all_datasets(spark: Any, store: Any) -> None:
                 assert parquet.read_table(train_path).num_rows == rows[0]
     clear_training_cache()
     assert store.names(store.prefix_path) == []
-    # Files of others stay, at the path that this dataset does not use, too.
+    # Other programs' files stay, even at the path that this dataset does not use.
     for path in (val_path, train_path):
         frame.select("id").write.parquet(store.spark_url(path))
         with (
@@ -305,10 +301,8 @@ def test_a_seed_gives_the_same_split_each_time(spark: Any, store: Any, shuffled:
     assert split(1) != split(2)
 
 
-def test_a_split_does_not_depend_on_the_order_in_which_a_shuffle_gives_rows(
-    spark: Any, store: Any
-) -> None:
-    # The same rows in the same partitions, which are read in another order.
+def test_a_split_does_not_depend_on_the_row_order_of_a_shuffle(spark: Any, store: Any) -> None:
+    # The same rows in the same partitions, read in another order.
     ids = np.arange(600)
     splits = []
     for order in (ids, ids[::-1]):
@@ -322,7 +316,7 @@ def test_a_split_does_not_depend_on_the_order_in_which_a_shuffle_gives_rows(
 @pytest.mark.parametrize("validation", [None, 0.2, "held_out"])
 @pytest.mark.parametrize("check_finite", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_one_write_is_all_that_runs(
+def test_preparing_runs_a_single_write(
     spark: Any, store: Any, validation: Any, check_finite: bool, shuffle: bool
 ) -> None:
     frame = numbers(spark).withColumn("v", array_to_vector(F.array("x", "x")))
@@ -332,7 +326,7 @@ def test_one_write_is_all_that_runs(
         "shuffle_on_write": shuffle,
     }
     labels = ["id", "x"]
-    # To the adaptive planner each side of a shuffle is a job.
+    # The adaptive planner counts each side of a shuffle as a job.
     jobs = jobs_of(spark, lambda: index_of(store, frame, labels, **options))
     assert jobs == (2 if shuffle else 1)
 
@@ -352,13 +346,13 @@ def test_each_row_is_computed_once(spark: Any, store: Any, validation: Any) -> N
     assert computed.value == 200
 
 
-# In which order rows are written.
+# Row order.
 
 
 def stored_order(frame: Any, store: Any, **options: Any) -> list[list[int]]:
-    """Return the column ``id`` of each file, in stored order, of the part to train on."""
+    """Return the column ``id`` of each training file, in stored order."""
     frame = frame.withColumn("x", F.lit(1))
-    # Few rows are written to as many files as there are ranks.
+    # Few rows are written to one file per rank.
     with prepare_data(3, store, frame, ["id"], **options) as index:
         manifest = load_manifest(store, index)
         assert manifest.shuffled == options.get("shuffle_on_write", True)
@@ -367,20 +361,18 @@ def stored_order(frame: Any, store: Any, **options: Any) -> list[list[int]]:
 
 
 def assert_random(order: list[int]) -> None:
-    """Hold an order of numbered rows against chance: rank correlation, and runs that go up."""
+    """Compare the order of numbered rows with chance, by rank correlation and ascending pairs."""
     rows = len(order)
     ranks = np.argsort(np.argsort(order))
     assert abs(np.corrcoef(ranks, np.arange(rows))[0, 1]) < 5 / np.sqrt(rows - 1)
-    # Half of all neighbours go up, with a standard deviation of sqrt((rows + 1) / 12).
+    # Half of all neighbours ascend, with a standard deviation of sqrt((rows + 1) / 12).
     assert abs((np.diff(ranks) > 0).sum() - (rows - 1) / 2) < 5 * np.sqrt((rows + 1) / 12)
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_rows_are_written_in_a_random_order_that_the_seed_decides(
-    spark: Any, store: Any, keeps_order: bool
-) -> None:
+def test_the_seed_determines_a_random_row_order(spark: Any, store: Any, keeps_order: bool) -> None:
     rows = 3000
-    # The same number a thousand times must not stay together, either.
+    # A thousand rows with the same number must not stay together, either.
     frame = spark.range(0, rows, 1, 4).select("id", F.floor(F.col("id") / 1000).alias("same"))
     if not keeps_order:
         frame = frame.repartition(4, "id")
@@ -418,21 +410,21 @@ def test_both_sides_of_a_split_are_in_random_order(spark: Any, store: Any) -> No
 
 
 def test_equal_rows_do_not_stay_together(spark: Any, store: Any) -> None:
-    """Not even where all columns are equal: a row's place is drawn, not made of its content."""
+    """Draw a row's place instead of deriving it from its content, even if all columns are equal."""
     frame = spark.range(0, 2000, 1, 2).select(F.floor(F.col("id") / 200).alias("id"))
 
     files = stored_order(frame.repartition(2), store)
 
     assert len(files) == 3
     changes = sum(int((np.diff(file) != 0).sum()) for file in files)
-    # Of 1997 neighbours, 9 of 10 differ in random order, and 9 in all in sorted order.
+    # Of 1997 neighbours, 9 of 10 differ in random order, but only 9 in all in sorted order.
     assert abs(changes - 0.9 * 1997) < 5 * np.sqrt(1997 * 0.09)
 
 
-def test_rows_are_written_as_they_come_where_that_is_asked_for(spark: Any, store: Any) -> None:
+def test_shuffle_on_write_false_keeps_the_order(spark: Any, store: Any) -> None:
     frame = spark.range(0, 300, 1, 2)
 
     order = stored_order(frame, store, shuffle_on_write=False)
     assert [row for file in order for row in file] == list(range(300))
-    # What is shuffled is another dataset.
+    # The shuffled rows are a separate dataset.
     assert stored_order(frame, store) != order

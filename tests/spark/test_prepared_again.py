@@ -1,4 +1,4 @@
-"""prepare_data: which datasets are shared by the fits of a grid, listed and cleared."""
+"""Sharing, listing and clearing of prepared datasets."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _clear() -> Any:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_rows_are_written_each_time_and_deleted(spark: Any, store: Any, same: bool) -> None:
+def test_each_call_writes_rows_and_deletes_them(spark: Any, store: Any, same: bool) -> None:
     frame = numbers(spark)
     first = index_of(store, frame)
     assert index_of(store, frame if same else numbers(spark)) != first
     assert list(Path(store.prefix_path).iterdir()) == []
 
 
-def test_fits_of_a_grid_share_what_has_the_same_columns_and_options(
+def test_grid_fits_share_datasets_with_equal_columns_and_options(
     spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
@@ -86,13 +86,13 @@ def test_datasets_are_listed_and_cleared(spark: Any, store: Any) -> None:
     assert list(Path(store.prefix_path).iterdir()) == []
 
 
-def test_what_is_being_written_is_not_listed(
+def test_unfinished_datasets_are_not_listed(
     spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
     def look(*args: Any) -> str:
-        # Who writes is told first. The manifest comes last, when the files are there.
+        # The owner's file comes first. The manifest comes last, when the files exist.
         if ".probe-" not in args[1]:
             seen.append((len(list(Path(store.prefix_path).rglob("*.parquet"))), *look_at(store)))
         return real(*args)
@@ -110,7 +110,7 @@ def look_at(store: Any) -> tuple[Any, Any]:
     return list_prepared_data(store), clear_prepared_data(store)
 
 
-def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
+def test_a_parallel_cross_validation_writes_each_fold_once(
     spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written = []
@@ -123,7 +123,7 @@ def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
     monkeypatch.setattr(prepare, "write_dataset", write)
     rows = spark.range(60).select((F.col("id") / 60).alias("x"), (F.col("id") / 30).alias("y"))
     rows.write.parquet(str(tmp_path / "rows"))
-    # Folds are cached, by Spark, while they are trained on.
+    # Spark caches the folds while they are trained on.
     frame = spark.read.parquet(str(tmp_path / "rows"))
     estimator = make_estimator(store, num_proc=None, backend=InProcessBackend())
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 2])
@@ -140,5 +140,5 @@ def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
     lengths = [[len(m.getHistory()) for m in fold] for fold in found.subModels]
     assert [sorted(fold) for fold in lengths] == [[1, 1, 2, 2]] * 3
     assert np.isfinite(found.avgMetrics).all()
-    # Each fold once, for four fits, and all rows for the best.
+    # Each fold once, for four fits, and all rows for the best model.
     assert len(written) == len(set(written)) == 4

@@ -1,4 +1,4 @@
-"""What a program prints whose fit fails while executors still import."""
+"""Output of a program whose fit fails while executors still import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applications whose settings leave it open what a rank gets: whole forms, for ``make soak``."""
+"""Resource settings with several executors per rank or ranks per GPU, for ``make soak``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sizes(num_proc: int | None, seconds: float = 0.0, cpus: int | None = None) -
     return run(size, num_proc=num_proc, cpus_per_task=cpus)
 
 
-def test_executors_are_asked_for_and_held_where_they_come_and_go(tmp_path: Path) -> None:
+def test_dynamic_allocation_requests_and_holds_executors(tmp_path: Path) -> None:
     dynamic = {
         "enabled": "true",
         "shuffleTracking.enabled": "true",
@@ -45,9 +45,9 @@ def test_executors_are_asked_for_and_held_where_they_come_and_go(tmp_path: Path)
     }
     with application(tmp_path, settings) as made:
         assert made.run(sizes, 4) == [4] * 4
-        # Longer than executors stay without work.
+        # Longer than the executors' idle timeout.
         assert made.run(sizes, 4, 15.0) == [4] * 4
-        # With resources that executors of their own are for.
+        # With resources that need new executors.
         assert made.run(sizes, 2, 0.0, 2) == [2] * 2
         with pytest.raises(SlotsError, match=r"maxExecutors is 2\. Set it higher"):
             made.run(sizes, 5)
@@ -61,7 +61,7 @@ def pins(**env: str) -> list[str]:
     return run(lambda: os.environ["CUDA_VISIBLE_DEVICES"], num_proc=4, env=env)
 
 
-def test_a_gpu_that_spark_gives_to_two_ranks_is_an_error_of_the_setting(tmp_path: Path) -> None:
+def test_a_setting_that_shares_a_gpu_between_ranks_is_an_error(tmp_path: Path) -> None:
     with gpu_application(tmp_path, spark__task__resource__gpu__amount="0.5") as made:
         with pytest.raises(GpuError, match=r"to 2 ranks.*spark\.task\.resource\.gpu\.amount"):
             made.run(pins)

@@ -1,4 +1,4 @@
-"""What goes to ranks and comes back: of any size, and without files that stay behind."""
+"""Data sent to ranks, and their results: any size, and no files left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 250_000
 
 @pytest.fixture
 def small_driver(spark: Any) -> Iterator[None]:
-    """A driver that collects 1 MiB and no more."""
+    """Limit the driver to collecting 1 MiB."""
     conf = spark.sparkContext._jsc.sc().conf()
     conf.set("spark.driver.maxResultSize", "1m")
     yield
@@ -30,7 +30,7 @@ def small_driver(spark: Any) -> Iterator[None]:
 
 
 def temporary_files(spark: Any) -> set[Path]:
-    """Return what this application's driver has in its temporary folder."""
+    """Return the files in this driver's temporary folder."""
     folder = Path(spark.sparkContext._temp_dir).parent
     return {path for path in folder.rglob("*") if path.is_file()}
 
@@ -48,7 +48,7 @@ class Wide(torch.nn.Module):
 
 
 @pytest.mark.parametrize("save_runs", [True, False])
-def test_a_model_larger_than_what_the_driver_collects_is_trained(
+def test_models_larger_than_the_drivers_result_limit_are_trained(
     spark: Any, tmp_path: Path, small_driver: None, save_runs: bool
 ) -> None:
     store = Store.create(str(tmp_path / "store"), save_runs=save_runs)
@@ -86,7 +86,7 @@ def test_a_model_larger_than_what_the_driver_collects_is_trained(
     assert ("checkpoint-000001.ckpt" in kept) == save_runs
 
 
-def test_results_that_the_driver_cannot_collect_are_refused(spark: Any, small_driver: None) -> None:
+def test_results_larger_than_the_drivers_limit_are_rejected(spark: Any, small_driver: None) -> None:
     backend = SparkBackend(2)
 
     assert list(map(len, backend.run(bytes, [300_000]))) == [300_000] * 2
@@ -94,7 +94,7 @@ def test_results_that_the_driver_cannot_collect_are_refused(spark: Any, small_dr
         backend.run(bytes, [700_000])
 
 
-def test_what_ranks_are_given_is_not_left_on_disk(spark: Any) -> None:
+def test_arguments_of_ranks_leave_no_files(spark: Any) -> None:
     backend, given = SparkBackend(2), bytes(range(256)) * 2**13
     before = temporary_files(spark)
     for _ in range(3):

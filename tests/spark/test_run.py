@@ -1,4 +1,4 @@
-"""`run`: what ``horovod.spark.run`` does, from any thread, and without processes left behind."""
+"""`run` compared with ``horovod.spark.run``: results, threads, and processes after failures."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def pids_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.soak
-def test_results_are_those_of_horovod_spark(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same function in the same session, which sees neither's driver's environment."""
+def test_results_match_horovod_spark(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the same function in the same session; ranks do not see the driver's environment."""
     monkeypatch.setenv("OF_DRIVER", "seen")
-    # Spark's Python workers import it, too.
+    # Spark's Python workers import horovod.spark, too.
     for environment in (os.environ, spark.sparkContext.environment):
         monkeypatch.setitem(environment, "HVD_ESTIMATORS_HOROVOD_SPARK", "1")
     import horovod.spark
@@ -89,7 +89,7 @@ def test_results_are_those_of_horovod_spark(spark: Any, monkeypatch: pytest.Monk
     assert theirs[1] == expected
 
 
-def test_results_are_in_the_order_of_the_ranks_which_see_what_env_gives(
+def test_results_are_in_rank_order_and_env_reaches_the_ranks(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_DRIVER", "not seen")
@@ -103,7 +103,7 @@ def test_results_are_in_the_order_of_the_ranks_which_see_what_env_gives(
 
 
 def test_several_threads_run_ranks_at_once(spark: Any, tmp_path: Path) -> None:
-    """Each waits for the other's ranks."""
+    """Wait in the ranks of each thread for the other thread's ranks."""
 
     def meet(mine: str, other: str) -> tuple[str, str]:
         (tmp_path / f"{mine}.{os.environ['HOROVOD_RANK']}").touch()
@@ -125,7 +125,7 @@ def test_several_threads_run_ranks_at_once(spark: Any, tmp_path: Path) -> None:
     assert sorted(results) == [[("a", "2")] * 2, [("b", "1")]]
 
 
-def test_a_rank_that_raises_leaves_no_process_of_any_rank(spark: Any, tmp_path: Path) -> None:
+def test_a_failing_rank_leaves_no_process(spark: Any, tmp_path: Path) -> None:
     def fail() -> None:
         child = subprocess.Popen(["sleep", "300"], start_new_session=True)
         rank = os.environ["HOROVOD_RANK"]
@@ -149,7 +149,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         [sys.executable, "-c", SLEEPING_RANKS, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        # Else the signal would go to the ranks, too, as from a terminal.
+        # Otherwise the ranks would get the signal, too, like in a terminal.
         start_new_session=True,
         text=True,
     )

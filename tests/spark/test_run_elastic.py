@@ -1,4 +1,4 @@
-"""`run_elastic`: ranks that are lost, launched again, and what they go on with."""
+"""`run_elastic`: lost ranks, relaunches, and the state that ranks resume from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model_and_optimizer() -> tuple[Any, Any]:
 
 
 def train(fail_once: Callable[[int, int, int], None], epochs: int = EPOCHS) -> Any:
-    """As Horovod's documentation has it."""
+    """Train like the example in Horovod's documentation."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -82,7 +82,7 @@ def train(fail_once: Callable[[int, int, int], None], epochs: int = EPOCHS) -> A
 
 
 def failing(folder: Path, failures: list[tuple[int, int, int]]) -> Callable[[int, int, int], None]:
-    """Return what ends a rank at some places, once at each: by exit and by a signal in turn."""
+    """Return a function that ends a rank once at each place, by exit and by signal in turn."""
 
     def fail_once(*place: int) -> None:
         marker = folder / "-".join(map(str, place))
@@ -95,7 +95,7 @@ def failing(folder: Path, failures: list[tuple[int, int, int]]) -> Callable[[int
     return fail_once
 
 
-def test_a_torch_program_goes_on_exactly_from_its_last_commit(spark: Any, tmp_path: Path) -> None:
+def test_a_torch_program_resumes_exactly_from_its_last_commit(spark: Any, tmp_path: Path) -> None:
     fail_once = failing(tmp_path, [(1, 0, 1), (0, 2, 1)])
     results = run_elastic(train, (fail_once,), num_proc=2)
 
@@ -109,7 +109,7 @@ def test_a_torch_program_goes_on_exactly_from_its_last_commit(spark: Any, tmp_pa
 
 
 def count(folder: str, until: int = 6) -> tuple[int, int, int]:
-    """Count to a number, in as many launches as it takes; without a framework and quick."""
+    """Count to a number over several launches, quickly and without a framework."""
     from horovod.common.elastic import ObjectState, run_fn
 
     rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
@@ -128,7 +128,7 @@ def count(folder: str, until: int = 6) -> tuple[int, int, int]:
     return state.number, size, len(list(Path(folder).iterdir()))
 
 
-def test_ranks_that_raise_start_again_on_more_slots_or_fewer(
+def test_failed_ranks_are_relaunched_on_more_or_fewer_slots(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "more").mkdir()
@@ -142,22 +142,22 @@ def test_ranks_that_raise_start_again_on_more_slots_or_fewer(
     assert run_elastic(count, (fewer,), num_proc=3, min_num_proc=1) == [(6, 1, 2)]
 
 
-def test_the_limit_ends_a_job_with_what_its_last_rank_said(spark: Any, tmp_path: Path) -> None:
+def test_reset_limit_ends_the_job_with_the_last_ranks_error(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match="on purpose at 6") as caught:
         run_elastic(count, (str(tmp_path), 9), num_proc=1, reset_limit=1)
     assert (caught.value.relaunches, caught.value.error_type) == (1, "OSError")
     assert "reset_limit=1 allows no more" in str(caught.value)
 
 
-def test_a_call_that_cannot_be_sent_is_an_error_at_once(spark: Any) -> None:
+def test_a_call_that_cannot_be_pickled_fails_at_once(spark: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(ParamError, match="sent to the ranks"):
         run_elastic(lambda: lock, num_proc=1)
 
 
 @pytest.mark.soak
-def test_ranks_that_are_killed_at_random_train_as_one_process(spark: Any, tmp_path: Path) -> None:
-    """Ranks, their guardians, and what started these: a warm process, or a task's worker."""
+def test_ranks_killed_at_random_train_like_one_process(spark: Any, tmp_path: Path) -> None:
+    """Kill ranks, guardians, and the guardians' parents: a warm process or a task's worker."""
     epochs = 60
     dice = random.Random(0)
     ended = threading.Event()

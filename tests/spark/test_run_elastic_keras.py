@@ -54,7 +54,7 @@ def train(folder: str) -> Any:
     starts: list[int] = []
 
     class Fail(keras.callbacks.Callback):  # type: ignore[misc]
-        """Rank 1 ends in the middle of the third epoch, once."""
+        """End rank 1 in the middle of the third epoch, once."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             marker = Path(folder, "failed")
@@ -78,7 +78,7 @@ def train(folder: str) -> Any:
     return state.epoch, starts, model.get_weights()[0]
 
 
-def test_a_keras_program_goes_on_exactly_from_its_last_commit(spark: Any, tmp_path: Path) -> None:
+def test_a_keras_program_resumes_exactly_from_its_last_commit(spark: Any, tmp_path: Path) -> None:
     for epoch, starts, weights in run_elastic(train, (str(tmp_path),), num_proc=2):
         assert (epoch, starts) == (EPOCHS, [2])
         np.testing.assert_allclose(weights, trained_by_numpy(2), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""run_id under Spark's validators: each fit has a run of its own, and can be gone on with."""
+"""run_id under Spark's validators: each fit has a separate run, which can be resumed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make_estimator(store: Any, **params: Any) -> TorchEstimator:
     )
 
 
-def test_each_fit_of_a_cross_validator_has_a_run_of_its_own(spark: Any, store: Any) -> None:
-    # Two folds of as many rows.
+def test_each_fit_of_a_cross_validator_has_a_separate_run(spark: Any, store: Any) -> None:
+    # Two folds with the same number of rows.
     frame = spark.range(20).select(
         (F.col("id") / 20).alias("x"), (F.col("id") / 7).alias("y"), (F.col("id") % 2).alias("fold")
     )
@@ -69,24 +69,24 @@ def test_each_fit_of_a_cross_validator_has_a_run_of_its_own(spark: Any, store: A
     assert len(set(weights)) == 4
     assert weights == [m.getModel().weight.item() for fold in plain.subModels for m in fold]
     assert fitted.avgMetrics == plain.avgMetrics
-    # Once more, the runs are there already, and with more epochs they are gone on with.
+    # Another validation finds the runs, and resumes them for more epochs.
     again = validate(run_id="cv", epochs=2)
     assert [model.getRunId() for fold in again.subModels for model in fold] == runs
     assert len(again.bestModel.getHistory()) == 2
     assert len(list(Path(store.get_runs_path()).glob("cv*"))) == 5
-    # In a pipeline nobody tells that fits belong together.
+    # In a pipeline, no context tells the estimator which fits belong together.
     estimator = make_estimator(store, run_id="pipe")
     pipeline = Pipeline(stages=[estimator])
     with pytest.raises(ParamError, match=r"run_id: .*'pipe'.*learning_rate 0\.1 \(now 0\.2\)"):
         list(pipeline.fitMultiple(frame, [{estimator.learning_rate: r} for r in (0.1, 0.2)]))
 
 
-def test_the_same_rows_are_known_again_and_others_are_not(spark: Any, store: Any) -> None:
+def test_runs_recognize_the_same_rows_and_reject_others(spark: Any, store: Any) -> None:
     frame = spark.range(40).select(
         F.col("id").cast("double").alias("x"), F.rand(3).alias("y"), F.array("id").alias("a")
     )
     make_estimator(store, run_id="mine").fit(frame)
-    # Prepared anew, in another order and other partitions.
+    # The same rows in another order and other partitions.
     shuffled = frame.repartition(3).orderBy(F.rand(5))
     assert len(make_estimator(store, run_id="mine", epochs=2).fit(shuffled).getHistory()) == 2
     other = frame.withColumn("y", F.when(F.col("x") == 7, 0.5).otherwise(F.col("y")))

@@ -1,6 +1,6 @@
-"""Models that were saved once load and predict for ever, in all environments.
+"""Saved models stay loadable by later versions, in all environments.
 
-What `saved_models` saved lies beside it: a later version has to read it, too.
+The files in ``saved``, which `saved_models` wrote, must remain readable.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CLASSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", sorted(CLASSES))
-def test_a_saved_model_loads_and_predicts_as_it_did(spark: Any, kind: str) -> None:
+def test_a_saved_model_loads_and_predicts_the_same(spark: Any, kind: str) -> None:
     if kind == "lightning":
-        # The class is pickled by reference, as that of any module beside a user's program.
+        # The class is pickled by reference, like that of any module beside a user's program.
         with pytest.raises(PythonException, match=r"module 'saved_models'.*addPyFile\('saved_mod"):
             saved_models.predictions(spark, kind, LightningModel.load(f"{SAVED / kind}"))
         spark.sparkContext.addPyFile(f"{saved_models.__file__}")
@@ -61,7 +61,7 @@ def test_a_saved_estimator_loads_with_its_params(spark: Any) -> None:
     assert estimator.getOptimizer().defaults["lr"] == 0.01
 
 
-def test_what_a_later_version_saved_is_refused_by_name(spark: Any, tmp_path: Path) -> None:
+def test_a_model_of_a_later_version_is_rejected(spark: Any, tmp_path: Path) -> None:
     shutil.copytree(SAVED / "torch", tmp_path / "model")
     (part,) = (tmp_path / "model" / "metadata").glob("part-*")
     document = json.loads(part.read_text())

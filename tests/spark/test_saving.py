@@ -1,4 +1,4 @@
-"""Saving over what is there, and where Spark means a path to be."""
+"""Overwriting saved models, and paths that Spark resolves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def value_at(path: Any) -> float:
 
 @pytest.fixture
 def viewed(spark: Any, tmp_path: Path) -> str:
-    """A folder on a filesystem of Hadoop's, to which the folder ``files`` is mounted."""
+    """Return a folder on a Hadoop filesystem to which the folder ``files`` is mounted."""
     (tmp_path / "files").mkdir()
     configuration = spark.sparkContext._jsc.hadoopConfiguration()
     name = tmp_path.name.replace("_", "-")
@@ -41,7 +41,7 @@ def viewed(spark: Any, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("place", ["local", "viewfs"])
-def test_what_is_saved_over_another_takes_its_place_whole_or_not_at_all(
+def test_overwriting_a_saved_model_is_atomic(
     spark: Any, tmp_path: Path, viewed: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "files" / "model"
@@ -54,7 +54,7 @@ def test_what_is_saved_over_another_takes_its_place_whole_or_not_at_all(
         model_of(2.0, loss=threading.Lock()).write().overwrite().save(path)
     assert value_at(path) == 1.0
 
-    # Ended, as by a signal, at each step of saving: no step after it is taken.
+    # End saving at each of its steps, as by a signal, so that no later step happens.
     steps = ("write", "move_file", "delete")
     kind = type(open_folder(spark, path))
     done = 0
@@ -86,14 +86,14 @@ def test_what_is_saved_over_another_takes_its_place_whole_or_not_at_all(
         model_of(1.0).write().overwrite().save(path)
     assert not ended
     assert {"write", "move_file", "delete"} <= set(taken)
-    # Nothing of the ended ones is left.
+    # The interrupted saves leave no files.
     (params,) = (name for name in os.listdir(folder) if name.startswith("params"))
     left = {name for name in os.listdir(folder) if not name.endswith(".crc")}
     assert left == {params, "metadata", "weights.pt"}
     assert float(torch.load(folder / "weights.pt")["weight"]) == value
 
 
-def test_anything_else_that_lies_there_is_replaced(spark: Any, tmp_path: Path) -> None:
+def test_overwrite_replaces_other_files_and_folders(spark: Any, tmp_path: Path) -> None:
     path = tmp_path / "model"
     VectorAssembler(inputCols=["a"], outputCol="b").save(str(path))
     model_of(1.0).write().overwrite().save(str(path))
@@ -110,12 +110,12 @@ def test_anything_else_that_lies_there_is_replaced(spark: Any, tmp_path: Path) -
         assert not (path / "other").exists()
 
 
-def test_paths_are_what_spark_takes_them_for(
+def test_paths_are_resolved_by_spark(
     spark: Any, tmp_path: Path, viewed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"relative-{tmp_path.name}"
     working = Path(spark._jvm.java.lang.System.getProperty("user.dir"))
-    # Python's working directory may be another than that of the JVM, which started before.
+    # Python's working directory may differ from that of the JVM, which started earlier.
     monkeypatch.chdir(tmp_path)
     model = model_of(3.0)
     assert open_folder(spark, name).url == f"file:{working / name}"
@@ -145,7 +145,7 @@ def test_paths_are_what_spark_takes_them_for(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files"]
 
 
-def test_a_saved_estimator_holds_no_options_of_its_store(
+def test_a_saved_estimator_omits_its_stores_options(
     spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"auto_mkdir": True, "secret": "hunter2"}
@@ -164,7 +164,7 @@ def test_a_saved_estimator_holds_no_options_of_its_store(
     assert loaded.getStore().storage_options == {}
     assert estimator.getStore().storage_options == options
 
-    # Who asks for it has them saved, also within a pipeline.
+    # The options are saved on request, also within a pipeline.
     kept = Store.create(store.prefix_path, storage_options=options, save_storage_options=True)
     caplog.clear()
     Pipeline(stages=[TorchEstimator(store=kept)]).save(str(tmp_path / "pipeline"))

@@ -1,4 +1,4 @@
-"""Ranks on two hosts, whatever the hosts call themselves and whatever their names resolve to."""
+"""Ranks on two hosts with arbitrary host names and name resolution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_job(
 
 
 def lines_of_ranks() -> list[tuple[int, str]]:
-    """Return what the driver hears that ranks have printed."""
+    """Return the lines of ranks that reach the driver."""
     from hvd_estimators.launch import SparkBackend
 
     heard: list[Any] = []
@@ -58,7 +58,7 @@ def lines_of_ranks() -> list[tuple[int, str]]:
     ],
     ids=["unresolvable", "127.0.1.1", "another interface", "equal", "equal and 127.0.1.1"],
 )
-def test_ranks_reduce_whatever_their_hosts_names_are(
+def test_ranks_reduce_with_any_host_names(
     cluster: Cluster, names: tuple[str, str], address: str | None
 ) -> None:
     for host, name in zip((cluster.first, cluster.second), names, strict=True):
@@ -72,17 +72,15 @@ def test_ranks_reduce_whatever_their_hosts_names_are(
     ]
 
 
-def test_the_driver_hears_what_ranks_print_on_other_hosts(cluster: Cluster) -> None:
+def test_output_of_ranks_on_other_hosts_reaches_the_driver(cluster: Cluster) -> None:
     assert cluster.run(lines_of_ranks) == [(0, "hello\n"), (1, "hello\n")]
 
 
 @pytest.mark.parametrize(
     "how", [({"HOROVOD_GLOO_IFACE": "six0"},), (None, ["bridge0", "six0"])], ids=["env", "nics"]
 )
-def test_ranks_reduce_over_ipv6_by_the_interface_that_is_named(
-    cluster: Cluster, how: tuple[Any, ...]
-) -> None:
-    # No Spark is at home there: the interface has no IPv4 address.
+def test_ranks_reduce_over_the_named_ipv6_interface(cluster: Cluster, how: tuple[Any, ...]) -> None:
+    # Spark does not use this interface, which has no IPv4 address.
     results = cluster.run(run_job, *how)
 
     used = {frozenset(addresses) for *_, addresses in results}
@@ -115,27 +113,27 @@ def run_process_group(nics: str) -> list[tuple[float, str, str, set[str]]]:
     return SparkBackend(2, nics=nics).run(sum_in_process_group)
 
 
-def test_a_program_for_torchrun_meets_at_an_address_that_all_hosts_reach(cluster: Cluster) -> None:
-    """Over IPv6, without a name of any host, and with none but pretended GPUs."""
+def test_torchrun_programs_connect_over_ipv6(cluster: Cluster) -> None:
+    """Connect without resolvable host names, and with pretended GPUs."""
     results = cluster.run(run_process_group, "six0")
 
     addresses = [cluster.first.only6, cluster.second.only6]
     assert [total for total, *_ in results] == [3.0, 3.0]
     assert results[0][1] == results[1][1]
     assert results[0][1] in addresses
-    # Spark has assigned a GPU to each rank, which sees no other: number 0 of a node.
+    # Spark has assigned a GPU to each rank, which sees only this one, as number 0 of a node.
     assert [place for _, _, place, _ in results] == ["0 0", "0 1"]
     assert all(used & set(addresses) for *_, used in results)
 
 
-def test_a_network_that_does_not_lead_to_the_other_host_is_an_error_at_once(
+def test_an_interface_without_a_route_between_hosts_fails_at_once(
     cluster: Cluster,
 ) -> None:
     with pytest.raises(UnreachableError, match=rf"\({SAME_ADDRESS}\) reaches .* nowhere"):
         cluster.run(run_job, None, "bridge0", timeout=50)
 
 
-def test_an_interface_that_no_host_has_is_an_error_that_tells_those_that_it_has(
+def test_unknown_interfaces_are_reported_with_the_hosts_interfaces(
     cluster: Cluster,
 ) -> None:
     found = rf"nics=eth7 that is up .* eth0 \(.*{cluster.first.address}.*six0"

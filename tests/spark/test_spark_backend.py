@@ -1,4 +1,4 @@
-"""What ranks in Spark tasks are given: their number, and the driver's environment."""
+"""SparkBackend: number of ranks, and the environment and output of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_estimators.launch.spark_backend import SparkBackend
 pytestmark = pytest.mark.spark
 
 
-def test_all_slots_are_taken_unless_a_number_is_told(spark: Any) -> None:
+def test_all_slots_are_used_unless_num_proc_is_given(spark: Any) -> None:
     for num_proc, expected in ((None, 3), (0, 3), (2, 2)):
         backend = SparkBackend(num_proc)
         assert backend.num_processes() == expected
@@ -27,7 +27,7 @@ def test_all_slots_are_taken_unless_a_number_is_told(spark: Any) -> None:
 def test_ranks_see_the_drivers_environment_but_no_secrets(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables are set when the executor, which would inherit them, runs already."""
+    """Set the variables while the executor, which would inherit them, runs already."""
     names = ("OF_DRIVER", "OF_DRIVER_TOKEN", "HOROVOD_RANK", "OF_CALL_TOKEN", "OF_BACKEND")
     for name in names[:3]:
         monkeypatch.setenv(name, "driver")
@@ -42,7 +42,7 @@ def test_ranks_see_the_drivers_environment_but_no_secrets(
     assert found == [None, None, "0", None, "backend"]
 
 
-def test_what_ranks_print_is_shown_on_the_driver_or_goes_to_a_handler(
+def test_output_of_ranks_is_printed_or_goes_to_a_handler(
     spark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work() -> None:
@@ -62,7 +62,7 @@ def test_what_ranks_print_is_shown_on_the_driver_or_goes_to_a_handler(
     assert "hello" not in capsys.readouterr().err
 
 
-def test_the_properties_of_a_dataset_are_those_of_horovod_spark(spark: Any, store: Any) -> None:
+def test_dataset_properties_match_horovod_spark(spark: Any, store: Any) -> None:
     from pyspark.ml.linalg import DenseVector, Vectors
     from pyspark.sql import types as T
 

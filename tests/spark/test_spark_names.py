@@ -1,4 +1,4 @@
-"""Names in Spark's JVM that are not Spark's public interface, each where it was."""
+"""Names in Spark's JVM that are not part of Spark's public interface."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TABLE = [
         for method in methods.split()
     ],
 )
-def test_a_name_in_the_jvm_is_where_it_was(
+def test_internal_names_of_the_jvm_exist(
     spark: Any, owner: str, method: str, used_in: str, why: str
 ) -> None:
     loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()

@@ -1,4 +1,4 @@
-"""What Spark's own tools expect: evaluators, validators, transformations."""
+"""Spark's and MLflow's tools: evaluators, validators, transformations and saved models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.spark
 
 
 class Counting(torch.nn.Linear):
-    """Notes its forward passes in a file."""
+    """Log forward passes to a file."""
 
     path: Path | None = None
 
@@ -40,7 +40,7 @@ class Counting(torch.nn.Linear):
         return super().forward(x)
 
 
-def test_a_classifier_serves_sparks_evaluators_with_one_forward_pass(
+def test_a_classifier_works_with_sparks_evaluators_in_one_pass(
     spark: Any, store: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_a_classifier_serves_sparks_evaluators_with_one_forward_pass(
         model.transform(predicted.drop("y__output"))
 
 
-def test_a_single_logit_serves_the_binary_evaluator(spark: Any) -> None:
+def test_a_single_logit_works_with_the_binary_evaluator(spark: Any) -> None:
     net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     net.set_weights([np.array([[2.0]]), np.array([0.0])])
     model = KerasModel(
@@ -118,12 +118,12 @@ def test_a_single_logit_serves_the_binary_evaluator(spark: Any) -> None:
     sigmoid = 1 / (1 + math.exp(2))
     np.testing.assert_allclose(rows[0]["probability"].toArray(), [1 - sigmoid, sigmoid], atol=1e-6)
     np.testing.assert_allclose(rows[0]["rawPrediction"].toArray(), [2, -2], atol=1e-6)
-    # Of the four pairs of a 1 and a 0, three are in order.
+    # Three of the four pairs of a 1 and a 0 are in order.
     evaluator = BinaryClassificationEvaluator(labelCol="y")
     assert evaluator.evaluate(predicted) == pytest.approx(0.75)
 
 
-def test_outputs_whose_sizes_only_a_batch_has(spark: Any, tmp_path: Path) -> None:
+def test_output_sizes_can_depend_on_the_batch(spark: Any, tmp_path: Path) -> None:
     words = keras.Input((None,), dtype="int32")
     doubled = keras.ops.stack([words, 2 * words], axis=-1)
     net = keras.Model(words, {"pairs": doubled, "words": words})
@@ -131,7 +131,7 @@ def test_outputs_whose_sizes_only_a_batch_has(spark: Any, tmp_path: Path) -> Non
         model=net,
         feature_columns=["w"],
         label_columns=["words", "pairs"],
-        # As a fit without a dry run notes them.
+        # Like after a fit without a dry run.
         output_shapes=[[None], [None, 2]],
     )
     # More partitions than rows: some are empty.
@@ -146,9 +146,7 @@ def test_outputs_whose_sizes_only_a_batch_has(spark: Any, tmp_path: Path) -> Non
     assert predictor.predict({"w": np.zeros((0, 2), int)})["pairs__output"].shape == (0, 1, 2)
 
 
-def test_mlflow_saves_a_model_and_its_pyfunc_gives_the_prediction(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_mlflow_saves_a_model_as_a_pyfunc(spark: Any, tmp_path: Path) -> None:
     mlflow_spark = pytest.importorskip("mlflow.spark")
     net = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.eye_(net.weight)
@@ -174,7 +172,7 @@ def test_mlflow_saves_a_model_and_its_pyfunc_gives_the_prediction(
     assert list(loaded.predict(frame)) == [1.0, 0.0, 0.0]
 
 
-def test_a_fitted_model_in_mlflow_is_loaded_back_and_predicts_the_same(
+def test_a_model_logged_to_mlflow_predicts_the_same(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow.spark")
@@ -193,7 +191,7 @@ def test_a_fitted_model_in_mlflow_is_loaded_back_and_predicts_the_same(
         with mlflow.start_run() as run:
             tracked = Tracking(active_run(), "mine", {}, own_run=False)
             tracked.complete([(0, "train", "loss", 0.5)], model, "torch", versions())
-            # A second fit in the same run has a run below it.
+            # A second fit in the same run gets a child run.
             below = Tracking(active_run(), "other", {}, own_run=False)
             below.complete([], model, "torch", versions())
             assert mlflow.active_run().info.run_id == run.info.run_id
@@ -215,7 +213,7 @@ def test_a_fitted_model_in_mlflow_is_loaded_back_and_predicts_the_same(
         mlflow.set_tracking_uri(before)
 
 
-def test_the_trainings_transformation_is_applied_where_asked(spark: Any, tmp_path: Path) -> None:
+def test_apply_transformation(spark: Any, tmp_path: Path) -> None:
     net = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(net.weight, 1.0)
 
@@ -295,6 +293,6 @@ def test_a_validator_with_a_grid_of_optimizers_is_saved_and_loaded(
         else:
             assert float(made.learning_rate) == pytest.approx(0.2)
     assert loaded.avgMetrics == [0.1, 0.2]
-    # And once more: what was loaded is saved as it is.
+    # A loaded model can be saved again.
     loaded.save(str(tmp_path / "again"))
     assert len(CrossValidatorModel.load(str(tmp_path / "again")).getEstimatorParamMaps()) == 2

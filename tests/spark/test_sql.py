@@ -1,4 +1,4 @@
-"""Predictions in SQL: through views, tables in memory, joins and chains of columns."""
+"""Predictions in SQL: views, cached tables, joins and chained columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 40
 
 
 class Noting(torch.nn.Module):
-    """Gives rows back, and notes in a file how many there were."""
+    """Return the rows, and log their number to a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Noting(torch.nn.Module):
 
 @pytest.fixture
 def notes(spark: Any, tmp_path: Path) -> Iterator[Path]:
-    """The view ``predictions`` of ids and their halves less ten; and where its model notes rows."""
+    """Create the view ``predictions`` of IDs and ID / 2 - 10; return the model's log of rows."""
     path = tmp_path / "rows"
     frame = spark.range(ROWS).select("id", (F.col("id") / 2 - 10).alias("x"))
     model = TorchModel(
         model=Noting(path), feature_columns=["x"], label_columns=["y"], output_shapes=[[]]
     )
     model.transform(frame).createOrReplaceTempView("predictions")
-    # As values: of an expression of ids Spark would learn which ids it need not predict on.
+    # As values: from an expression of IDs, Spark would infer which IDs need no prediction.
     others = spark.createDataFrame([(number, number % 2) for number in range(ROWS)], ["id", "odd"])
     others.createOrReplaceTempView("others")
     yield path
@@ -69,14 +69,14 @@ def rows_seen(path: Path) -> int:
         ("select distinct y__output from predictions where abs(y__output) < 5", 19),
     ],
 )
-def test_the_model_runs_once_for_each_row_of_a_query(
+def test_the_model_runs_once_per_row_of_a_query(
     spark: Any, notes: Path, query: str, rows: int
 ) -> None:
     assert len(spark.sql(query).collect()) == rows
     assert rows_seen(notes) == ROWS
 
 
-def test_the_model_runs_once_through_caches_and_chains_of_columns(spark: Any, notes: Path) -> None:
+def test_the_model_runs_once_with_caches_and_chained_columns(spark: Any, notes: Path) -> None:
     twice = F.udf(lambda value: 2 * value, "double")
     chained = spark.table("predictions").withColumn("z", F.col("y__output") * 3)
     chained = chained.withColumn("w", twice("z")).where("w > 0 and y__output < 8").where("z > 3")

@@ -1,4 +1,4 @@
-"""Strangers on the same machine who write to every port of a running job."""
+"""Unauthorized requests, from the same machine, to every port of a running job."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SAID = [
 
 
 def listening() -> set[int]:
-    """Return the ports that Python processes below this one, or it, listen on.
+    """Return the ports that this process and Python processes below it listen on.
 
-    Without Spark's own daemon, which starts the others.
+    Spark's own daemon, which starts the others, does not count.
     """
     found: set[int] = set()
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
@@ -49,7 +49,7 @@ def listening() -> set[int]:
 
 
 def answer(port: int, said: bytes, seconds: float = 10) -> bytes:
-    """Return what comes back, until the other end has had enough or says no more."""
+    """Return everything that a port sends, until it closes the connection or stays silent."""
     received = b""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as asking:
         asking.sendall(said)
@@ -61,7 +61,7 @@ def answer(port: int, said: bytes, seconds: float = 10) -> bytes:
 
 
 @pytest.mark.parametrize("library", ["horovod", "torch"])
-def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
+def test_unauthorized_requests_are_rejected_and_the_job_succeeds(
     spark: Any, tmp_path: Path, library: str
 ) -> None:
     before = listening()
@@ -70,7 +70,7 @@ def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
         from hvd_estimators.torch.collectives import session, sum_over_ranks
 
         with session(library) as ranks:
-            # The ranks are forked from a process that is not below the test's.
+            # The ranks' parent process is not a child of the test's process.
             places = psutil.Process().net_connections(kind="inet")
             ports = {p.laddr.port for p in places if p.status == psutil.CONN_LISTEN}
             partial = Path(folder, f"{ranks.rank}.partial")
@@ -79,7 +79,7 @@ def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
             while not Path(folder, "go on").exists():
                 time.sleep(0.02)
             total = sum_over_ranks(ranks.rank + 1.0)
-        # The ranks meet a second time, when strangers have written where they would.
+        # The ranks connect again, after the strangers have written to their rendezvous keys.
         with session(library) as ranks:
             print("rank", ranks.rank)
             return total + sum_over_ranks(ranks.rank + 1.0)
@@ -100,21 +100,21 @@ def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
         time.sleep(0.05)
 
     ports = listening() - before
-    # Each rank's proxy, rank 0's server, and the driver's for events.
+    # One proxy per rank, rank 0's server, and the driver's event server.
     assert len(ports) >= 4
     of_gloo = {int(port) for file in tmp_path.glob("*.ready") for port in file.read_text().split()}
-    # Horovod's Gloo closes its ports when the ranks are connected.
+    # Horovod's Gloo closes its ports once the ranks are connected.
     assert len(of_gloo) == (2 if library == "torch" else 0)
     answers = [answer(port, said) for port in ports for said in SAID]
-    # That of torch answers nothing, and leaves strangers waiting.
+    # Torch's Gloo sends no answer, and keeps strangers waiting.
     assert {answer(port, said, 0.1) for port in of_gloo for said in SAID} <= {b""}
     (tmp_path / "go on").touch()
     job.join(60)
 
     refused = [found for found in answers if found.startswith(b"HTTP/1.1 401")]
-    # Two proxies speak HTTP and refuse all that they understand.
+    # Two proxies speak HTTP and reject every request that they can parse.
     assert len(refused) == 2 * len(METHODS) * len(PATHS) * 2
-    # All others give a random number to answer, or nothing, and end the connection.
+    # All others send a random challenge, or nothing, and close the connection.
     assert {len(found) for found in answers if found not in refused} <= {0, 32}
     assert results == [[6.0, 6.0]]
     lines = [event for event in heard if isinstance(event, RankOutput)]

@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {"feature_columns": ["features"], "label_columns": ["y"
 
 @pytest.fixture(scope="module")
 def source(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of Parquet files, each of which is a micro-batch; ids count from 0."""
+    """Return a folder of Parquet files, one per micro-batch, with IDs that count from 0."""
     folder = tmp_path_factory.mktemp("source")
     for number in range(FILES):
         spark.range(number * ROWS, (number + 1) * ROWS, 1, 1).select(
@@ -46,7 +46,7 @@ def read(spark: Any, source: str) -> Any:
 
 
 class Lookup(torch.nn.Module):
-    """1000 * id + id / 2 of a table of ids; fails on an id while a file is there."""
+    """Look up 1000 * id in a table and add id / 2; fail on an ID while a file exists."""
 
     def __init__(self, fuse: Path | None = None, width: int = 100) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def expected(rows: int = FILES * ROWS) -> dict[int, float]:
 
 
 def run(frame: Any, folder: Path, sink: str = "parquet") -> list[int]:
-    """Write all that is new to a sink; return the rows of each micro-batch."""
+    """Write all new rows to a sink, and return the number of rows of each micro-batch."""
     writer = frame.writeStream.format(sink).trigger(availableNow=True)
     writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
     query = writer.option("path", str(folder / "out")).start()
@@ -76,9 +76,7 @@ def written(spark: Any, folder: Path) -> list[Any]:
     return spark.read.parquet(str(folder / "out")).collect()
 
 
-def test_each_row_is_written_once_when_a_query_fails_and_begins_again(
-    spark: Any, source: str, tmp_path: Path
-) -> None:
+def test_restarted_queries_write_each_row_once(spark: Any, source: str, tmp_path: Path) -> None:
     fuse = tmp_path / "fuse"
     fuse.touch()
     model = TorchModel(model=Lookup(fuse), input_shapes=[[-1, 2]], **COMMON)
@@ -91,7 +89,7 @@ def test_each_row_is_written_once_when_a_query_fails_and_begins_again(
     assert len(written(spark, tmp_path)) == 2 * ROWS
 
     fuse.unlink()
-    # Another session, a model read anew, and a filter: as in a new application.
+    # Another session, a reloaded model and a filter, like in a new application.
     other = spark.newSession()
     loaded = TorchModel.load(str(tmp_path / "model"))
     predicted = loaded.transform(read(other, source)).where("y__output >= 0")
@@ -101,7 +99,7 @@ def test_each_row_is_written_once_when_a_query_fails_and_begins_again(
     assert all(row.word == f"row {row.id}" for row in rows)
 
 
-def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgot_them(
+def test_streams_keep_models_that_the_driver_has_deleted(
     spark: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "PART_BYTES", 500_000)
@@ -121,7 +119,7 @@ def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgo
 
 
 class Stepping(torch.nn.Module):
-    """Gives rows back, twice as large."""
+    """Return the rows, doubled."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return 2 * features
@@ -139,11 +137,11 @@ def test_a_keras_model_predicts_on_a_stream(spark: Any, source: str, tmp_path: P
     assert found == {0: 0.0, 1: 1.5, 2: 3.0}
 
 
-def test_state_before_and_behind_a_model_is_kept_and_no_job_is_run_for_a_shape(
+def test_stateful_queries_work_and_no_job_infers_shapes(
     spark: Any, source: str, tmp_path: Path
 ) -> None:
     jobs = spark.sparkContext.statusTracker()
-    # The watermark begins at 0: what is not after it is late.
+    # The watermark starts at 0, so only timestamps after it are not late.
     stream = read(spark, source).withColumn("at", F.timestamp_seconds(F.col("id") + 1))
     words = spark.range(FILES * ROWS).withColumnRenamed("id", "other")
     before = set(jobs.getJobIdsForGroup(None))
@@ -156,7 +154,7 @@ def test_state_before_and_behind_a_model_is_kept_and_no_job_is_run_for_a_shape(
     assert found == {number: [2.0 * number, 1.0 * number] for number in range(FILES * ROWS)}
 
 
-def test_micro_batches_are_dataframes_to_transform(spark: Any, source: str, tmp_path: Path) -> None:
+def test_transform_works_on_micro_batches(spark: Any, source: str, tmp_path: Path) -> None:
     found: dict[int, float] = {}
     model = LightningModel(model=Lookup(width=300_000), **COMMON)
     before = broadcast_files(spark)
@@ -176,7 +174,7 @@ def test_micro_batches_are_dataframes_to_transform(spark: Any, source: str, tmp_
     assert len(sent) == 1
 
 
-def test_a_stream_is_not_looked_at_for_a_shape_that_has_to_be_set(spark: Any, source: str) -> None:
+def test_unknown_shapes_must_be_set_on_streams(spark: Any, source: str) -> None:
     stream = spark.readStream.schema("id long, x array<double>").parquet(source)
     model = LightningModel(model=Stepping(), feature_columns=["x"], label_columns=["y"])
     with pytest.raises(ParamError, match="A stream or a UDF has no row"):

@@ -1,4 +1,4 @@
-"""TorchEstimator on Spark: DataFrame in, Model out, predictions."""
+"""TorchEstimator on Spark: fits, predictions and saving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.spark
 
 
 def make_frame(spark: Any, rows: int = 200) -> Any:
-    """y = 2 a - 3 b + 1, with a column that says which rows to validate on."""
+    """Return rows of y = 2 a - 3 b + 1, with a column of rows to validate on."""
     return (
         spark.range(rows)
         .select(
@@ -69,9 +69,7 @@ def linear_net() -> torch.nn.Linear:
     return torch.nn.Linear(2, 1)
 
 
-def test_a_pipeline_fits_predicts_and_survives_saving(
-    spark: Any, store: Any, tmp_path: Path
-) -> None:
+def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_path: Path) -> None:
     frame = make_frame(spark)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     estimator = make_estimator(
@@ -87,7 +85,7 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
 
     model = fitted.stages[-1]
     assert isinstance(model, TorchModel)
-    # The label is linear in the features, so the fit ends at its coefficients.
+    # The label is linear in the features, so the fit converges to its coefficients.
     weight = model.getModel().weight.detach().numpy().reshape(-1)
     np.testing.assert_allclose(weight, [2, -3], atol=0.05)
     history = model.getHistory()
@@ -106,12 +104,12 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
     assert again.transform(frame).select("y__output").collect() == [
         row[2:] for row in predicted.select("a", "b", "y__output").collect()
     ]
-    # The weights are a plain torch file, for use without this package.
+    # The weights are a plain torch file, usable without this package.
     (weights,) = (tmp_path / "fitted").glob("stages/1_*/weights.pt")
     state = torch.load(weights, weights_only=True)
     assert torch.equal(state["weight"], model.getModel().weight)
     assert again.stages[-1].getOptimizer().param_groups[0]["lr"] == 0.1
-    # Prepared data goes, checkpoint and logs are kept.
+    # Prepared data is deleted; checkpoint and logs are kept.
     clear_training_cache()
     kept = sorted(path.name for path in Path(store.prefix_path).iterdir())
     assert kept == ["runs"]
@@ -121,7 +119,7 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
 
 
 class TwoOutputs(torch.nn.Module):
-    """A number from two columns, and two numbers from vector, array and sparse columns."""
+    """One number from two columns, and two numbers from vector, array and sparse columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +175,7 @@ def test_scalars_vectors_arrays_and_sparse_columns_train_a_two_output_model(
     )
     model = estimator.fit(frame).setOutputCols(["number", "vector"])
 
-    # One step of one process over all rows, worked out from the collected rows.
+    # One step of one process over all collected rows.
     torch.manual_seed(0)
     reference = TwoOutputs()
     inputs = [
@@ -227,7 +225,7 @@ def test_scalars_vectors_arrays_and_sparse_columns_train_a_two_output_model(
     )
 
 
-def test_params_given_to_fit_replace_what_is_set(spark: Any, store: Any) -> None:
+def test_params_passed_to_fit_override_set_params(spark: Any, store: Any) -> None:
     frame = make_frame(spark, 40)
     net = TwoColumns()
     estimator = make_estimator(store, net, feature_cols=["a", "b"], epochs=1, num_proc=1)
@@ -236,7 +234,7 @@ def test_params_given_to_fit_replace_what_is_set(spark: Any, store: Any) -> None
     assert estimator.getEpochs() == 1
 
 
-def test_prepared_data_is_trained_on_until_it_is_cleared(spark: Any, store: Any) -> None:
+def test_prepared_data_is_usable_until_it_is_cleared(spark: Any, store: Any) -> None:
     frame = make_frame(spark, 100)
     net = TwoColumns()
     estimator = make_estimator(
@@ -252,7 +250,7 @@ def test_prepared_data_is_trained_on_until_it_is_cleared(spark: Any, store: Any)
         estimator.fit_on_parquet(dataset_idx=dataset_idx)
 
 
-def test_class_numbers_train_a_classifier_as_integers(spark: Any, store: Any) -> None:
+def test_integer_labels_train_a_classifier(spark: Any, store: Any) -> None:
     frame = spark.range(120).select(
         ((F.col("id") % 3) - 1.0).alias("x"), (F.col("id") % 3).alias("label")
     )
@@ -274,7 +272,7 @@ def test_class_numbers_train_a_classifier_as_integers(spark: Any, store: Any) ->
     assert all(int(np.argmax(row["label__output"].toArray())) == row["label"] for row in predicted)
 
 
-def test_transform_is_lazy_and_takes_an_empty_frame(spark: Any) -> None:
+def test_transform_is_lazy_and_accepts_an_empty_frame(spark: Any) -> None:
     net = linear_net()
     model = TorchModel(
         model=net, feature_columns=["v"], label_columns=["y"], input_shapes=[[-1, 2]]
@@ -324,7 +322,7 @@ def test_torchscript_models_train_and_predict(spark: Any, store: Any) -> None:
 
 
 class Noted(TwoColumns):
-    """Writes down which process calls it."""
+    """Log the process of each call."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -343,7 +341,7 @@ def loss_of_ranks(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_the_driver_tries_a_model_once_or_not_at_all(
+def test_dry_run_calls_the_model_once_on_the_driver(
     spark: Any, store: Any, tmp_path: Path, dry_run: bool
 ) -> None:
     frame = make_frame(spark, 32)
@@ -355,12 +353,12 @@ def test_the_driver_tries_a_model_once_or_not_at_all(
     callers = path.read_text().split()
     assert callers.count(str(os.getpid())) == int(dry_run)
     assert len(set(callers)) == 2 + int(dry_run)
-    # Where the driver has not seen the outputs, the ranks tell their shapes.
+    # Without a dry run, the ranks report the shapes of outputs.
     assert model.getOutputShapes() == [[1]]
     assert model.transform(frame).where("y__output is null").count() == 0
 
 
-def test_the_store_of_a_saved_estimator_comes_back_and_its_backend_does_not(
+def test_a_saved_estimator_keeps_its_store_but_not_its_backend(
     spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store.create(str(tmp_path / "with space"))

@@ -1,4 +1,4 @@
-"""Programs for `torchrun`, without a change, in Spark's barrier tasks."""
+"""Unchanged programs for `torchrun` in Spark's barrier tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(torchrun_programs)
 
 
 def sum_of_ranks() -> float:
-    """Return the sum of all ranks plus one, in a process group of torch."""
+    """Return the sum of all ranks plus one each, in a process group of torch."""
     import torch
 
     torch.distributed.init_process_group("gloo")
@@ -33,7 +33,7 @@ def sum_of_ranks() -> float:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_trains_as_one_process_without_horovod(
+def test_a_torchrun_program_trains_like_one_process_without_horovod(
     spark: Any, program: Callable[[], dict[str, list[Any]]]
 ) -> None:
     def train() -> tuple[dict[str, list[Any]], bool]:
@@ -48,10 +48,10 @@ def test_it_trains_as_one_process_without_horovod(
 
 
 @pytest.mark.once
-def test_two_jobs_on_a_host_have_their_own_process_groups(
+def test_concurrent_jobs_on_a_host_have_separate_process_groups(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are open at the same time, on an executor that another launcher has started."""
+    """Open both groups at the same time, on an executor started by another launcher."""
 
     def meet(mine: str, other: str) -> tuple[float, str, str]:
         total = sum_of_ranks()
@@ -86,7 +86,7 @@ def test_two_jobs_on_a_host_have_their_own_process_groups(
 
 
 @pytest.mark.once
-def test_ranks_that_are_launched_again_form_a_new_process_group(spark: Any) -> None:
+def test_relaunched_ranks_form_a_new_process_group(spark: Any) -> None:
     def fail_once() -> tuple[float, str]:
         total, restarts = sum_of_ranks(), os.environ["TORCHELASTIC_RESTART_COUNT"]
         if restarts == "0" and os.environ["RANK"] == "1":

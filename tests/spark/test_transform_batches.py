@@ -1,4 +1,4 @@
-"""What transform() sends to the executors: rows in batches of bounded size, and a model once."""
+"""Data that transform() sends to executors: batches of bounded size, and each model once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 50
 
 
 class Noting(torch.nn.Module):
-    """Sums each row, and notes in a file how many rows a forward pass has."""
+    """Sum each row, and log the number of rows of each forward pass."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Noting(torch.nn.Module):
 
 
 def make_frame(spark: Any, rows: int) -> Any:
-    """Return rows whose ``x`` has 50 times the row's number, and a vector as large."""
+    """Return rows whose ``x`` holds the row's number 50 times, and a vector of the same size."""
     schema = T.StructType(
         [
             T.StructField("Odd `name.", T.LongType(), False),
@@ -78,12 +78,12 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
     predicted = make_model(Noting(notes), feature).transform(frame)
 
     assert not notes.exists()
-    # No filter takes the rows that bound the batches away before the model has run.
+    # No filter removes the rows that bound the batches before the model has run.
     chosen = predicted.where(
         "y__output >= 0 and text like 'row%' and size(x) > 0 and v is not null"
     )
     found = chosen.collect()
-    # 20,000 bytes hold so many rows of these sizes: the array or vector, a number and the output.
+    # The number of rows in 20,000 bytes: each has the array or vector, a number and the output.
     most = 20_000 // (WIDTH * 8 + 16) + 1
     forward_passes = list(map(int, notes.read_text().split()))
     assert sum(forward_passes) == rows
@@ -96,7 +96,7 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
     assert predicted.schema.fields[:-1] == frame.schema.fields
     assert predicted.columns == [*frame.columns, "y__output"]
     assert spark.conf.get(setting) == before
-    # Nor does one see them.
+    # Filters do not see these rows, either.
     reciprocal = F.udf(lambda output, x: 1 / int(output * len(x) > 0), "double")
     assert predicted.where(reciprocal("y__output", "x") == 1).count() == rows
     notes.unlink()
@@ -104,21 +104,21 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
     assert not notes.exists()
 
 
-def test_rows_that_wait_for_predictions_hold_nothing_large_but_their_own(
+def test_rows_waiting_for_predictions_hold_no_other_large_values(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 20_000)
     model = make_model(Noting(tmp_path / "notes"), "x")
     predicted = model.transform(make_frame(spark, 3)).select("y__output")
     plan = predicted._jdf.queryExecution().executedPlan().toString()
-    # Outermost first. A row waits for its prediction with all that comes from below the UDF: empty
-    # ones are made there (Generate), and emptied before Spark can put that off (Expand).
+    # Outermost first. A row waits for its prediction with all columns from below the UDF. Empty
+    # rows are generated there (Generate), and emptied before Spark can defer that (Expand).
     udf = plan.index("EvalPython")
     made = plan.index("Generate", udf)
     assert "Expand" in plan[udf:made], plan
 
 
-def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path: Path) -> None:
+def test_rows_of_known_small_size_are_sent_without_empty_rows(spark: Any, tmp_path: Path) -> None:
     frame, notes = make_frame(spark, 30), tmp_path / "notes"
     sizes = {"x": {"max_size": WIDTH, "dtype": "float64"}}
     plans = [
@@ -133,7 +133,7 @@ def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path
     assert ["__empty_" in plan for plan in plans] == [False, False, True, True]
 
 
-def test_nulls_of_rows_are_found_among_empty_ones(spark: Any, tmp_path: Path) -> None:
+def test_nulls_are_found_among_empty_rows(spark: Any, tmp_path: Path) -> None:
     frame = make_frame(spark, 5).withColumn("v", F.when(F.col("text") != "row 3", F.col("v")))
     model = make_model(Noting(tmp_path / "notes"), "v").setHandleInvalid("error")
     predicted = model.transform(frame)
@@ -143,7 +143,7 @@ def test_nulls_of_rows_are_found_among_empty_ones(spark: Any, tmp_path: Path) ->
 
 
 class Large(torch.nn.Module):
-    """Two megabytes that are looked up."""
+    """Lookup in a table of two megabytes."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Large(torch.nn.Module):
         return self.table[x.long()].squeeze(-1)
 
 
-def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -> None:
+def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None:
     def collected() -> None:
         gc.collect()
         broadcast._registry.sweep(spark.sparkContext, collect=True)
@@ -168,7 +168,7 @@ def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -
         )
 
     def new_files() -> int:
-        # Those of other tests may still go meanwhile.
+        # Files of other tests may still disappear meanwhile.
         return len(broadcast_files(spark) - before)
 
     collected()
@@ -178,7 +178,7 @@ def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -
     frames.append(model.copy({"outputCols": ["other"]}).transform(spark.range(4)))
     assert new_files() == 1
 
-    # Without the model, plans need it; also those that are made of them.
+    # Plans need the file after the model is deleted, and so do derived plans.
     derived = frames[0].select(F.sum("y__output").alias("sum"))
     del model, frames
     collected()
@@ -190,7 +190,7 @@ def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -
 
     del derived, other
     deadline = time.monotonic() + 30
-    # Spark's own threads hold on to what has just run for a moment.
+    # Spark's own threads keep references to the last query for a moment.
     while new_files() and time.monotonic() < deadline:
         collected()
     assert new_files() == 0

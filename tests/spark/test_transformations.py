@@ -1,4 +1,4 @@
-"""Fits with a transformation: strings become numbers between reading and batching."""
+"""Fits with a transformation that turns strings into numbers between reading and batching."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenize_batch(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_frame(spark: Any) -> Any:
-    """Words, and three times their lengths."""
+    """Return words, and three times their lengths."""
     rows = [(WORDS[i % 5], 3.0 * (i % 5)) for i in range(100)]
     return spark.createDataFrame(rows, "word string, y double").withColumn("x", F.lit(0.0))
 
@@ -60,7 +60,7 @@ def estimator_of_lengths(store: Any, **params: Any) -> Any:
         },
     ],
 )
-def test_a_transformation_makes_numbers_of_strings(
+def test_a_transformation_turns_strings_into_numbers(
     spark: Any, store: Any, form: dict[str, Any], reader: str
 ) -> None:
     model = estimator_of_lengths(store, data_module=reader, **form).fit(make_frame(spark))
@@ -69,7 +69,7 @@ def test_a_transformation_makes_numbers_of_strings(
     assert float(model.getModel().bias) == pytest.approx(0, abs=0.15)
 
 
-def test_it_is_the_same_on_parquet_that_others_wrote(
+def test_transformations_apply_to_parquet_of_other_programs(
     spark: Any, store: Any, tmp_path: Path
 ) -> None:
     make_frame(spark).write.parquet(store.get_train_data_path())
@@ -81,7 +81,7 @@ def test_it_is_the_same_on_parquet_that_others_wrote(
 
 
 class LengthModule(lightning.LightningModule):
-    """Learns from a field that a transformation made of a column that it then removed."""
+    """Train on a field that a transformation added, without the column that it removed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class LengthModule(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_a_lightning_module_takes_fields_that_were_no_columns(spark: Any, store: Any) -> None:
+def test_a_lightning_module_trains_on_added_fields(spark: Any, store: Any) -> None:
     estimator = LightningEstimator(
         num_proc=1,
         store=store,
@@ -120,7 +120,7 @@ def test_a_lightning_module_takes_fields_that_were_no_columns(spark: Any, store:
         estimator.copy({estimator.transformation_removed_fields: None}).fit(make_frame(spark))
 
 
-def test_strings_without_a_transformation_are_refused(spark: Any, store: Any) -> None:
+def test_strings_without_a_transformation_are_rejected(spark: Any, store: Any) -> None:
     with pytest.raises(ColumnError, match="'word' has type string"):
         estimator_of_lengths(store).fit(make_frame(spark))
     assert list(Path(store.prefix_path).iterdir()) == []
@@ -150,7 +150,7 @@ def test_strings_without_a_transformation_are_refused(spark: Any, store: Any) ->
         ),
     ],
 )
-def test_the_driver_tells_before_ranks_start(
+def test_wrong_transformations_are_rejected_before_ranks_start(
     spark: Any, store: Any, params: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""The tutorial notebook runs from top to bottom, with its plots and its live bar."""
+"""The tutorial notebook runs from top to bottom, with its plots and its progress bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tutorial.ipynb"
 
 
-def test_the_tutorial_runs_with_plots_and_bars_that_reach_their_end(tmp_path: Path) -> None:
+def test_the_tutorial_runs_with_plots_and_complete_progress_bars(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, 4)
@@ -26,7 +26,7 @@ def test_the_tutorial_runs_with_plots_and_bars_that_reach_their_end(tmp_path: Pa
     )
     client.execute()
 
-    # What readers see in the repository is what the cells make.
+    # The outputs stored in the repository match the cells.
     assert [pictures(cell) for cell in notebook.cells] == stored
     assert sum(stored) == 3
     states = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]

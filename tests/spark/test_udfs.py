@@ -1,4 +1,4 @@
-"""as_udf(): predictions in SQL and in expressions, as transform() makes them."""
+"""Predictions of as_udf() in SQL and in expressions, compared with transform()."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.spark
 
 
 class Sums(torch.nn.Module):
-    """Gives three outputs: a number, a vector and a matrix."""
+    """Return three outputs: a number, a vector and a matrix."""
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat = torch.cat([x.reshape(len(x), -1).float() for x in inputs], 1)
@@ -36,7 +36,7 @@ class Same(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def rows(spark: Any) -> Any:
-    """Rows with a column of each kind, by the kind's name."""
+    """Return rows with a column of each kind, named by its kind."""
     values = [
         (
             i,
@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:
     return value.toArray().tolist() if hasattr(value, "toArray") else value
 
 
-def test_all_kinds_of_columns_give_what_transform_gives(spark: Any, rows: Any) -> None:
+def test_udfs_match_transform_on_all_kinds_of_columns(spark: Any, rows: Any) -> None:
     names = ["sum", "a vector", "the.matrix"]
     model = make_model(Sums(), [*KINDS], names)
     predicted = model.transform(rows).collect()
@@ -89,7 +89,7 @@ def test_all_kinds_of_columns_give_what_transform_gives(spark: Any, rows: Any) -
 
 
 class Noting(torch.nn.Module):
-    """Gives rows back, and notes how many there are."""
+    """Return the rows, and log their number to a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Noting(torch.nn.Module):
         return x
 
 
-def test_a_udf_that_is_not_deterministic_runs_once_under_a_filter(
+def test_a_nondeterministic_udf_runs_once_under_a_filter(
     spark: Any, rows: Any, tmp_path: Path
 ) -> None:
     noted = tmp_path / "rows"
@@ -112,7 +112,7 @@ def test_a_udf_that_is_not_deterministic_runs_once_under_a_filter(
     assert sum(map(int, noted.read_text().split())) == 7
 
 
-def test_results_have_the_types_that_are_asked_for(spark: Any, rows: Any) -> None:
+def test_results_have_the_given_output_types(spark: Any, rows: Any) -> None:
     model = make_model(Sums(), ["nested"], ["sum", "two", "four"])
     model.setOutputTypes(["int", "array<float>", "array<array<bigint>>"]).as_udf("typed")
     by_udf = spark.sql("select made.* from (select typed(nested) made from rows where id = 3)")
@@ -144,7 +144,7 @@ def test_nulls_give_nulls_or_an_error(spark: Any, rows: Any) -> None:
     for number, kind in enumerate(kinds):
         nulls = nulls.withColumn(kind, F.when(F.col("id") != number, F.col(kind)))
     model = make_model(Sums(), kinds, ["sum", "two", "four"])
-    # A UDF cannot leave rows out.
+    # A UDF cannot skip rows.
     udf = model.setHandleInvalid("skip").as_udf()
     found = {
         row["id"]: row["made"] for row in nulls.select("id", udf(*kinds).alias("made")).collect()
@@ -156,7 +156,7 @@ def test_nulls_give_nulls_or_an_error(spark: Any, rows: Any) -> None:
         nulls.select(model.setHandleInvalid("error").as_udf()(*kinds)).collect()
 
 
-def test_nan_is_a_number_where_it_comes_out(spark: Any, rows: Any) -> None:
+def test_nan_predictions_stay_nan(spark: Any, rows: Any) -> None:
     udf = make_model(Reciprocal(), ["id"], ["made"]).as_udf()
     found = dict(map(tuple, rows.select("id", udf("id")).collect()))
     assert np.isnan(found.pop(0))
@@ -169,13 +169,13 @@ class Reciprocal(torch.nn.Module):
 
 
 class Lengths(LightningModel):
-    """A model of text: how long it is."""
+    """Predict the length of a text."""
 
     def get_prediction_fn(self) -> Any:
         return lambda module, row: torch.tensor([float(len(row["word"]))])
 
 
-def test_text_by_the_models_own_leave_and_names_of_any_kind(spark: Any, rows: Any) -> None:
+def test_prediction_functions_and_transformations_accept_text(spark: Any, rows: Any) -> None:
     of_text = Lengths(
         model=Same(), feature_columns=["word"], label_columns=["y"], output_shapes=[[1]]
     )
@@ -196,7 +196,7 @@ def test_text_by_the_models_own_leave_and_names_of_any_kind(spark: Any, rows: An
     assert sorted(row[0] for row in found) == list(range(7))
 
 
-def test_what_a_udf_cannot_be_is_said(spark: Any, rows: Any) -> None:
+def test_wrong_udf_names_and_outputs_are_rejected(spark: Any, rows: Any) -> None:
     model = make_model(Same(), ["a", "b"], ["sum"])
     for name in ("", 3, "Sum"):
         with pytest.raises(ParamError, match="name: "):

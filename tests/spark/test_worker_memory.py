@@ -1,4 +1,4 @@
-"""A Python worker that predicts needs no more memory for ten times as many rows."""
+"""Memory of a predicting Python worker does not grow with the number of rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvd_estimators.torch import TorchModel
 pytestmark = pytest.mark.spark
 
 WIDTH = 8
-# A worker that kept its rows, or its predictions, would need 64 bytes and more for each.
+# A worker that kept its rows, or its predictions, would need at least 64 bytes for each.
 GROWTH_BYTES = 24e6
 
 
 class Noting(torch.nn.Module):
-    """Gives 16 numbers for a row, and notes the most memory that its process has had."""
+    """Return 16 numbers per row, and log the peak memory of the process."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_memory_does_not_grow_with_rows(spark: Any, tmp_path: Path, rows: int) -
     def peak(rows: int) -> float:
         path.unlink(missing_ok=True)
         numbers = [(F.col("id") + i).cast("double") for i in range(WIDTH)]
-        # One task: one worker, which serves both jobs.
+        # A single task: one worker serves both jobs.
         frame = spark.range(0, rows, 1, 1).select(F.array(*numbers).alias("x"))
         model.transform(frame).write.format("noop").mode("overwrite").save()
         notes = list(map(float, path.read_text().split()))

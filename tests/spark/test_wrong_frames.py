@@ -1,4 +1,4 @@
-"""Wrong DataFrames, functions that close over Spark, and models' wrong calls: typed, soon."""
+"""Typed, early errors for wrong DataFrames, functions that close over Spark, and wrong calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ lock = threading.Lock()
 
 
 class Given(Calls):
-    """What calls are made with, and a DataFrame of the same columns."""
+    """Arguments of calls, and a DataFrame with the same columns."""
 
     def __init__(self, folder: Path, spark: Any) -> None:
         super().__init__(folder)
@@ -57,7 +57,7 @@ def transform(name: str, remedy: str, error: Any = ParamError, **changes: Any) -
 
 
 def closing_over(what: Callable[[Given], Any]) -> Callable[[Given], Any]:
-    """Return what makes a function that holds something of the driver's."""
+    """Return functions that build closures over driver-only objects."""
 
     def make(given: Given) -> Any:
         held = what(given)
@@ -167,7 +167,7 @@ WRONG: dict[str, Wrong] = {
 
 @pytest.fixture(scope="module")
 def warmed(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Start what Spark starts once; the calls are right but for what is changed."""
+    """Start Spark's one-time services by calls without errors."""
     given = Given(tmp_path_factory.mktemp("right"), spark)
     with pytest.raises(AssertionError, match="ranks were to be started"):
         given.fit(backend=NoRanks())
@@ -178,7 +178,7 @@ def warmed(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.mark.usefixtures("warmed")
 @pytest.mark.parametrize("wrong", list(WRONG.values()), ids=list(WRONG))
-def test_a_wrong_call_on_spark_ends_soon_and_writes_nothing(
+def test_a_wrong_call_fails_early_and_writes_nothing(
     spark: Any, tmp_path: Path, wrong: Wrong
 ) -> None:
     check_wrong(Given(tmp_path, spark), wrong)

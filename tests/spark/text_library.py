@@ -1,8 +1,8 @@
-"""A library on ``horovod.spark.lightning`` that cannot change its imports, for the tests of compat.
+"""Text classification library on ``horovod.spark.lightning``, for the tests of compat.
 
-Made as others are that classify text and images: estimator and model are derived from Horovod's,
-with params of their own, transform rows, predict row by row, and bring a backend. Imported where
-``horovod.spark`` is this package's alone.
+Its imports cannot be changed. Like libraries for texts and images, it derives estimator and model
+from Horovod's, adds params, transforms rows, predicts row by row, and has a backend. It is
+imported once ``horovod.spark`` is an alias of this package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if not _module_available("torch"):
 
 
 def by_keyword(init: Any) -> Any:
-    """Keep the keywords that a constructor was given in ``_kwargs``."""
+    """Keep a constructor's keywords in ``_kwargs``."""
 
     @functools.wraps(init)
     def wrapper(self: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ def by_keyword(init: Any) -> Any:
 
 
 class Tokenizer:
-    """Numbers of words, by a checksum; pickled by reference to this module."""
+    """Map words to numbers by a checksum; pickled by reference to this module."""
 
     def __call__(self, text: str) -> dict[str, np.ndarray]:
         ids = [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.split()][:LENGTH]
@@ -86,7 +86,7 @@ class TextModule(LightningModule):
 
 
 class OwnBackend(SparkBackend):
-    """Wraps what ranks run, and tells them so, by what SparkBackend keeps in its attributes."""
+    """Wrap the ranks' function, and mark their environment, by attributes of SparkBackend."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
         whole = self._env or os.environ.copy()
@@ -104,7 +104,7 @@ class OwnBackend(SparkBackend):
 
 
 class TextColumns(Params):
-    """Names of columns, as the estimator and the model have them."""
+    """Column names, as params of the estimator and of the model."""
 
     text_col = Param(Params._dummy(), "text_col", "text", TypeConverters.toString)
     label_col = Param(Params._dummy(), "label_col", "label", TypeConverters.toString)
@@ -128,10 +128,10 @@ class TextColumns(Params):
 
 
 class TextClassifier(TorchEstimator, TextColumns):
-    """Trains a `TextModule` on texts."""
+    """Train a `TextModule` on texts."""
 
     num_classes = Param(Params._dummy(), "num_classes", "number of classes")
-    # horovod.spark has no such param; hvd_estimators does.
+    # horovod.spark lacks this param; hvd_estimators has it.
     learning_rate = Param(Params._dummy(), "learning_rate", "learning rate of the optimizer")
     tokenizer = Param(Params._dummy(), "tokenizer", "numbers of words")
 
@@ -220,7 +220,7 @@ class TextClassifier(TorchEstimator, TextColumns):
 
 
 class TextModel(TorchModel, TextColumns):
-    """Predicts probabilities of texts, and the class."""
+    """Predict probabilities of texts, and the class."""
 
     tokenizer = Param(Params._dummy(), "tokenizer", "numbers of words")
 

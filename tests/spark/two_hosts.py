@@ -1,8 +1,8 @@
-"""A standalone Spark cluster on hosts of its own: network namespaces behind one switch.
+"""Standalone Spark cluster on network namespaces behind one switch.
 
-`hosts_and_cluster` makes three hosts: two with a Spark worker of one task slot each, the first with
-the master and the driver too, and a stranger. Each has its own host name and hosts file, both of
-which can be changed while all runs.
+`hosts_and_cluster` makes three hosts. Two have a Spark worker of one task slot each, and the first
+also runs the master and the driver. The third is a stranger. Each host has a name and a hosts
+file, which can be changed while the cluster runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from servers.driver import Application, Job, application
 
 NETWORK, NETWORK6, NETWORK_ONLY6 = "10.177.0", "fd77", "fd78"
 SAME_ADDRESS = "172.31.255.1"
-"""An address that both hosts have, each on an interface that leads nowhere, as Docker's bridge."""
+"""An address of both hosts, on an interface without a route between them, like Docker's bridge."""
 
 GPU = "3"
 """The address of each host's (pretended) GPU."""
@@ -33,8 +33,8 @@ _START_SECONDS = 120.0
 _SPARK_HOME = str(Path(pyspark.__file__).parent)
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
-# Ends what runs in the namespaces and deletes them when its standard input ends: with the tests,
-# however they end.
+# Kill the processes in the namespaces, and delete the namespaces, when standard input closes:
+# with the tests, whether or not they succeed.
 _CLEANER = """
 import os, shutil, signal, subprocess, sys, time
 sys.stdin.read()
@@ -55,7 +55,7 @@ for name in sys.argv[1:]:
 
 
 def why_not() -> str | None:
-    """Return why namespaces cannot be made here; None where they can."""
+    """Return the reason why namespaces cannot be made here, or None."""
     if sys.platform != "linux" or shutil.which("ip", path=_PATH) is None:
         return "network namespaces need Linux and its ip command"
     name = f"hvd-trial-{os.getpid()}"
@@ -67,13 +67,13 @@ def why_not() -> str | None:
 
 
 class Host:
-    """A network namespace with a host name, a hosts file and addresses of its own.
+    """A network namespace with a separate host name, hosts file and addresses.
 
     Attributes
     ----------
     address, address6, only6 : str
-        Its addresses on the shared network, and the one on a second network without IPv4, whose
-        interface is ``six0``.
+        Its addresses on the shared network, and its address on a second network, without IPv4,
+        at the interface ``six0``.
     """
 
     def __init__(self, prefix: str, switch: str, number: int) -> None:
@@ -86,14 +86,14 @@ class Host:
         (self._etc / "nsswitch.conf").write_text("hosts: files\n")
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
-        # What takes an interface's first address, as Gloo does, takes one that nobody reaches.
+        # Programs that use an interface's first address, like Gloo, get an unreachable one.
         alone = f"203.0.113.{number}/32"
         self._add_link("eth0", "first", alone, f"{self.address}/24", f"{self.address6}/64")
         self._add_link("six0", "second", f"{self.only6}/64")
         _ip("-n", self.namespace, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", self.namespace, "addr", "add", f"{SAME_ADDRESS}/16", "dev", "bridge0")
         _ip("-n", self.namespace, "link", "set", "bridge0", "up")
-        # Holds the host name and the hosts file for all that runs on this host.
+        # Keep the namespaces of the host name and the hosts file alive.
         naming = f"hostname host{number}; echo up; exec sleep 1d"
         self._keeper = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", naming],
@@ -105,14 +105,14 @@ class Host:
         assert self._keeper.stdout.readline() == b"up\n"
 
     def rename(self, name: str, address: str | None) -> None:
-        """Give the host another name, which resolves there to an address, or (None) does not."""
+        """Rename the host, where the name then resolves to the address, or not at all for None."""
         line = f"{address} {name}\n" if address else ""
-        # Written in place: the file is mounted over /etc/hosts of what runs there already.
+        # Written in place, because running processes have the file mounted over /etc/hosts.
         (self._etc / "hosts").write_text(f"127.0.0.1 localhost\n{line}")
         self.run("hostname", name)
 
     def run(self, *command: str, timeout: float = 60.0) -> str:
-        """Run a command there and return what it prints; an error if it fails."""
+        """Run a command on the host and return its output; fail if the command fails."""
         done = subprocess.run(
             self.inside(command), capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -120,7 +120,7 @@ class Host:
         return done.stdout
 
     def start(self, *command: str, log: Path, **env: str) -> subprocess.Popen[bytes]:
-        """Start a command there, with its output in a file."""
+        """Start a command on the host, with its output in a file."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 self.inside(command),
@@ -132,7 +132,7 @@ class Host:
             )
 
     def inside(self, command: Sequence[str], user: int | None = None) -> list[str]:
-        """Return the command that runs another one there, as another user if one is given."""
+        """Return a command that runs another command on the host, optionally as another user."""
         enter = ["nsenter", "--target", str(self._keeper.pid), "--net", "--uts", "--mount"]
         numbers = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
         return [*enter, "--", *(["setpriv", *numbers] if user else []), *command]
@@ -142,12 +142,12 @@ class Host:
         _ip("-n", self._switch, "link", "set", f"first{self._number}", state)
 
     def pids(self) -> list[int]:
-        """Return the processes that run there."""
+        """Return the processes of the host."""
         found = map(int, _ip("netns", "pids", self.namespace).stdout.split())
         return [pid for pid in found if pid != self._keeper.pid]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every process there: SIGSTOP and SIGCONT make the host stand still."""
+        """Signal every process of the host: SIGSTOP pauses the host, SIGCONT resumes it."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -164,15 +164,14 @@ class Host:
 
 
 class Cluster:
-    """The hosts and what runs on them.
+    """The hosts and the processes on them.
 
     Attributes
     ----------
     first, second, stranger : Host
-        The driver's and a worker's host, the other worker's, and one that has nothing to do with
-        them.
+        The host of the driver and a worker, the other worker's, and an unrelated one.
     folder : Path
-        Shared by all of them, as all files are.
+        Shared by all hosts, like all files.
     """
 
     def __init__(self, first: Host, second: Host, stranger: Host, folder: Path) -> None:
@@ -186,17 +185,17 @@ class Cluster:
         return self._application.submit(fn, *args)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
-        """Return what ``fn(*args)`` returns in the driver."""
+        """Return the result of ``fn(*args)`` in the driver."""
         return self.submit(fn, *args).result(timeout)
 
     def logs(self) -> str:
-        """Return the end of what each process wrote."""
+        """Return the end of each process's log."""
         files = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("work/*/*/std*"))
         return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in files)
 
     @contextlib.contextmanager
     def driver(self, **conf: str) -> Iterator[None]:
-        """Run a driver, with Spark's defaults and an own configuration, until the block ends."""
+        """Run a driver with Spark's defaults and the given configuration, until the block ends."""
         own = {
             "spark.master": self.master,
             "spark.executor.memory": "512m",
@@ -240,7 +239,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def hosts_and_cluster() -> Iterator[Cluster]:
-    """Make the hosts and start Spark on them; all is stopped and deleted when the block ends."""
+    """Make the hosts and start Spark on them; stop and delete everything when the block ends."""
     prefix = f"hvd-{os.getpid()}"
     switch = f"{prefix}-switch"
     folder = Path(tempfile.mkdtemp(prefix="hvd-estimators-hosts-"))
