@@ -316,9 +316,7 @@ def test_weights_are_averaged_over_the_last_epochs(backend: Any, store: Any) -> 
     assert_same_weights(model.getModel().net, expected)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(
-    backend: Any, store: Any
-) -> None:
+def test_weights_depend_on_the_seed_alone(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 100)
     models = [
         fit(backend, store, shuffle=True, random_seed=seed, batch_size=16) for seed in (1, 1, 2)
