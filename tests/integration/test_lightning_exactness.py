@@ -116,7 +116,7 @@ def play(net: Any, critic: Any, batch: Any, pair: Any, backward: Any) -> None:
 
 
 @pytest.mark.parametrize("library", ["horovod", "torch"])
-def test_a_gan_trains_as_in_one_process(backend: Any, store: Any, library: str) -> None:
+def test_a_gan_trains_as_one_process(backend: Any, store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     module = Adversarial()
     net, critic = make_net(), torch.nn.Linear(1, 1)
