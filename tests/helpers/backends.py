@@ -7,7 +7,7 @@ from typing import Any
 
 
 class InProcessBackend:
-    """Calls the function in this process, once per rank; fits of several threads take turns.
+    """Backend that calls the function here, once per rank; concurrent fits take turns.
 
     Like a user's own backend, it is not derived from this package's `Backend`.
     """

@@ -1,4 +1,4 @@
-"""A store that only requests reach, and that notes each of them, whichever process makes it."""
+"""Store without local paths that logs every request, from any process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_estimators.store import FilesystemStore
 
 
 class CountedFileSystem(LocalFileSystem):
-    """Local files under another scheme, so that PyArrow does not open them by itself."""
+    """Local files under another scheme, so that PyArrow does not open them itself."""
 
     protocol = "counted"
 
@@ -41,7 +41,7 @@ class CountedFileSystem(LocalFileSystem):
 
 
 class CountedStore(FilesystemStore):
-    """Makes its filesystem known in each process that opens it."""
+    """Store that registers its filesystem in each process that opens it."""
 
     def _opened(self, path: str) -> Any:
         fsspec.register_implementation("counted", CountedFileSystem, clobber=True)
@@ -51,18 +51,18 @@ class CountedStore(FilesystemStore):
         return True
 
     def local(self, path: str) -> str:
-        """Return where a file really is."""
+        """Return the local path of a file."""
         return str(self.fs._strip_protocol(path))
 
 
 class Requests:
-    """The requests that were made so far."""
+    """Requests made so far."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
 
     def take(self) -> list[tuple[str, int, int]]:
-        """Return file, first byte and number of bytes of each, and forget them."""
+        """Return the file, first byte and byte count of each request, and clear the log."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.unlink(missing_ok=True)
         found = [line.split() for line in lines]
@@ -70,7 +70,7 @@ class Requests:
 
 
 def make_store(folder: Path) -> tuple[CountedStore, Requests]:
-    """Return a store of local files, and what tells its requests."""
+    """Return a store of local files and its request log."""
     log = folder / "requests"
     return CountedStore(f"counted://{folder}/store", storage_options={"log": str(log)}), Requests(
         log

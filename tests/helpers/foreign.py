@@ -1,4 +1,4 @@
-"""Reading Parquet that others wrote, as the estimators and their readers do."""
+"""Helpers that read third-party Parquet as the estimators and their readers do."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ def describe(folder, *names, validation=None, **options):
 
 
 def read(split, specs):
-    """Read all rows as a reader does, row group by row group."""
+    """Read all rows as a reader does, one row group at a time."""
     names = [name for spec in specs for name in spec.stored_names]
     parts = []
     for group in split.row_groups:
@@ -27,7 +27,7 @@ def read(split, specs):
 def load(folder, *names):
     manifest = describe(folder, *names)
     whole = read(manifest.train, manifest.columns)
-    # What the model is tried on is the beginning of what it is trained on.
+    # The trial rows for the model are the first training rows.
     store = LocalStore(str(folder.parent))
     for name, array in first_rows(store, manifest, 2).items():
         np.testing.assert_array_equal(array, whole[name][: len(array)])

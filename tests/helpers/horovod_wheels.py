@@ -12,7 +12,7 @@ WHEEL_NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
 
 
 def make_wheel(path, text):
-    """Write a small Horovod, which pip can install."""
+    """Write a tiny Horovod wheel that pip can install."""
     files = {
         "horovod/__init__.py": "",
         "horovod/torch/__init__.py": text,
@@ -25,7 +25,7 @@ def make_wheel(path, text):
 
 
 def make_package(folder, name, version):
-    """Write a wheel with one module that has a version, and nothing else."""
+    """Write a wheel that holds one module with a version, and nothing else."""
     module = {f"{name}/__init__.py": f"__version__ = {version!r}\n"}
     return write_wheel(folder / f"{name}-{version}-py3-none-any.whl", name, version, module)
 
@@ -47,7 +47,7 @@ def write_wheel(path, name, version, files):
 
 
 def is_as_recorded(wheel):
-    """Whether the files are those of the RECORD, with the hashes and sizes in it."""
+    """Return whether the files match the hashes and sizes in RECORD."""
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
     rows = {file: rest for file, *rest in csv.reader(archive.read(name).decode().splitlines())}

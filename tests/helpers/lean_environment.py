@@ -1,4 +1,4 @@
-"""An environment with this one's packages, except for some, and without compilers."""
+"""Copy of this environment without some packages and without compilers."""
 
 import os
 import re
@@ -15,14 +15,14 @@ COMPILERS = re.compile(
 
 
 def lean_environment(folder, without):
-    """Return the variables with which ``python3`` is that of a new environment in a folder.
+    """Return the variables that make ``python3`` that of a new environment in a folder.
 
     Parameters
     ----------
     folder : Path
         A folder that does not exist.
     without : collection of str
-        Names with which the files of packages begin that the environment lacks.
+        Prefixes of the names of packages' files that the environment lacks.
     """
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python3*/site-packages")
@@ -36,7 +36,7 @@ def lean_environment(folder, without):
     programs = folder / "programs"
     programs.mkdir()
     for place in os.environ["PATH"].split(os.pathsep):
-        # Scripts of this environment would run with its Python.
+        # This environment's scripts would run its own Python.
         if os.path.isdir(place) and not Path(place).is_relative_to(sys.prefix):
             for entry in Path(place).iterdir():
                 if not COMPILERS.fullmatch(entry.name) and not (programs / entry.name).exists():

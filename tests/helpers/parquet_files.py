@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 
 def as_table(columns: Mapping[str, Any]) -> pa.Table:
-    """Return a table of NumPy arrays; an array of two dimensions becomes a column of lists."""
+    """Convert NumPy arrays to a table; two-dimensional arrays become list columns."""
     return pa.table(
         {
             name: pa.array(array if array.ndim == 1 else list(array))

@@ -11,7 +11,7 @@ from hvd_estimators.prepare.datasets import acquire, manifest_path
 
 
 class Writer:
-    """Writes datasets of five training rows and counts them."""
+    """Function that writes datasets of five training rows and counts its calls."""
 
     def __init__(self, store, seconds=0.0, failures=0):
         self.store, self.seconds, self.failures = store, seconds, failures
@@ -45,7 +45,7 @@ def names(index):
 
 
 def in_threads(count, action):
-    """Return what the calls of an action in several threads return or raise."""
+    """Call an action in several threads; return their results and exceptions."""
     results = [None] * count
 
     def run(i):

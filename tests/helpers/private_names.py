@@ -1,6 +1,6 @@
-"""Table of other packages' private names that this package uses for want of a public way.
+"""Table of other packages' private names that this package uses for lack of public ones.
 
-``docs/private_names_table.py`` shows it in the documentation. Names in Spark's JVM have a table in
+``docs/private_names_table.py`` renders it in the documentation. Names in Spark's JVM are in
 ``tests/spark/test_spark_names.py``.
 """
 
@@ -15,13 +15,13 @@ class Private(NamedTuple):
     Attributes
     ----------
     owner : str
-        The module, or class with its module. Of several, the first that exists.
+        The module, or the class with its module. If several are given, the first that exists.
     names : str
-        Separated by spaces. A final ``*`` stands for any end of a name.
+        Separated by spaces. A final ``*`` matches any suffix.
     why : str
         Their purpose, in whole sentences.
     until : str
-        The public name that replaces them where it exists, if any.
+        The public name that replaces them, where it exists.
     """
 
     owner: str

@@ -1,4 +1,4 @@
-"""What tests of ranks' processes share."""
+"""Helpers for tests of rank processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Return whether a process has gone, or waits only for somebody to take note of it."""
+    """Return whether a process has ended or is a zombie."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -25,6 +25,6 @@ def ended(pid: int) -> bool:
 
 
 def pids(path: Path) -> list[int]:
-    """Return the ids that a process writes to a file, once it has."""
+    """Wait for a file of process ids and return the ids."""
     wait_until(path.exists)
     return [int(pid) for pid in path.read_text().split()]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run named ``mine``, as its rank 0 saves them and as ranks restore them."""
+"""Checkpoints of a run named ``mine``, saved as rank 0 does and restored as ranks do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
 
 
 class Ranks:
-    """What a rank hears from rank 0: by default what it says itself."""
+    """Communication of a rank; a broadcast returns ``told``, by default the value passed in."""
 
     def __init__(self, told: Any = None) -> None:
         self.told = told
@@ -43,7 +43,7 @@ def save(store: Any, *epochs: int, options: CheckpointOptions | None = None) -> 
 
 
 def restored(store: Any, rank: int = 0, told: Any = None) -> tuple[int, int] | None:
-    """Return the epoch by the state, and by the framework's file."""
+    """Return the epoch in the state and the epoch in the framework's file."""
     loaded: dict[str, Any] = {}
 
     def load(file: IO[bytes]) -> None:

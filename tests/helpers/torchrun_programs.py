@@ -1,7 +1,7 @@
-"""Programs for ``torchrun``: none of them knows this package.
+"""Programs for ``torchrun`` that do not use this package.
 
-Each trains the same net on the same rows and returns its weights, on rank 0 at least. `train_alone`
-says what they must be.
+Each trains the same net on the same rows and returns its weights, at least on rank 0.
+`train_alone` returns the expected weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that cannot work: what they raise, how soon, and that they leave the store as it was."""
+"""Calls that must fail: their errors, their duration, and the unchanged store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Wrong = tuple[Callable[[Any], Any], type[HvdEstimatorsError], str, str]
 
 
 class NoRanks(Backend):
-    """A backend that no wrong call may reach."""
+    """Backend that no wrong call may reach."""
 
     def __init__(self, ranks: int = 2) -> None:
         self.ranks = ranks
@@ -39,7 +39,7 @@ class NoRanks(Backend):
 
 
 class Calls:
-    """What calls are made with: a store with a few rows in files of others, and estimators.
+    """Arguments of wrong calls: a store with a few rows in third-party files, and estimators.
 
     Columns: ``x`` and ``y`` (numbers), ``w`` (weights), ``v`` (two numbers), ``ragged`` (one or
     two), ``text``, and ``holes`` (a number or null).
@@ -66,7 +66,7 @@ class Calls:
         pq.write_table(table, f"{path}/part.parquet")
 
     def torch(self, **changes: Any) -> Any:
-        """Return an estimator that could train, but for what is changed."""
+        """Return a valid estimator with the given changes."""
         import torch
 
         from hvd_estimators.torch import TorchEstimator
@@ -84,7 +84,7 @@ class Calls:
         return TorchEstimator(**self._common(given, changes))
 
     def keras(self, **changes: Any) -> Any:
-        """Return an estimator that could train, but for what is changed."""
+        """Return a valid estimator with the given changes."""
         import keras
 
         from hvd_estimators.keras import KerasEstimator
@@ -95,7 +95,7 @@ class Calls:
         return KerasEstimator(**self._common(given, changes))
 
     def lightning(self, **changes: Any) -> Any:
-        """Return an estimator that could train, but for what is changed."""
+        """Return a valid estimator with the given changes."""
         from hvd_estimators.lightning import LightningEstimator
 
         if "model" not in changes:
@@ -113,7 +113,7 @@ class Calls:
 
 
 def plain_module() -> Any:
-    """Return a LightningModule of one number to one."""
+    """Return a LightningModule that maps one number to one."""
     import lightning.pytorch as pl
     import torch
 
@@ -135,12 +135,12 @@ def plain_module() -> Any:
 
 
 def cases(table: Mapping[str, Wrong]) -> Any:
-    """Return what hands a table's rows to a test, one by one."""
+    """Parametrize a test with the rows of a table."""
     return pytest.mark.parametrize("wrong", list(table.values()), ids=list(table))
 
 
 def check_wrong(calls: Any, wrong: Wrong) -> None:
-    """Make sure that a call fails as its row says, soon, and that nothing is written."""
+    """Check that a call fails as its row says, soon, and without writing anything."""
     call, error, named, remedy = wrong
     before = _files(calls.folder)
     raised, seconds = _failure(call, calls)
@@ -155,7 +155,7 @@ def check_wrong(calls: Any, wrong: Wrong) -> None:
 
 
 def _failure(call: Callable[[Any], Any], calls: Any) -> tuple[HvdEstimatorsError, float]:
-    """Return what a call raises, and the seconds that it takes."""
+    """Return the error of a call and the seconds it takes."""
     started = time.monotonic()
     with pytest.raises(HvdEstimatorsError) as raised:
         call(calls)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written and looked for without training: their content is known bytes."""
+"""Checkpoints with known bytes, written and looked up without training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB = 1024
 
 
 def save(store: Any, epoch: int, size: int = 256 * KIB, run_id: str = "run") -> None:
-    """Save the checkpoint of an epoch, as rank 0 does, and wait until it is in the store."""
+    """Save the checkpoint of an epoch as rank 0 does, and wait until it is in the store."""
 
     def write_model(file: IO[bytes]) -> None:
         with zipfile.ZipFile(file, "w") as archive:
@@ -31,7 +31,7 @@ def save(store: Any, epoch: int, size: int = 256 * KIB, run_id: str = "run") -> 
 
 
 def newest(store: Any, run_id: str = "run") -> int:
-    """Return the epoch of the newest checkpoint that is whole; 0 if there is none."""
+    """Return the epoch of the newest complete checkpoint, or 0 if there is none."""
     found = find_newest_valid(store, store.run_paths(run_id), lambda info: check_valid(store, info))
     if found is None:
         return 0
@@ -41,5 +41,5 @@ def newest(store: Any, run_id: str = "run") -> int:
 
 
 if __name__ == "__main__":
-    # In a process that has other rights than the tests.
+    # In a process with other permissions than the tests.
     save(Store.create(sys.argv[1], **json.loads(sys.argv[3])), int(sys.argv[2]))

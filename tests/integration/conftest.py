@@ -1,4 +1,4 @@
-"""Ranks that stay for all tests of a module."""
+"""Ranks shared by all tests of a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def backend() -> StandingBackend:
-    """Two ranks of torch and Lightning, which all fits of a module share."""
+    """Two ranks of torch and Lightning, shared by all fits of a module."""
     import cloudpickle
     import lightning_reference
     import reference

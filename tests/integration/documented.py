@@ -1,4 +1,4 @@
-"""The Python blocks of the documentation, as code, and what pages show as their output."""
+"""Python blocks of the documentation as code, with the output that pages show."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ NEEDS_MORE = "needs-more"
 
 @dataclass(frozen=True)
 class Block:
-    """A ``code-block:: python`` of a page, with the lines of its page.
+    """A ``code-block:: python`` with its position on its page.
 
     Attributes
     ----------
     page : Path
         The page.
     line : int
-        Where it begins there.
+        Its first line.
     text : str
         Its code.
     runs : bool
         Whether it can be run.
     shown : str
-        The literal block (``::``) that follows it, before another block of code: what it prints.
+        The literal block (``::``) that follows it, before another block of code: its output.
         Empty if there is none.
     """
 
@@ -45,19 +45,19 @@ class Block:
 
     @property
     def tree(self) -> ast.Module:
-        """The block as Python's parser takes it; tracebacks name page and line."""
+        """Return the parsed code, with the page and lines for tracebacks."""
         tree = ast.parse(self.text, str(self.page))
         return ast.increment_lineno(tree, self.line - 1)
 
 
 def pages() -> list[Path]:
-    """Return the pages that have such blocks."""
+    """Return the pages that have Python blocks."""
     found = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
     return [page for page in found if blocks_of(page)]
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the Python blocks of a page, in their order."""
+    """Return the Python blocks of a page, in order."""
     lines = page.read_text(encoding="utf-8").split("\n")
     return list(_blocks(page, lines))
 
@@ -93,11 +93,11 @@ def _literal(lines: list[str]) -> str:
 
 
 def prints(shown: str, printed: str) -> bool:
-    """Return whether what a page shows is in what was printed, one line after the other.
+    """Return whether printed text contains the lines that a page shows, one after the other.
 
-    ``...`` in it stands for anything, any white space for any other, and a speed (``2,109
-    rows/s``) for any speed. A number with a fraction is met by one that differs by 0.1 at most:
-    how Spark splits rows, and with it each loss, depends on the number of task slots.
+    ``...`` stands for any text, and white space for any other white space. A speed (``2,109
+    rows/s``) matches any speed. A number with a fraction matches one that differs by at most
+    0.1: each loss depends on how Spark splits rows, and so on the number of task slots.
     """
     parts = re.split(r"(\.\.\.|\s+|[\d,]+(?= rows/s)|\d+\.\d+(?!\d*\.\.\.))", shown)
     pattern, numbers = "", []
@@ -119,7 +119,7 @@ def prints(shown: str, printed: str) -> bool:
 
 
 def names_wanted(blocks: list[Block]) -> set[str]:
-    """Return the names that blocks take for given: read by one, and made by none before it."""
+    """Return the names that a block reads and that no earlier block defines."""
     made, wanted = set(vars(builtins)), set()
     for block in blocks:
         stored = {
@@ -140,14 +140,14 @@ def names_wanted(blocks: list[Block]) -> set[str]:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         }
         wanted |= read - made - stored
-        # What a block changes by its own name, as in df = df.select(), it takes for given, too.
+        # A block also needs the names that it overwrites, as in df = df.select().
         wanted |= _read_first(block.tree) - made
         made |= stored
     return wanted
 
 
 def _read_first(tree: ast.Module) -> set[str]:
-    """Return the names that a block's statements read before any of them has made them."""
+    """Return the names that a block's statements read before they define them."""
     made: set[str] = set()
     found: set[str] = set()
     for statement in tree.body:
@@ -168,14 +168,14 @@ def _read_first(tree: ast.Module) -> set[str]:
 
 
 def check_imports(block: Block, namespace: dict[str, Any]) -> None:
-    """Run the imports of a block, wherever they are in it."""
+    """Run the imports of a block, at any depth."""
     for node in ast.walk(block.tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             exec(compile(ast.Module([node], []), str(block.page), "exec"), namespace)
 
 
 def check_keywords(block: Block, names: Mapping[str, Any]) -> None:
-    """Make sure that what is called of this package has the keywords that it is called with."""
+    """Check that this package's callables accept the keywords in a block."""
     for node in ast.walk(block.tree):
         if not isinstance(node, ast.Call):
             continue

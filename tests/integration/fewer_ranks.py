@@ -1,4 +1,4 @@
-"""Fits in which 4 canonical shards are played by as many ranks, or by fewer."""
+"""Fits of 4 canonical shards on 4 or fewer ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fitted = TypeVar("Fitted")
 
 
 class FourShards:
-    """Lets an estimator train as a run does that began with 4 ranks."""
+    """Mixin that makes an estimator train as in a run started with 4 ranks."""
 
     def _plan(self, manifest: Any, num_shards: int, num_ranks: int, seed: int) -> DataSpec:
         data: DataSpec = super()._plan(  # type: ignore[misc]
@@ -28,7 +28,7 @@ class FourShards:
 
 
 def note(folder: str, rank: int, ids: Any) -> None:
-    """Take down, on a rank, the ids of a batch of training."""
+    """Write down the ids of a training batch on a rank."""
     with open(Path(folder, f"{rank}.json"), "a") as file:
         file.write(json.dumps(np.asarray(ids).reshape(-1).astype(int).tolist()) + "\n")
 
@@ -36,13 +36,13 @@ def note(folder: str, rank: int, ids: Any) -> None:
 def noted_steps(folder: Path, ranks: int, ended: bool = True) -> list[list[int]]:
     """Return the ids of each step of all ranks, in the order of the shards.
 
-    Of ranks that have not ``end_note`` but were killed, those steps that all had begun.
+    If the ranks have not ``ended`` but were killed, return only steps that all ranks started.
     """
     of_shards: dict[int, Iterator[list[int]]] = {}
     for rank in range(ranks):
         shards = virtual_shards(SHARDS, rank, ranks)
         lines = Path(folder, f"{rank}.json").read_text().splitlines()
-        # A rank without a shard in some turn has an empty batch there, or none.
+        # A rank without a shard in a turn has an empty batch there, or none.
         batches = [batch for batch in map(json.loads, lines) if batch]
         for turn, shard in enumerate(shards):
             of_shards[shard] = iter(batches[turn :: len(shards)])
@@ -51,15 +51,15 @@ def noted_steps(folder: Path, ranks: int, ended: bool = True) -> list[list[int]]
 
 
 def fits_of_the_same_steps(tmp_path: Path, fit: Callable[[int, Path], Fitted]) -> dict[int, Fitted]:
-    """Fit with 4, 3, 2 and 1 ranks, which have to train on the same rows in each global step.
+    """Fit with 4, 3, 2 and 1 ranks, which must train on the same rows in each global step.
 
     Parameters
     ----------
     tmp_path : Path
-        Holds the ids of the batches.
+        Folder for the ids of the batches.
     fit : callable
-        Given the number of ranks, and the folder of their notes, fits 2 epochs of 3 steps
-        over 58 rows with ids.
+        Fits 2 epochs of 3 steps over 58 rows with ids, given the number of ranks and the folder
+            for their notes.
     """
     fitted, noted = {}, {}
     for ranks in (SHARDS, 3, 2, 1):

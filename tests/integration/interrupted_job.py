@@ -1,6 +1,6 @@
-"""A program that fits, is interrupted as in a notebook, fits again, and is asked to end.
+"""Program that fits, is interrupted as in a notebook, fits again, and is terminated.
 
-`main` is run with a store's folder and one for what ranks tell.
+The arguments are the folder of a store and the folder for the notes of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPOCHS = 6
 
 
 class Telling(DataDependent):
-    """Tells in a folder that it trains, in which process, and on which rank."""
+    """Module that notes in a folder its training, its process and its rank."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def run(store: Any, backend: Any, folder: str, run_id: str) -> Any:
 
 
 def when_training(folder: Path, act: Any) -> threading.Thread:
-    """Act, once both ranks of a fit that begins now have taken a step, in another thread."""
+    """Act in another thread, once both ranks of the next fit have taken a step."""
     before = set(folder.glob("*.rank"))
 
     def wait() -> None:

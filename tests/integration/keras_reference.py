@@ -1,4 +1,4 @@
-"""Training in one process, with nothing but Keras."""
+"""Reference training in one process, with plain Keras."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train_alone(
     weighted: str = "",
     net: keras.Model | None = None,
 ) -> keras.Model:
-    """Train in one process, with nothing but Keras."""
+    """Train in one process, with plain Keras."""
     net = net or make_net()
     for _ in range(epochs):
         for first in range(0, len(batches), passes):
@@ -66,7 +66,7 @@ def train_alone(
 
 
 def pooled_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
-    """Return an estimator whose ranks all fits of a test module share."""
+    """Return an estimator whose ranks are shared by all fits of a test module."""
     return make_estimator(store, ranks, **{"backend": shared_ranks(ranks, "tensorflow"), **params})
 
 

@@ -1,6 +1,6 @@
-"""Small fits with dropout and a learning rate that changes, one of each framework.
+"""Small fits with dropout and a changing learning rate, one for each framework.
 
-In double precision, so that sums in another order come to nearly the same.
+They use double precision, so that sums in another order are nearly equal.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ the end of a step, when the others may have begun the next one.
 
 
 def write_data(store: Any) -> None:
-    """Write the rows to train and to validate on."""
+    """Write the training and validation rows."""
     write_rows(Path(store.get_train_data_path()), ROWS)
     write_rows(Path(store.get_val_data_path()), VALIDATION_ROWS, seed=1)
 
 
 def make_estimator(framework: str, **params: Any) -> Any:
-    """Return an estimator of the framework's."""
+    """Return an estimator of the framework."""
     settings: dict[str, Any] = {
         "feature_cols": ["features", "id"],
         "label_cols": ["label"],
@@ -56,11 +56,11 @@ def make_estimator(framework: str, **params: Any) -> Any:
 
 
 def end_of(framework: str, model: Any) -> dict[str, Any]:
-    """Return all that a fit has ended with, as arrays and plain values by name."""
+    """Return the final state of a fit as arrays and plain values by name."""
     net = model.getModel()
     if framework == "keras":
         variables = [*net.variables, *net.optimizer.variables]
-        # Layers that are made again in one process have other names.
+        # Layers that are built again in one process have other names.
         found = {f"{index}": variable.numpy() for index, variable in enumerate(variables)}
     else:
         found = {name: value.numpy() for name, value in net.state_dict().items()}
@@ -68,13 +68,13 @@ def end_of(framework: str, model: Any) -> dict[str, Any]:
             found["optimizer"] = _plain(model.getOptimizer().state_dict())
     history = model.getHistory()
     if framework == "lightning":
-        # Logged values of an epoch that is resumed in its middle are those of its second part.
+        # The logged values of an epoch that is resumed midway are those of its second part.
         history = [record["validation"] for record in history]
     return {**found, "history": history}
 
 
 def assert_equal_bits(found: Any, expected: Any) -> None:
-    """Compare what `end_of` has returned."""
+    """Compare two results of `end_of`."""
     assert list(found) == list(expected)
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 class Net(torch.nn.Module):
-    """4-8-1 with dropout and statistics; tells of each batch."""
+    """4-8-1 net with dropout and batch statistics; reports each batch."""
 
     tells = True
 
@@ -120,7 +120,7 @@ def squared_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 class Scheduler:
-    """Halves a torch optimizer's learning rate with each epoch."""
+    """Callback that halves a torch optimizer's learning rate in each epoch."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -149,7 +149,7 @@ def _torch(settings: dict[str, Any]) -> Any:
 
 
 class Module(LightningModule):
-    """The same net, whose learning rate changes with each step."""
+    """The same net with a learning rate that changes in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Module(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         strategy: Any = self.trainer.strategy if self._trainer is not None else None
-        # A rank goes along with rows that count for nothing where it has no shard to play.
+        # A rank without a shard takes part with rows that count for nothing.
         self.net.tells = strategy is None or not strategy.has_no_rows
         loss = squared_error(self(batch["features"], batch["id"]), batch["label"])
         self.log("loss", loss.detach(), on_step=False, on_epoch=True)
@@ -202,6 +202,6 @@ _MAKERS = {"torch": _torch, "keras": _keras, "lightning": _lightning}
 
 
 def send_by_value() -> None:
-    """Send what is defined here to ranks by value, as they cannot import it."""
+    """Pickle this module by value, as ranks cannot import it."""
     for module in (sys.modules[__name__], reference):
         cloudpickle.register_pickle_by_value(module)

@@ -1,4 +1,4 @@
-"""The Keras model of `kill_fits`, in a file of its own as importing TensorFlow takes seconds."""
+"""The Keras model of `kill_fits`, separate because importing TensorFlow takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reference import WIDTH
 
 
 class Telling(keras.layers.Layer):
-    """Tells of each batch."""
+    """Layer that reports each batch."""
 
     def call(self, x: Any, ids: Any, training: bool = False) -> Any:
         def tell(values: Any) -> np.int32:
@@ -27,7 +27,7 @@ class Telling(keras.layers.Layer):
 
 
 def make_net() -> keras.Model:
-    """Return a network of 4-8-1 with dropout and statistics."""
+    """Return a 4-8-1 network with dropout and batch statistics."""
     keras.utils.set_random_seed(7)
     double = {"dtype": "float64"}
     x, ids = keras.Input((WIDTH,), name="features"), keras.Input((), name="id", dtype="int64")

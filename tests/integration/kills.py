@@ -1,8 +1,8 @@
-"""Ranks that are killed once, at a moment of their training that chance has chosen.
+"""Ranks that are killed once, at a random moment of their training.
 
-What a rank does tells of itself (`event`): models and callbacks of steps and of validation, the
-store of checkpoints, the backend of launches. The event that a `Kill` waits for kills a rank, with
-SIGKILL, at once or a moment later.
+Models and callbacks report steps and validations as events (`event`), the store reports
+checkpoints, and the backend reports launches. The event of a `Kill` triggers SIGKILL for a
+rank, at once or a moment later.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from hvd_estimators.store import LocalStore
 RANKS = 2
 _KILL, _FOLDER = "OF_TESTS_KILL", "OF_TESTS_FOLDER"
 _QUIET = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-# By the folder, too: classes that come back from ranks bring along what these have counted.
+# Counted per folder, because classes returned from ranks bring these counts along.
 _seen: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When which rank is killed.
+    """Moment and rank of a kill.
 
     Attributes
     ----------
     moment : str
-        What it is killed in, for people.
+        Description of the moment, for people.
     kind : str
         Kind of event: ``"launch"``, ``"step"``, ``"validation"`` or ``"checkpoint"``.
     number : int
-        Which event of that kind, from 1.
+        Number of the event within its kind, from 1.
     rank : int
-        Which rank is killed. It tells of the event itself, but for checkpoints, of which rank 0
-        tells.
+        Rank to kill. It reports the event itself, except for checkpoints, which rank 0
+            reports.
     delay : float
         Seconds after the event.
     latest : int
-        Step at which the rank is killed if it comes before the delay has passed. Default: none.
+        Step at which the rank is killed if the delay has not passed by then. Default: none.
     """
 
     moment: str
@@ -65,7 +65,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Length:
-    """How many events of each kind a run has on a rank, and between two checkpoints."""
+    """Number of events of each kind on a rank in a run, and between two checkpoints."""
 
     steps: int
     validations: int
@@ -73,7 +73,7 @@ class Length:
 
 
 def draw_kills(seed: str, number: int, length: Length) -> list[Kill]:
-    """Draw kills by a seed: of each moment one, in any order, before there is another of it."""
+    """Draw kills by a seed: one for each moment, in random order, before any moment repeats."""
     chance = random.Random(seed)
     moments = {
         "launch": lambda: ("launch", 1, chance.uniform(0, 1.5)),
@@ -91,7 +91,7 @@ def draw_kills(seed: str, number: int, length: Length) -> list[Kill]:
     while len(drawn) < number:
         for moment in chance.sample(list(moments), len(moments)):
             kind, count, delay = moments[moment]()
-            # A rank with warm imports may train in less time than the delay.
+            # A rank with warm imports may train faster than the delay.
             latest = length.steps if kind == "launch" else 0
             rank = chance.randrange(RANKS)
             drawn.append(Kill(moment, kind, count, rank, round(delay, 4), latest))
@@ -99,7 +99,7 @@ def draw_kills(seed: str, number: int, length: Length) -> list[Kill]:
 
 
 def event(kind: str, ids: Any = None) -> None:
-    """Tell, on a rank, that something happens now, to rows of these ids; does nothing elsewhere."""
+    """Report an event, with the ids of its rows, on a rank; elsewhere, do nothing."""
     folder = os.environ.get(_FOLDER)
     if folder is None:
         return
@@ -128,7 +128,7 @@ def event(kind: str, ids: Any = None) -> None:
 
 def _strike(folder: str, rank: int) -> None:
     """Kill a rank, unless one was killed before."""
-    # It may have ended by itself, when the last checkpoint is written.
+    # The rank may have ended normally after the last checkpoint was written.
     over = (FileExistsError, ProcessLookupError)
     with contextlib.suppress(*over), open(Path(folder, "killed"), "x"):
         os.kill(int(Path(folder, f"rank-{rank}").read_text()), signal.SIGKILL)
@@ -140,32 +140,32 @@ def was_killed(folder: Path) -> bool:
 
 
 def events_of(folder: Path, kind: str) -> list[int]:
-    """Return how many events of a kind each process has told of."""
+    """Return the number of events of a kind that each process has reported."""
     return [len(path.read_text()) for path in folder.glob(f"launch-*/*.{kind}")]
 
 
 class KillingBackend(LocalBackend):
-    """Runs ranks of one thread each, and kills one of them in a launch.
+    """Backend with single-threaded ranks that kills one of them in a launch.
 
     Parameters
     ----------
     folder : Path
-        Gets a folder for each launch, with what its ranks tell.
+        Receives a folder for each launch, with the events of its ranks.
     *kills : Kill
-        Of the first launch, the second, and so on. Default: none.
+        Kills for the first launch, the second, and so on. Default: none.
     slots : sequence of int
-        Ranks of each launch.
+        Number of ranks in each launch.
     """
 
     def __init__(self, folder: Path, *kills: Kill, slots: Sequence[int] = ()) -> None:
         super().__init__(slots[0] if slots else RANKS, env=_QUIET)
         self._folder, self._kills, self._slots = folder, kills, slots
-        # Shared with those that are made for another number of ranks.
+        # Shared with backends that are made for another number of ranks.
         self._launches: list[int] = []
 
     @property
     def launches(self) -> int:
-        """How many there were."""
+        """Number of launches."""
         return len(self._launches)
 
     def task_slots(self) -> int | None:
@@ -198,7 +198,7 @@ def _tell_and_run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class TellingStore(LocalStore):
-    """Tells of what is done to checkpoints: before, while and after a file is written, deleted."""
+    """Store that reports writes of checkpoints (before, during, after) and deletions."""
 
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
@@ -221,6 +221,6 @@ def _nothing(kind: str) -> None:
 
 
 def send_by_value() -> None:
-    """Send what is defined here to ranks by value, as they cannot import it."""
+    """Pickle this module by value, as ranks cannot import it."""
     for module in (sys.modules[__name__], fewer_ranks):
         cloudpickle.register_pickle_by_value(module)

@@ -40,7 +40,7 @@ class Line(LightningModule):
 
 
 def expected(epochs: int) -> tuple[float, float]:
-    """Return what that finds in NumPy, from a weight and a bias of 0.5 and 0."""
+    """Compute the same training in NumPy, from a weight of 0.5 and a bias of 0."""
     x, y = np.array(ROWS).T
     weight, bias = 0.5, 0.0
     for _ in range(epochs):
@@ -94,7 +94,7 @@ def torch_estimator(store: Store, **further: Any) -> Any:
 
 
 def sum_over_ranks() -> float:
-    """Run as a program for ``torchrun`` does."""
+    """Sum over ranks as a program for ``torchrun`` does."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -136,11 +136,11 @@ def on_this_machine(store: Store) -> None:
 
 
 def keras(store: Store) -> None:
-    """Predict with a saved model; training names what is missing."""
+    """Predict with a saved model; check that training names the missing package."""
     import hvd_estimators.keras
     from hvd_estimators.keras import load_predictor
 
-    # The rows and the predictions of `saved_models`.
+    # Rows and predictions of `saved_models`.
     columns = {
         "a.b": np.array([n % 5 / 4.0 for n in range(24)]),
         "é": np.array([float(n % 7) / 6.0 for n in range(24)]),

@@ -1,4 +1,4 @@
-"""The reference's net as a LightningModule, and how it is fitted."""
+"""The reference's net as a LightningModule, and its fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_estimators.lightning import LightningEstimator
 
 
 class RegressionSteps:
-    """The reference's net and loss, for a LightningModule of either package."""
+    """The reference's net and loss, for the LightningModule of either package."""
 
     log: Any
     parameters: Any

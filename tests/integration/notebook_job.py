@@ -1,6 +1,6 @@
-"""A program whose networks are classes of its own, as in a notebook: fits and changes a variable.
+"""Program that defines its networks, as a notebook does; it fits and changes a variable.
 
-Run as a script with the name of a framework and a folder.
+Run it as a script with the name of a framework and a folder.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ if framework == "lightning":
 
 
 def predict(model: Any, rows: Any) -> Any:
-    """Return what a network predicts in this process, now."""
+    """Return a network's predictions in this process, now."""
     if framework == "keras":
         return np.asarray(model(rows))
     return model(torch.from_numpy(rows)).detach().numpy()
 
 
 def main() -> None:
-    """Fit, and look at the classes after each step of a program."""
+    """Fit, and check the classes after each step of a program."""
     global SCALE
     from reference import RecordingBackend, write_rows
 

@@ -1,4 +1,4 @@
-"""Every optimizer of torch and of some packages, each with a small network that it can train."""
+"""All optimizers of torch and of some packages, each with a small network to train."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def import_timm_optimizers() -> ModuleType:
 
 
 class Net(torch.nn.Module):
-    """A regression in double precision, so that rounding tells little from an error."""
+    """Regression in double precision, so that errors stand out from rounding."""
 
     def __init__(self, bias: bool = True, sparse: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.net, torch.nn.Embedding):
-            # A few numbers of each row choose rows of the table.
+            # A few numbers of each row select rows of the table.
             return self.net((x * 16).long().clamp(-64, 63) + 64).sum(dim=(1, 2))
         return self.net(x)[:, 0]
 
@@ -78,7 +78,7 @@ def torch_optimizers() -> dict[str, Make]:
 
 
 def other_optimizers() -> dict[str, Make]:
-    """Return those of timm (its classes, and all names of its factory), lion and schedulefree."""
+    """Return the optimizers of timm (classes and factory names), lion and schedulefree."""
     import lion_pytorch
     import schedulefree
 
@@ -93,17 +93,17 @@ def other_optimizers() -> dict[str, Make]:
     makers["timm.optim.SGDP"] = lambda p: timm.SGDP(p, lr=0.01)
     makers["timm.optim.Lookahead"] = lambda p: timm.Lookahead(torch.optim.Adam(p, lr=0.01), k=3)
     for name in timm.list_optimizers():
-        # Those of apex and bitsandbytes need CUDA.
+        # The optimizers of apex and bitsandbytes need CUDA.
         if not name.startswith(("fused", "bnb")):
             makers[f"timm-{name}"] = lambda p, name=name: _from_factory(timm, name, p)
-    # Some differentiate gradients, and are rejected.
+    # Some differentiate gradients and are rejected.
     for name in (*SECOND_ORDER, *RANDOM):
         del makers[name]
     return makers
 
 
 SECOND_ORDER = ("timm.optim.Adahessian", "timm-adahessian")
-# Their steps draw random numbers, and so differ between ranks.
+# These optimizers draw random numbers in their steps, and so differ between ranks.
 RANDOM = ("timm-kron", "timm-kronc", "timm-kronw")
 
 
@@ -116,7 +116,7 @@ def _from_factory(timm: ModuleType, name: str, parameters: Any) -> torch.optim.O
 def step_with_closure(
     model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
 ) -> Any:
-    """Train on a batch as optimizers want it that run the model as often as they like."""
+    """Train on a batch with an optimizer that runs the model as often as it likes."""
     returned = {}
 
     def closure() -> torch.Tensor:
@@ -137,7 +137,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def train_alone(name: str, make: Make, batches: Any, epochs: int) -> Net:
-    """Train in one process, with nothing but torch."""
+    """Train in one process, with plain torch."""
     net = make_net(name)
     optimizer: Any = make(list(net.parameters()))
     for _ in range(epochs):

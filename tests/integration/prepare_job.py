@@ -1,4 +1,4 @@
-"""Prepares data in several stores, and holds them until it ends; run by test_applications.py."""
+"""Prepare data in several stores and hold them until the end; for test_applications.py."""
 
 from __future__ import annotations
 

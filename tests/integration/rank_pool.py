@@ -1,4 +1,4 @@
-"""Rank processes that stay for many fits, because starting ranks takes longer than small fits."""
+"""Rank processes kept for many fits, because starting ranks takes longer than small fits."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _IMPORTED = {
 
 
 class StandingBackend(Backend):
-    """Runs every call in the same processes; a context manager.
+    """Backend that runs every call in the same processes; a context manager.
 
     Parameters
     ----------
     ranks : int
         Number of ranks.
     directory : Path
-        Where calls and results are exchanged.
+        Folder in which calls and results are exchanged.
     framework : str
         Horovod's name for the framework that trains: ``torch``, which includes Lightning, or
         ``tensorflow``.
@@ -47,7 +47,7 @@ class StandingBackend(Backend):
 
     def __enter__(self) -> StandingBackend:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # A warm process imports what a call mentions, once for all ranks of a session.
+        # A warm process imports the modules of calls once, for all ranks of a session.
         serve = (_serve, (str(self.directory), self._framework, _IMPORTED[self._framework]))
         self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
         self._thread.start()
@@ -86,7 +86,7 @@ def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
         importlib.import_module(module)
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
-    # Ranks that leave would find each other's old addresses when they come back.
+    # Ranks that shut down and return would find each other's old addresses.
     hvd.shutdown = lambda: None
     rank = hvd.rank()
     for call in range(1_000_000):
@@ -114,9 +114,9 @@ _shared: dict[tuple[int, str], StandingBackend] = {}
 
 
 def shared_ranks(ranks: int, framework: str = "torch") -> StandingBackend:
-    """Return ranks that all fits of a test module share; conftest.py ends them after the module.
+    """Return ranks shared by all fits of a test module; conftest.py ends them after the module.
 
-    The ranks of at most one other number or framework stay: idle ones need 7 % of a core each.
+    Ranks of at most one other number or framework stay: idle ranks use 7 % of a core each.
     """
     backend = _shared.pop((ranks, framework), None)
     if backend is None:
@@ -128,7 +128,7 @@ def shared_ranks(ranks: int, framework: str = "torch") -> StandingBackend:
 
 
 def end_shared_ranks(but: int = 0) -> None:
-    """End all shared ranks but those that were used last, and delete their folders."""
+    """End all shared ranks except the last used ones, and delete their folders."""
     while len(_shared) > but:
         backend = _shared.pop(next(iter(_shared)))
         backend.__exit__()

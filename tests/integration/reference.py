@@ -1,4 +1,4 @@
-"""Training in one process, with nothing but torch, and the data for it."""
+"""Reference training in one process, with plain torch, and its data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 4
 
 
 class RecordingBackend(LocalBackend):
-    """Keeps what every rank returned."""
+    """Backend that keeps the result of every rank."""
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
         self.results = super().run(*args, **kwargs)
@@ -54,10 +54,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def global_batches(rows: int, ranks: int, batch_size: int) -> list[np.ndarray]:
-    """Work out, from the guarantees alone, which rows each step holds without shuffling.
+    """Compute the rows of each step without shuffling, from the guarantees alone.
 
-    Ranks hold contiguous shares that differ by at most one row; a share is cut into full batches,
-    and the last ones are smaller so that all ranks take the same steps.
+    Ranks hold contiguous shares that differ by at most one row. A share is cut into full batches;
+    the last ones are smaller, so that all ranks take the same number of steps.
     """
     bounds = [rows * rank // ranks for rank in range(ranks + 1)]
     longest = max(np.diff(bounds))
@@ -67,7 +67,7 @@ def global_batches(rows: int, ranks: int, batch_size: int) -> list[np.ndarray]:
         position = start
         for step in range(steps):
             left = stop - position
-            # As many as leave one for each step that follows; rows run out only at the end.
+            # As many rows as leave one for each later step; rows run out only at the end.
             most = min(batch_size, max(left - (steps - step - 1), min(left, 1)))
             batches[step].extend(range(position, position + most))
             position += most
@@ -84,7 +84,7 @@ def train_alone(
     weighted: bool = False,
     clip: float = float("inf"),
 ) -> torch.nn.Sequential:
-    """Train in one process, with nothing but torch."""
+    """Train in one process, with plain torch."""
     net = make_net()
     optimizer = make_optimizer(net.parameters())
     for _ in range(epochs):
@@ -106,7 +106,7 @@ def train_alone(
 
 
 def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
-    """Fit the reference's net; return the model and the backend, which has the ranks' results."""
+    """Fit the reference's net; return the model and the backend with the ranks' results."""
     net = make_net()
     backend = params.pop("backend", None) or RecordingBackend(ranks)
     estimator = TorchEstimator(

@@ -1,4 +1,4 @@
-"""A store that all processes of this machine see, and that is no local directory to anybody."""
+"""Store that all processes of this machine can open but that is not a local directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hvd_estimators.store import FilesystemStore
 
 
 def register_remote() -> None:
-    """Make a filesystem known to fsspec: local files under URLs of another scheme.
+    """Register a filesystem with fsspec: local files under URLs of another scheme.
 
-    It asks for an option, as a remote one does for a key. Its class is made in each process, since
-    fsspec's cannot be sent to one.
+    It requires an option, as a remote filesystem requires a key. Each process defines the class,
+    since classes of fsspec's filesystems cannot be sent to a process.
     """
     from fsspec.implementations.local import LocalFileSystem
 
@@ -37,7 +37,7 @@ def register_remote() -> None:
 
 
 class RemoteStore(FilesystemStore):
-    """Makes its filesystem known in each process that opens it."""
+    """Store that registers its filesystem in each process that opens it."""
 
     def _opened(self, path: str) -> Any:
         if "remote" not in fsspec.registry:

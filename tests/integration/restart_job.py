@@ -1,4 +1,4 @@
-"""Fits on two executors that lose what runs them, in the end this process; run by test_restarts."""
+"""Fits that lose executors, ranks and finally the driver; run by test_restarts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ RANKS, EPOCHS, STEPS = 2, 3, 12
 
 
 class FaultyLoss(torch.nn.Module):
-    """Squared error, and things that happen to ranks, each once.
+    """Squared error that triggers faults on ranks, each once.
 
     Parameters
     ----------
     folder : Path
-        Where it is noted what has happened.
+        Folder of notes about the faults that have occurred.
     faults : mapping
-        What happens, by rank and number of the call in its process, from 1.
+        Faults by rank and number of the call in its process, from 1.
     driver : int
-        The process of the driver.
+        Process id of the driver.
     """
 
     def __init__(self, folder: Path, faults: Mapping[tuple[int, int], str], driver: int) -> None:
@@ -61,7 +61,7 @@ class FaultyLoss(torch.nn.Module):
             os.kill(self.driver, signal.SIGKILL)
         elif fault == "preempted":
             executor_of_rank().terminate()
-            # It trains on, until all ranks have agreed on a step to end after.
+            # The rank trains on until all ranks have agreed on a last step.
             self.pause = 0.3
         else:
             executor_of_rank().kill()
@@ -69,7 +69,7 @@ class FaultyLoss(torch.nn.Module):
 
 
 def executor_of_rank() -> psutil.Process:
-    """Return the process of this rank's executor, in whose folder ranks work."""
+    """Return the process of this rank's executor, which shares the rank's folder."""
     for process in psutil.process_iter():
         # Processes of other tests may end meanwhile.
         with contextlib.suppress(psutil.Error):
@@ -79,7 +79,7 @@ def executor_of_rank() -> psutil.Process:
 
 
 def losing_an_executor(marker: Path) -> Any:
-    """Return a function of columns that kills its executor, unless there is a file by then."""
+    """Return a function of columns that kills its executor unless the marker exists."""
 
     @functions.udf("float")
     def unchanged(value: float) -> float:
@@ -101,7 +101,7 @@ def fit(
     faults: Mapping[tuple[int, int], str] | None = None,
     **params: Any,
 ) -> Any:
-    """Train with dropout, momentum and a schedule of the learning rate."""
+    """Train with dropout, momentum and a learning rate schedule."""
     x = np.random.default_rng(0).normal(size=(4 * STEPS * RANKS, 3))
     rows = [(row.tolist(), float(row.sum())) for row in x]
     frame = spark.createDataFrame(rows, "x array<float>, y float").coalesce(1)
@@ -111,7 +111,7 @@ def fit(
     layers = [torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    # The limit for a process that is stopped; Horovod's own look for slow ranks is an hour away.
+    # The limit for a stopped process; Horovod's own check for slow ranks is an hour away.
     stalls = {"SHUTDOWN": "3", "CHECK": "3600"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in stalls.items()}
     env["OMP_NUM_THREADS"] = "1"
@@ -148,7 +148,7 @@ def main(folder: Path, preempted: bool = False) -> None:
     (folder / "preparing").touch()
     alone = fit(spark, folder, "undisturbed")
     (folder / "preparing").unlink()
-    # While rows are prepared, in the first epoch, then in the second one, and in the last.
+    # While rows are prepared, and in the first, second and last epoch.
     faults = {(0, 6): "executor", (1, 9): "stopped", (0, 17): "killed"}
     if preempted:
         faults = {(1, 9): "preempted"}
@@ -168,5 +168,5 @@ def main(folder: Path, preempted: bool = False) -> None:
 if __name__ == "__main__":
     import restart_job
 
-    # Under a name that ranks and another application know.
+    # Under a name known to ranks and to another application.
     restart_job.main(Path(sys.argv[1]), "preempted" in sys.argv)

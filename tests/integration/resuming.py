@@ -1,4 +1,4 @@
-"""What runs go on from that are interrupted: checkpoints of all their positions."""
+"""Checkpoints of interrupted runs at all their positions, to resume from."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hvd_estimators.store.paths import manifest_of
 
 
 class DataDependent(torch.nn.Module):
-    """Draws as many random numbers as its batch says, beside dropout and batch normalization."""
+    """Net whose random draws depend on its batch, with dropout and batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.first = torch.nn.Linear(WIDTH, 8)
-        # Without a momentum it counts batches, of which ranks may have different numbers.
+        # Without a momentum it counts batches, whose number may differ between ranks.
         self.norm = torch.nn.BatchNorm1d(8, momentum=None)
         self.dropout = torch.nn.Dropout(0.3)
         self.last = torch.nn.Linear(8, 1)
-        # Of each rank's own.
+        # Differs between ranks.
         self.register_buffer("drawn", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,14 +40,14 @@ class DataDependent(torch.nn.Module):
 
 
 class AskedToEnd(Backend):
-    """Sends one rank SIGTERM in the course of training, of which all ranks end.
+    """Backend that sends SIGTERM to one rank during training, which ends all ranks.
 
     Parameters
     ----------
     standing : StandingBackend
         Runs the ranks.
     after : int
-        After which of its steps; the end of an epoch counts as that of its last step.
+        Number of its steps before the signal; the end of an epoch counts as that of its last step.
     """
 
     def __init__(self, standing: StandingBackend, after: int) -> None:
@@ -92,7 +92,7 @@ class AskedToEnd(Backend):
 
 
 def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Make a run of each checkpoint that was kept of one; yield their ids and positions."""
+    """Make a run of each kept checkpoint of a run; yield their ids and positions."""
     folder = Path(store.get_run_path(run_id))
     for kept in list_checkpoints(store, store.run_paths(run_id)):
         interrupted = Path(store.get_run_path(f"{run_id}-at-{kept.epoch}-{kept.rows}"))

@@ -1,6 +1,6 @@
-"""Trains on S3 with a marked secret, and says when it is where; run by test_secrets.py.
+"""Train on S3 with a marked secret and report progress; run by test_secrets.py.
 
-What it is to do comes as a line of JSON on standard input, so that the mark is in no command line.
+The settings come as a line of JSON on standard input, so that the mark is in no command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvd_estimators import Store
 
 
 class Waiting:
-    """Waits when the second epoch ends, until the test has looked around."""
+    """Callback that waits at the end of the second epoch until the test has looked around."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -41,7 +41,7 @@ class Waiting:
 
 
 def say(word: str) -> None:
-    """Tell the test how far this is, and wait for its answer."""
+    """Report progress to the test and wait for its answer."""
     print(word, flush=True)
     sys.stdin.readline()
 
@@ -62,7 +62,7 @@ def main() -> None:
         .config("spark.local.dir", f"{folder}/local")
         .config("spark.driver.extraJavaOptions", f"-Djava.io.tmpdir={folder}/tmp")
         .config("spark.hadoop.hadoop.tmp.dir", f"{folder}/hadoop")
-        # What is compressed could not be searched.
+        # Compressed content could not be searched.
         .config("spark.broadcast.compress", "false")
         .config("spark.shuffle.compress", "false")
         .config("spark.shuffle.spill.compress", "false")

@@ -1,4 +1,4 @@
-"""The same small training with each framework, which is killed and gone on with; its reference."""
+"""The same small training in each framework, killed and resumed, and its reference."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PATIENCE_SECONDS = 120
 
 
 def send_by_value() -> None:
-    """Send what is defined here to ranks by value, as they cannot import it."""
+    """Pickle this module by value, as ranks cannot import it."""
     for module in (sys.modules[__name__], lightning_reference, reference):
         cloudpickle.register_pickle_by_value(module)
 
 
 def make_rows(rows: int = 90) -> pd.DataFrame:
-    """Return rows of which a third is to validate on."""
+    """Return rows, a third of them for validation."""
     rng = np.random.default_rng(4)
     features = rng.normal(size=(rows, WIDTH)).astype(np.float32)
     return pd.DataFrame(
@@ -53,7 +53,7 @@ def make_frame(spark: Any) -> Any:
 
 
 def make_estimator(framework: str, **params: Any) -> Any:
-    """Return an estimator of the framework's, with momentum, as a part of the run's state."""
+    """Return an estimator of the framework, with momentum as part of the run's state."""
     settings: dict[str, Any] = {
         "feature_cols": ["features"],
         "label_cols": ["label"],
@@ -93,7 +93,7 @@ def make_estimator(framework: str, **params: Any) -> Any:
 
 
 def predict_alone(framework: str) -> np.ndarray:
-    """Train in one process, with nothing but the framework, and predict all rows."""
+    """Train in one process, with the plain framework, and predict all rows."""
     rows = make_rows()
     columns = {
         "features": np.stack(rows["features"]).astype(np.float32),
@@ -114,10 +114,10 @@ def predict_alone(framework: str) -> np.ndarray:
 
 
 def stopping_callback(framework: str, folder: Path) -> Any:
-    """Return a callback that lets each rank wait when the second epoch begins.
+    """Return a callback that pauses each rank at the start of the second epoch.
 
-    Each rank leaves a file there, which is local, with its process's id. It waits until the file
-    ``go on`` is there, or it is killed.
+    Each rank leaves a file with its process id in the local folder. The rank waits until the
+    file ``go on`` exists or until it is killed.
     """
     wait = partial(_wait, str(folder))
     if framework == "keras":
@@ -154,14 +154,14 @@ def _wait(folder: str, epoch: int) -> None:
 
 
 def epochs_begun(folder: Path) -> list[list[int]]:
-    """Return the epochs that each rank has begun, the ranks in the order of these."""
+    """Return the epochs that each rank has started, sorted by these epochs."""
     files = folder.glob("*.epochs")
     return sorted([int(line) for line in file.read_text().split()] for file in files)
 
 
 @contextlib.contextmanager
 def killing_ranks(store: Any, run_id: str, folder: Path, ranks: int = 2) -> Iterator[None]:
-    """Kill the ranks that `stopping_callback` stops, once there is a checkpoint to go on from."""
+    """Kill the ranks that `stopping_callback` pauses, once a checkpoint exists to resume from."""
     failed: list[BaseException] = []
 
     def kill() -> None:

@@ -1,4 +1,4 @@
-"""One Spark application prepares data, and another one trains on it."""
+"""Training in one Spark application on data that another one has prepared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_estimators import Store, clear_prepared_data, list_prepared_data
 pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.slow]
 
 
-def test_what_one_application_prepares_another_one_trains_on(
+def test_data_prepared_by_one_application_trains_in_another(
     spark: Any, hdfs: Any, s3a: Any, tmp_path: Path
 ) -> None:
     places = [
@@ -51,13 +51,13 @@ def test_what_one_application_prepares_another_one_trains_on(
             found = model.transform(make_frame(spark)).toPandas().iloc[:, -1]
             found = np.array(found.tolist()).reshape(-1)
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-            # It is another one's, which lives.
+            # The data belong to another application, which is still alive.
             clear_prepared_data(store)
             assert [data.index for data in list_prepared_data(store)] == [index]
     finally:
         other.kill()
         other.wait()
-    # What it left behind is recognised, and deleted.
+    # Data left behind by the dead application are recognised and deleted.
     for place in places:
         store = Store.create(place["url"], storage_options=place["storage_options"])
         clear_prepared_data(store)

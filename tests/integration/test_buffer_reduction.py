@@ -1,4 +1,4 @@
-"""Buffers that a model computes from its batches, reduced as ``buffer_reduction`` says."""
+"""Buffers computed from batches, reduced according to ``buffer_reduction``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def setup_module() -> None:
 
 
 def expected_buffers(columns: Any) -> dict[str, Any]:
-    """Return what one process computes of the rows of both ranks."""
+    """Compute the buffers of one process from the rows of both ranks."""
     x = columns["features"].astype(np.float64)
-    # Contiguous shares; the last batch of each.
+    # The last batch of each contiguous share.
     ends = [share[-BATCH:].mean() for share in np.split(x, 2)]
     return {
         "running_max": x.max(),
@@ -54,7 +54,7 @@ def expected_buffers(columns: Any) -> dict[str, Any]:
 
 
 class Tracking(torch.nn.Module):
-    """Computes buffers from the rows of its batches."""
+    """Model with buffers that depend on the rows of its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_torch_and_lightning(backend: Any, store: Any, run: Any, library: str) -
     kept = {"checkpoint_every_n_steps": 3, "keep_checkpoints": 99}
     whole = run(store, backend, run_id="kept", **kept, **common)
     expected = expected_buffers(columns)
-    # By default a buffer of this kind is rank 0's.
+    # By default a buffer of this kind keeps rank 0's value.
     expected["other"] = expected["first"]
     for name, value in expected.items():
         assert getattr(whole, name).item() == pytest.approx(value, rel=1e-5), name
@@ -181,7 +181,7 @@ def test_keras(store: Any) -> None:
 
     whole = run("kept", checkpoint_every_n_steps=3, keep_checkpoints=99)
     expected = expected_buffers(columns)
-    # By default Keras's variables of floats become their mean.
+    # By default Keras averages its float variables.
     expected["other"] = expected["latest"]
     assert whole == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}
     positions = []

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged anywhere: a fit goes on from the one before, or says it cannot."""
+"""Checkpoints damaged at any position: a fit resumes from the one before or reports an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fit(store: Any, run_id: str, epochs: int = EPOCHS) -> dict[str, Any]:
         epochs=epochs,
         batch_size=32,
         keep_checkpoints=9,
-        # Of which the first epoch has the least.
+        # The first epoch has the lowest value.
         checkpoint_monitor="loss",
         checkpoint_mode="max",
     )
@@ -38,7 +38,7 @@ def fit(store: Any, run_id: str, epochs: int = EPOCHS) -> dict[str, Any]:
 
 
 def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield what a file is that is cut, or in which a bit has changed, at a tenth of its length."""
+    """Yield a file's content cut off, or with a flipped bit, at each tenth of its length."""
     for tenth in range(11):
         place = min(len(whole) * tenth // 10, len(whole) - 1)
         if tenth % 2:
@@ -48,14 +48,14 @@ def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def files_of(folder: str) -> dict[str, bytes]:
-    """Return what there is of a run but for the notes on its fits, of which one has failed."""
+    """Return the files of a run except the notes on its fits, as one fit has failed."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): path.read_bytes() for path in paths if path.name != "metadata.json"}
 
 
 @pytest.fixture
 def trained(store: Any) -> dict[str, Any]:
-    """Leave a run of two of three epochs in the store; return what a run of three ends with."""
+    """Store a run of two of three epochs; return the final state of a run of three."""
     write_data(store)
     whole = fit(store, "whole")
     fit(store, "parts", epochs=EPOCHS - 1)
@@ -63,27 +63,27 @@ def trained(store: Any) -> dict[str, Any]:
 
 
 def copied(store: Any, name: str) -> list[str]:
-    """Copy the run of two epochs, and return its checkpoints."""
+    """Copy the run of two epochs, and return the checkpoints of the copy."""
     shutil.copytree(store.get_run_path("parts"), store.get_run_path(name))
     return [str(path) for path in store.get_checkpoints(name)]
 
 
-def test_a_fit_goes_on_from_the_one_before(
+def test_a_fit_resumes_from_the_previous_checkpoint(
     store: Any, trained: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for which in ("file", "pointer"):
         newest = store.get_checkpoints("parts")[-1]
         content = Path(newest if which == "file" else manifest_of(newest)).read_bytes()
-        # Of pointers unit tests damage each; here they cost a fit.
+        # Unit tests damage pointers at each position; here each costs a fit.
         for how, bad in list(damaged(content))[:: 1 if which == "file" else 5]:
             name = f"{which}-{how}"
             older, newest = copied(store, name)
             Path(newest if which == "file" else manifest_of(newest)).write_bytes(bad)
             caplog.clear()
             assert_equal_bits(fit(store, name), trained)
-            # A bit of a pointer may be one of a metric, which nothing goes on from.
+            # A bit of a pointer may belong to a metric, which resuming does not need.
             assert which == "pointer" or f"The one before, {older!r}, is taken" in caplog.text
-            # Its epoch was written anew.
+            # The damaged epoch was written again.
             assert load_checkpoint(store, name).epoch == EPOCHS
             assert [load_checkpoint(path).epoch for path in store.get_checkpoints(name)] == [
                 1,
@@ -93,7 +93,7 @@ def test_a_fit_goes_on_from_the_one_before(
             shutil.rmtree(store.get_run_path(name))
 
 
-def test_the_best_that_is_damaged_is_not_needed_to_go_on(
+def test_resuming_does_not_need_the_best_checkpoint(
     store: Any, trained: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for how, bad in damaged(Path(store.get_checkpoints("parts")[0]).read_bytes()):
@@ -104,11 +104,11 @@ def test_the_best_that_is_damaged_is_not_needed_to_go_on(
         assert f"The best checkpoint, {best!r}, is skipped" in caplog.text
         caplog.clear()
     assert_equal_bits(fit(store, how), trained)
-    # It is left as it was found.
+    # The damaged file is left untouched.
     assert Path(best).read_bytes() == bad
 
 
-def test_where_all_are_damaged_a_fit_says_so_and_overwrites_nothing(
+def test_a_fit_without_valid_checkpoints_fails_and_overwrites_nothing(
     store: Any, trained: dict[str, Any]
 ) -> None:
     both = [list(damaged(Path(path).read_bytes())) for path in store.get_checkpoints("parts")]

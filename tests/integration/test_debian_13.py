@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(360
 
 PROJECT = Path(__file__).parents[2]
 MIRROR = "http://deb.debian.org/debian"
-# What docs/install.rst asks for, and what a container lacks.
+# Packages that docs/install.rst requires and a container lacks.
 PACKAGES = (
     "python3-venv,python3-dev,openjdk-21-jre-headless,g++,make,"
     "ca-certificates,ca-certificates-java,procps,python3"
 )
-# Certificates and settings of pip that this machine needs to reach the registries.
+# Certificates and pip settings with which this machine reaches the registries.
 SETTINGS = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pip.conf",
@@ -42,7 +42,7 @@ SCORE = re.compile(r"^(\w.{39}) +(\d+\.\d\d)$", re.MULTILINE)
 
 
 class Debian:
-    """A root folder that commands run in, with processes and mounts of their own."""
+    """Root folder for commands, which run in separate process and mount namespaces."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,7 +61,7 @@ class Debian:
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         with log.open("w") as file:
             done = subprocess.run(
-                # All processes end with the first one, and the mounts with them.
+                # All processes end with the first one, and so do the mounts.
                 [*apart, "sh", "-ec", script, "sh", *inside, *shell],
                 cwd=self.root,
                 stdout=file,
@@ -112,7 +112,7 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Debian]:
     shutil.rmtree(root)
 
 
-def test_the_demo_and_fits_of_each_framework(debian: Debian, tmp_path: Path) -> None:
+def test_the_demo_and_fits_of_each_framework_succeed(debian: Debian, tmp_path: Path) -> None:
     versions = debian.run("python3 --version; gcc -dumpversion; java -version", tmp_path / "v.txt")
     assert re.search(r'Python 3\.13\.\d+\s+14\s+openjdk version "21\.', versions)
 

@@ -1,9 +1,9 @@
-"""The Python blocks of README and documentation run as they stand, each page from top to bottom.
+"""Python blocks of README and documentation, run unchanged, each page from top to bottom.
 
-What a page shows as the output of a block, in a literal block after it, is what that prints.
+A literal block after a Python block must match the output of that block.
 
-A page may take for given what `GIVEN` makes. Its paths below ``/shared`` and ``/tmp`` lie in a
-folder of the test.
+A page may use the names in `GIVEN` without defining them. Its paths below ``/shared`` and
+``/tmp`` are moved to a folder of the test.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ ASSUMED = {"assembler", "indexer", "loader", "loss", "optimizer"}
 
 @pytest.fixture
 def in_temp_folder(tmp_path: Path) -> Iterator[Path]:
-    """A working folder of the test's own."""
+    """Change to a temporary working folder."""
     before = Path.cwd()
     os.chdir(tmp_path)
     yield tmp_path
@@ -110,7 +110,7 @@ def in_temp_folder(tmp_path: Path) -> Iterator[Path]:
         ("", False),
     ],
 )
-def test_output_that_differs_from_what_a_page_shows_is_found(printed: str, expected: bool) -> None:
+def test_output_that_differs_from_the_page_is_found(printed: str, expected: bool) -> None:
     shown = "Epoch 2/2: 2,109 rows/s, loss=0.0726\na 0.01...\n..."
     assert documented.prints(shown, printed) is expected
 
@@ -134,7 +134,7 @@ def test_blocks_of_a_page_run(page: Path, spark: Any, in_temp_folder: Path) -> N
             tree = ast.parse(text)
             for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
                 ast.copy_location(old, new)
-            # One stream for both, so that lines are in the order in which they were printed.
+            # One stream for both, which keeps the lines in order.
             stream = io.StringIO()
             with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
                 exec(compile(ast.fix_missing_locations(tree), str(page), "exec"), namespace)

@@ -34,7 +34,7 @@ READERS = ("arrow", "petastorm") if importlib.util.find_spec("petastorm") else (
 
 @pytest.fixture
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Any]:
-    """Return a function that makes a store of a kind, and says where Spark saves models there."""
+    """Return a function that makes a store of a kind and a path for saved models in it."""
 
     def make(kind: str) -> tuple[Any, str]:
         name = uuid.uuid4().hex
@@ -61,7 +61,7 @@ def setup_module() -> None:
 def check(
     spark: Any, store: Any, saved: str, framework: str, readers: tuple[str, str], folder: Path
 ) -> None:
-    """Run everything once, and compare with training in one process that nobody has killed."""
+    """Run all steps once, and compare with uninterrupted training in one process."""
     frame = make_frame(spark)
     estimator = make_estimator(
         framework,
@@ -77,7 +77,7 @@ def check(
     ):
         estimator.setParams(data_module=first).fit(frame)
     model = estimator.setParams(data_module=second).fit(frame)
-    # What came before the kill is neither repeated nor forgotten.
+    # Epochs before the kill are neither repeated nor forgotten.
     assert epochs_begun(folder) == [[0, 1], [0, 1], [1, 2], [1, 2]]
     assert len(model.getHistory()["loss"] if framework == "keras" else model.getHistory()) == 3
 
@@ -97,7 +97,7 @@ def check(
         ("dbfs", "torch", ("petastorm", "arrow")),
     ],
 )
-def test_a_run_that_is_killed_is_gone_on_with(
+def test_a_killed_run_resumes(
     spark: Any, make_store: Any, tmp_path: Path, kind: str, framework: str, readers: Any
 ) -> None:
     available = tuple(name if name in READERS else "arrow" for name in readers)
@@ -108,7 +108,7 @@ def test_a_run_that_is_killed_is_gone_on_with(
 @pytest.mark.parametrize(
     ("kind", "framework", "reader"), list(itertools.product(STORES, FRAMEWORKS, READERS))
 )
-def test_every_framework_and_reader_on_every_store(
+def test_a_killed_run_resumes_with_each_framework_reader_and_store(
     spark: Any, make_store: Any, tmp_path: Path, kind: str, framework: str, reader: str
 ) -> None:
     check(spark, *make_store(kind), framework, (reader, reader), tmp_path)

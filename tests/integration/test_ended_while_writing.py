@@ -1,4 +1,4 @@
-"""A driver that is asked to end while Spark writes its rows leaves nothing in anybody's way."""
+"""Drivers that receive SIGTERM while Spark writes their rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvd_estimators.store.runs import read_metadata
 pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.soak]
 
 
-def test_sigterm_while_rows_are_written_is_swept_and_the_run_goes_through(
+def test_files_of_a_terminated_write_are_swept_and_the_run_resumes(
     spark: Any, tmp_path: Path
 ) -> None:
     (tmp_path / writing_job.SLOW).touch()
@@ -45,7 +45,7 @@ def test_sigterm_while_rows_are_written_is_swept_and_the_run_goes_through(
         started = psutil.Process(driver.pid).children(recursive=True)
         driver.terminate()
         assert driver.wait(60) == -signal.SIGTERM
-        # Spark's own processes end with it.
+        # Spark's processes end with the driver.
         _, left = psutil.wait_procs(started, timeout=60)
         assert not left
     finally:
@@ -56,7 +56,7 @@ def test_sigterm_while_rows_are_written_is_swept_and_the_run_goes_through(
     (index,) = stored_indices(store)
     assert store.get_checkpoints("asked") == []
 
-    # At once, though the other process noted nothing of its end.
+    # At once, though the other process did not record its end.
     (tmp_path / writing_job.SLOW).unlink()
     found = writing_job.fit(spark, tmp_path, "asked").getModel().state_dict()
     expected = writing_job.fit(spark, tmp_path, "undisturbed").getModel().state_dict()

@@ -1,4 +1,4 @@
-"""Ranks together train exactly as one process would over the same global batches."""
+"""Several ranks train exactly as one process over the same global batches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_uneven_shards_train_as_one_process(
     assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS["adam"], 2))
 
 
-def test_sample_weights_multiply_losses_whose_mean_is_taken_over_the_global_batch(
+def test_sample_weights_scale_losses_before_the_global_mean(
     store: Any,
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 150)
@@ -101,7 +101,7 @@ def test_gradients_accumulate_to_the_mean_over_all_passes(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_minibatch_function_of_the_users_trains_the_same(store: Any, library: str) -> None:
+def test_a_custom_minibatch_function_trains_as_one_process(store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
 
     def minibatch(
@@ -117,7 +117,7 @@ def test_a_minibatch_function_of_the_users_trains_the_same(store: Any, library: 
         outputs, labels = transform_outputs(model(*inputs), labels)
         loss = loss_fn(outputs, labels, sample_weights)
         loss.backward()
-        # What is seen before the step is the mean over the ranks.
+        # Before the step, gradients are the mean over the ranks.
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         return outputs, loss
@@ -130,9 +130,9 @@ def test_a_minibatch_function_of_the_users_trains_the_same(store: Any, library: 
 
 
 @pytest.mark.parametrize(("rows", "weighted"), [(101, False), (2, True)])
-def test_validation_loss_is_that_of_one_process(store: Any, rows: int, weighted: bool) -> None:
+def test_validation_loss_matches_one_process(store: Any, rows: int, weighted: bool) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
-    # Two rows: one rank has none.
+    # With two rows, one rank has none.
     held_out = write_rows(Path(store.get_val_data_path()), rows, seed=1)
     model, _ = fit(
         store,
@@ -161,7 +161,7 @@ FEW = {(2, 3), (3, 2), (63, 1), (64, 2), (65, 2), (129, 3), (1000, 3)}
 
 
 class RowCounter(torch.nn.Module):
-    """One embedding row per id: under SGD each row moves by what reached its gradient."""
+    """One embedding row per id; under SGD each row moves by its gradient."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class RowCounter(torch.nn.Module):
         for rows in (2, 3, 63, 64, 65, 129, 1000)
     ],
 )
-def test_every_row_reaches_the_gradient_once_per_epoch(store: Any, rows: int, ranks: int) -> None:
+def test_each_row_contributes_once_per_epoch(store: Any, rows: int, ranks: int) -> None:
     write_rows(Path(store.get_train_data_path()), rows, files=3)
     net = RowCounter(rows)
     batch_size, epochs, learning_rate = 16, 2, 0.5
@@ -206,11 +206,11 @@ def test_every_row_reaches_the_gradient_once_per_epoch(store: Any, rows: int, ra
     moved = estimator.fit_on_parquet().getModel().embedding.weight.detach().reshape(-1)
     moved = moved.numpy() / learning_rate
     sizes = [len(batch) for batch in global_batches(rows, ranks, batch_size)]
-    # Each epoch moves every row by 1/n, n being the size of one of the global batches.
+    # Each epoch moves each row by 1/n, where n is the size of its global batch.
     possible = {1 / a + 1 / b for a in sizes for b in sizes}
     distances = np.abs(moved[:, None] - np.array(sorted(possible))[None, :]).min(axis=1)
     assert distances.max() < 1e-5, sorted(set(moved[distances > 1e-5]))
-    # What all rows moved by together is one per step: none is missing and none counts twice.
+    # All rows together move by one per step: none is missing and none counts twice.
     assert moved.sum() == pytest.approx(epochs * len(sizes), rel=1e-4)
 
 
@@ -222,7 +222,7 @@ class Answers:
 
 
 class ByName(torch.nn.Module):
-    """Takes a dict; its outputs have names, which are not in the order of the labels."""
+    """Module that takes a dict and returns named outputs, in another order than the labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class ByName(torch.nn.Module):
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_inputs_and_outputs_with_names_and_compiled_modules_train_as_one_process(
+def test_named_inputs_and_outputs_train_as_one_process(
     store: Any, tmp_path: Path, backend: str | None
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
@@ -266,7 +266,7 @@ def test_inputs_and_outputs_with_names_and_compiled_modules_train_as_one_process
         (0.25 * errors[0].mean() + errors[1].mean()).backward()
         optimizer.step()
     trained = model.getModel()
-    # The user gets back what was given, with the names of the plain module where they are kept.
+    # The returned model has the given type and keeps the plain module's weight names on disk.
     assert type(trained) is type(given)
     assert_same_weights(trained, alone)
     assert model.getOptimizer().param_groups[0]["params"][0] is next(trained.parameters())
@@ -286,7 +286,7 @@ def test_inputs_and_outputs_with_names_and_compiled_modules_train_as_one_process
 
 
 class Strided(torch.nn.Module):
-    """Has tensors whose elements do not lie in order, and such of dtypes that Horovod lacks."""
+    """Module with tensors in unusual memory order and of dtypes that Horovod lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class Strided(torch.nn.Module):
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_weights_of_all_strides_and_dtypes_train_as_one_process(store: Any, library: str) -> None:
+def test_all_strides_and_dtypes_train_as_one_process(store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 101)
     net = Strided()
     alone = copy.deepcopy(net)
@@ -330,9 +330,7 @@ def test_weights_of_all_strides_and_dtypes_train_as_one_process(store: Any, libr
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(
-    store: Any, library: str
-) -> None:
+def test_weights_depend_on_the_seed_alone(store: Any, library: str) -> None:
     write_rows(Path(store.get_train_data_path()), 500)
     params = {"shuffle": True, "epochs": 2, "collectives": library}
     states = [
@@ -344,7 +342,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not(
     assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
 
 
-def test_the_learning_rate_is_scaled_for_training_and_given_back_unscaled(store: Any) -> None:
+def test_the_learning_rate_is_scaled_and_returned_unscaled(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 128)
     model, _ = fit(store, 2, "sgd", batch_size=16, epochs=1, scale_learning_rate=True)
     expected = train_alone(
@@ -358,7 +356,7 @@ def test_the_learning_rate_is_scaled_for_training_and_given_back_unscaled(store:
 
 
 class Drawing(torch.nn.Module):
-    """Has dropout, and writes down what each rank's random numbers are."""
+    """Net with dropout that records the random numbers of each rank."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -376,7 +374,7 @@ class Drawing(torch.nn.Module):
 
 
 @pytest.mark.parametrize("seed", [3, None])
-def test_every_rank_draws_random_numbers_of_its_own_in_every_step(
+def test_random_numbers_differ_between_ranks_and_steps(
     store: Any, tmp_path: Path, seed: int | None
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
@@ -402,11 +400,11 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(
     store: Any, tmp_path: Path, libraries: tuple[str, str]
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 200)
-    # Its dropout goes on where the run was interrupted.
+    # Dropout resumes at the state of the interruption.
     net = Drawing(tmp_path)
     settings: dict[str, Any] = {
         "model": net,
-        # As np.logspace and np.arange give them.
+        # Types that np.logspace and np.arange return.
         "optimizer": torch.optim.Adam(net.parameters(), lr=np.float64(0.01)),
         "shuffle": np.bool_(True),
         "scale_learning_rate": True,
@@ -445,7 +443,7 @@ def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any, libr
     torch.testing.assert_close(dense, sparse)
 
 
-def test_the_users_model_and_optimizer_are_left_alone(store: Any) -> None:
+def test_the_given_model_and_optimizer_are_unchanged(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 32)
     net = make_net()
     before = copy.deepcopy(net.state_dict())

@@ -1,4 +1,4 @@
-"""4 canonical shards, played by fewer ranks: the same rows in the same steps, the same weights."""
+"""4 canonical shards on fewer ranks: the same rows in the same steps, the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FourShardsEstimator(FourShards, KerasEstimator):
 
 
 class Noting(keras.layers.Layer):
-    """Takes down the ids of the rows that a rank trains on."""
+    """Layer that records the ids of a rank's training rows."""
 
     def __init__(self, folder: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -47,7 +47,7 @@ class Noting(keras.layers.Layer):
 
 
 class Batches(keras.callbacks.Callback):
-    """Adds up the numbers of the batches that callbacks are told of; all ranks agree on it."""
+    """Callback that checks the batch numbers it receives, which are the same on all ranks."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.seen: list[int] = []

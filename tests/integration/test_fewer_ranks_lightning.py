@@ -1,4 +1,4 @@
-"""4 canonical shards, played by fewer ranks: the same rows in the same steps, the same weights."""
+"""4 canonical shards on fewer ranks: the same rows in the same steps, the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FourShardsEstimator(FourShards, LightningEstimator):
 
 
 class Module(LightningModule):
-    """Has random numbers, statistics and a scheduler that counts steps; takes down its rows."""
+    """Module with dropout, batch statistics and a step scheduler that records its rows."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Module(LightningModule):
         import horovod.torch as hvd
 
         strategy: Any = self.trainer.strategy if self._trainer is not None else None
-        # A rank goes along with rows that count for nothing where it has no shard to play.
+        # A rank without a shard takes part with rows that count for nothing.
         if strategy is not None and not strategy.has_no_rows:
             note(self.folder, hvd.rank(), batch["id"])
         loss = self.loss(batch)
@@ -104,7 +104,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
         folder = tmp_path / run_id
         folder.mkdir()
         resumed = fit(ranks, folder, run_id)
-        # Logged values are those of the part since the restart; metrics of torchmetrics go on.
+        # Logged values cover the part since the restart; torchmetrics metrics continue.
         expected = copy.deepcopy(found[4].getHistory())
         epoch = int(run_id[-4])
         for name in ("loss", "train_mse"):

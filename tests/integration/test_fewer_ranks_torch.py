@@ -1,4 +1,4 @@
-"""4 canonical shards, played by fewer ranks: the same rows in the same steps, the same weights."""
+"""4 canonical shards on fewer ranks: the same rows in the same steps, the same weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def squared_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 class Net(torch.nn.Module):
-    """Has random numbers and statistics, and takes down the rows that it trains on.
+    """Net with dropout and batch statistics that records its training rows.
 
-    In double precision: batches of a few rows that are normalized magnify what is rounded.
+    It uses double precision, as batch normalization of a few rows magnifies rounding errors.
     """
 
     def __init__(self, folder: str) -> None:
@@ -61,7 +61,7 @@ def fit(
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9),
         "loss": squared_error,
-        # States that are added up, kept in lists, and combined.
+        # Metrics with summed, list and combined states.
         "metrics": [MeanAbsoluteError(), SpearmanCorrCoef(), PearsonCorrCoef()],
         "feature_cols": ["features", "id"],
         "label_cols": ["label"],
@@ -101,7 +101,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["horovod", "torch"])
-def test_a_run_of_three_ranks_goes_on_with_two(store: Any, tmp_path: Path, library: str) -> None:
+def test_a_run_of_three_ranks_resumes_with_two(store: Any, tmp_path: Path, library: str) -> None:
     write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
     common = {"collectives": library}

@@ -1,4 +1,4 @@
-"""Fine-tuning of a residual network with batch normalization on few rows, as SynapseML does it."""
+"""Fine-tuning of a residual network with batch normalization on few rows, as in SynapseML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, BATCH, SIZE = 48, 16, 6
 
 
 class Block(torch.nn.Module):
-    """Two convolutions with batch normalization, beside the identity."""
+    """Two convolutions with batch normalization, plus the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(torch.nn.Module):
 
 
 class Residual(LightningModule):
-    """A frozen stem, a block that is tuned, and a head that normalizes its batch."""
+    """Frozen stem, tuned block, and head with batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def write(store: Any, rows: int) -> dict[str, torch.Tensor]:
         "label": rng.integers(0, 3, rows).astype(np.float32),
     }
     for path in (store.get_train_data_path(), store.get_val_data_path()):
-        # With many files, the first row group has as few rows as these.
+        # Data of many files can have a first row group as small as this one.
         write_columns(path, columns, row_group_size=1)
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     return {**tensors, "image": tensors["image"].reshape(rows, 3, SIZE, SIZE)}
@@ -95,7 +95,7 @@ def test_48_rows_train_two_ranks(backend: Any, store: Any) -> None:
     columns = write(store, ROWS)
     model = tune(backend, store, batch_size=BATCH, epochs=2)
 
-    # Each rank normalizes its own batches; gradients are the mean over all rows.
+    # Each rank normalizes its batches; gradients are the mean over all rows.
     expected = Residual().train()
     optimizer = expected.configure_optimizers()
     statistics = [copy.deepcopy(expected) for _ in range(2)]
@@ -119,9 +119,7 @@ def test_48_rows_train_two_ranks(backend: Any, store: Any) -> None:
     assert model.getHistory()[-1]["validation"]["val_loss"] > 0
 
 
-def test_a_last_batch_of_one_row_is_rejected_where_it_cannot_train(
-    backend: Any, store: Any
-) -> None:
+def test_a_last_batch_of_one_row_is_rejected(backend: Any, store: Any) -> None:
     from hvd_estimators.exceptions import DataError
 
     write(store, 34)

@@ -1,4 +1,4 @@
-"""A fit of which a rank hangs, or all of them, while its process runs, goes on by itself."""
+"""Fits with hanging ranks, whose processes still run, are relaunched automatically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 
 class Hangs(DataDependent):
-    """Waits for ever on rank 1, in the first launch's tenth batch of training."""
+    """Model that hangs on rank 1, in the tenth training batch of the first launch."""
 
     def __init__(self, told: str) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ HOROVOD = pytest.param(
 
 
 @pytest.mark.parametrize("library", [HOROVOD, "torch"])
-def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
+def test_a_hanging_rank_is_relaunched_and_the_result_is_unchanged(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    # Half an hour, by default.
+    # The default is half an hour.
     monkeypatch.setattr(restarts, "_STALL_SECONDS", 3)
     for module in ("resuming", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
@@ -85,7 +85,7 @@ def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
 
 
 class SleepyRows:
-    """Waits for ever on each rank, in the second pass of the first launch over the rows."""
+    """Transformation that hangs on each rank, in its second call of the first launch."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -102,7 +102,7 @@ class SleepyRows:
         return columns
 
 
-def test_all_ranks_of_which_none_gets_rows_are_launched_again(store: Any, tmp_path: Path) -> None:
+def test_ranks_that_all_wait_for_rows_are_relaunched(store: Any, tmp_path: Path) -> None:
     for module in ("resuming", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     write_rows(Path(store.get_train_data_path()), 107)
@@ -117,7 +117,7 @@ def test_all_ranks_of_which_none_gets_rows_are_launched_again(store: Any, tmp_pa
         max_restarts=1,
         data_module="arrow",
         transformation_batch_fn=SleepyRows(str(tmp_path)),
-        # Four hours, by default.
+        # The default is four hours.
         backend=LocalBackend(2, env={HANG_VARIABLE: "5"}),
     )
     assert {path.name for path in tmp_path.glob("[01]")} == {"0", "1"}

@@ -1,9 +1,9 @@
-"""Horovod's own examples for Spark, run through compat in processes of their own.
+"""Horovod's own examples for Spark, run through compat in separate processes.
 
 ``HVD_TEST_HOROVOD_EXAMPLES`` names the folder ``examples/spark`` of a checkout of Horovod 0.28.
-What is changed in a script is in the tables below, and why; where the installed Horovod was not
-built ``--with-compat`` it also gets ``import hvd_estimators.compat`` as its first line. They get
-real digits, made as large as MNIST's, and tables of made-up stores.
+The tables below list the changes to each script and their reasons. Scripts also start with
+``import hvd_estimators.compat`` if the installed Horovod was built without ``--with-compat``.
+Their data are real digits, enlarged to MNIST's size, and tables of made-up stores.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Example:
-    """A script, what Keras 3 or Lightning 2 demand of it, and what it is run with.
+    """Script, the changes that Keras 3 or Lightning 2 require, and its arguments.
 
     Attributes
     ----------
     path : str
         Below the folder.
     arguments : tuple of str
-        Of the command line, beside those that name folders.
+        Arguments of the command line, except those that name folders.
     changes : tuple of (str, str)
-        What is replaced, everywhere, by what.
+        Pairs of old and new text, replaced everywhere.
     """
 
     path: str
@@ -54,7 +54,7 @@ DIGITS = [
     Example(
         "pytorch/pytorch_lightning_spark_mnist.py",
         ("--batch-size=32", "--enable-profiler"),
-        # Lightning 2 calls no on_epoch_end, which the script's callback counts.
+        # Lightning 2 does not call on_epoch_end, which the script's callback counts.
         (("assert self.epcoh_end_counter ==", "assert 2 * epochs =="),),
     ),
     Example("pytorch/pytorch_lightning_spark_mnist_legacy.py", ("--batch-size=32",)),
@@ -62,13 +62,13 @@ DIGITS = [
 ROSSMANN = Example(
     "keras/keras_spark_rossmann_estimator.py",
     ("--epochs=12", "--learning_rate=0.0005"),
-    # Optimizers of Keras 3 have no lr.
+    # Optimizers of Keras 3 do not have lr.
     (("Adam(lr=", "Adam(learning_rate="),),
 )
 
 
 def run(example: Example, folder: Path, *arguments: str) -> str:
-    """Run an example in a folder; what it prints."""
+    """Run an example in a folder and return its output."""
     home = os.environ.get("HVD_TEST_HOROVOD_EXAMPLES")
     if not home:
         pytest.skip("HVD_TEST_HOROVOD_EXAMPLES is not set")
@@ -107,7 +107,7 @@ def printed(name: str, output: str) -> float:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``mnist.bz2``: digits of 8 x 8 in images of 28 x 28, each at four places."""
+    """Folder with ``mnist.bz2``: digits of 8 x 8 in images of 28 x 28, each at four places."""
     from sklearn.datasets import dump_svmlight_file, load_digits
 
     folder, data = tmp_path_factory.mktemp("digits"), load_digits()
@@ -123,8 +123,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("example", DIGITS, ids=lambda example: Path(example.path).stem)
 def test_digits(example: Example, digits: Path, tmp_path: Path) -> None:
     output = run(example, tmp_path, f"--data-dir={digits}")
-    # One in ten by chance. The scripts draw weights without a seed and do not scale pixels, so that
-    # some runs begin with units that are dead: from 0.6 to 0.99 has been seen.
+    # Chance gives 0.1. The scripts neither seed weights nor scale pixels, so some runs start with
+    # dead units: observed values range from 0.6 to 0.99.
     assert printed("Test accuracy", output) > 0.5
 
 
@@ -133,9 +133,9 @@ def test_rossmann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     importlib.import_module("rossmann_data").make_files(data, stores=20, seed=0)
 
-    # The script joins by the week's number in the calendar's year: December's last days, which are
-    # in week 1, find a trend where the table begins in January, as Kaggle's does. Weeks of Google
-    # begin a day before those of the calendar.
+    # The script joins by the week's number in the calendar year. The last days of December are in
+    # week 1, and so have a trend if the table starts in January, as Kaggle's does. Google's weeks
+    # start a day before those of the calendar.
     trend = pd.read_csv(data / "googletrend.csv")
     days = pd.date_range("2013-01-06", "2013-06-23", freq="7D").append(
         pd.DatetimeIndex(["2015-09-20"])
@@ -149,7 +149,7 @@ def test_rossmann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     train = pd.read_csv(data / "train.csv", dtype={"StateHoliday": str})
     sales = train[train["Sales"] > 0]["Sales"]
-    # What a constant in the logarithms' middle would have; the table's noise alone has 0.1.
+    # The error of a constant at the mean of the logarithms; the table's noise alone has 0.1.
     constant = np.sqrt(np.mean((1 - np.exp(np.log(sales).mean()) / sales) ** 2))
     assert printed("Best RMSPE", output) < constant / 2
     predicted = pd.read_csv(tmp_path / "submission.csv")

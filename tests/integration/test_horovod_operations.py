@@ -1,6 +1,6 @@
-"""Horovod's operations as ``build-horovod`` compiles them, against NumPy.
+"""Operations of Horovod as compiled by ``build-horovod``, compared with NumPy.
 
-The patched background thread sleeps until tensors are added. Nothing may depend on when that is.
+The patched background thread sleeps until tensors arrive. Results must not depend on timing.
 """
 
 import threading
@@ -22,7 +22,7 @@ def backend():
 
 
 def values(rank, name, shape=(7,)):
-    """Return a rank's numbers for an operation: integers, so that sums are exact in any order."""
+    """Return a rank's numbers for an operation: integers, whose sums are exact in any order."""
     seed = np.random.SeedSequence([rank, *name.encode()])
     return np.random.default_rng(seed).integers(-1000, 1000, shape).astype(np.float32)
 
@@ -47,19 +47,19 @@ def torch_program():
     def own(name, shape=(7,)):
         return torch.from_numpy(values(rank, name, shape))
 
-    # The ranks add, and wait, in different orders.
+    # The ranks add tensors, and wait for them, in different orders.
     order = np.random.default_rng(rank).permutation(TENSORS)
     handles = {i: hvd.allreduce_async(own(f"sum{i}"), name=f"sum{i}", op=hvd.Sum) for i in order}
     for i in np.random.default_rng(rank + 10).permutation(TENSORS):
         equal(hvd.synchronize(handles[i]), of_all(f"sum{i}").sum(0))
-    # A tensor that the other ranks add much later, and one that is polled for.
+    # A tensor that other ranks add much later, and one that is polled.
     time.sleep(0.05 * rank)
     equal(hvd.allreduce(own("late"), name="late", op=hvd.Sum), of_all("late").sum(0))
     handle = hvd.allreduce_async(own("polled"), name="polled", op=hvd.Max)
     while not hvd.poll(handle):
         time.sleep(0.001)
     equal(hvd.synchronize(handle), of_all("polled").max(0))
-    # Two threads that add and wait at the same time.
+    # Two threads that add and wait concurrently.
     results = {}
 
     def reduce(name):
@@ -92,7 +92,7 @@ def torch_program():
     scattered = hvd.reducescatter(own("scattered", (RANKS, 4)), name="scattered", op=hvd.Sum)
     equal(scattered, of_all("scattered", (RANKS, 4)).sum(0)[rank : rank + 1])
     hvd.barrier()
-    # A process set, whose other rank is idle; and one that is added later.
+    # A process set with an idle rank, and one that is added later.
     if rank != 1:
         reduced = hvd.allreduce(own("outer"), name="outer", op=hvd.Sum, process_set=outer)
         equal(reduced, of_all("outer", ranks=(0, 2)).sum(0))
@@ -111,7 +111,7 @@ def torch_program():
         equal(reduced, of_all(f"step{i}", ranks=range(i, RANKS)).sum(0))
     assert hvd.join() == RANKS - 1
     hvd.shutdown()
-    # Again, in the same process.
+    # Again in the same process.
     hvd.init()
     equal(hvd.allreduce(own("again"), name="again", op=hvd.Sum), of_all("again").sum(0))
     hvd.shutdown()
@@ -151,7 +151,7 @@ def tensorflow_program():
 
 
 def sequence(count):
-    """Return the seconds of consecutive allreduces. Runs on every rank."""
+    """Return the duration of consecutive allreduces in seconds. Runs on every rank."""
     import horovod.torch as hvd
     import torch
 
@@ -166,7 +166,7 @@ def sequence(count):
 
 
 def waiting(seconds):
-    """Return the processor seconds for which a rank waits for another one. Runs on every rank."""
+    """Return the CPU seconds that a rank uses while it waits for another. Runs on every rank."""
     import horovod.torch as hvd
     import torch
 
@@ -182,20 +182,20 @@ def waiting(seconds):
 
 
 @pytest.mark.parametrize("program", [torch_program, tensorflow_program])
-def test_every_operation_gives_what_numpy_gives(backend, program):
+def test_every_operation_matches_numpy(backend, program):
     env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1" if program is torch_program else None}
 
     assert backend.run(program, env=env) == list(range(RANKS))
 
 
-def test_a_cycle_time_that_is_set_delays_operations_and_otherwise_nothing_does(backend):
+def test_only_a_set_cycle_time_delays_operations(backend):
     cycle = {"HOROVOD_CYCLE_TIME": str(1000 * EACH_CYCLE)}
 
     assert min(backend.run(sequence, (4,), env=cycle)) > 3 * EACH_CYCLE
     assert max(backend.run(sequence, (4,))) < 3 * EACH_CYCLE
 
 
-def test_a_rank_that_waits_uses_no_processor(backend):
+def test_a_waiting_rank_uses_little_cpu_time(backend):
     used = backend.run(waiting, (2.0,))
 
     assert used[0] < 0.7

@@ -1,4 +1,4 @@
-"""TensorFlow and triton in one process: triton's code must not run on TensorFlow's LLVM."""
+"""TensorFlow and triton in one process: triton must not run on TensorFlow's LLVM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-# torch.compile brings in all of triton that it finds; jit_compile uses TensorFlow's LLVM.
+# torch.compile imports all of triton; jit_compile uses TensorFlow's LLVM.
 USE_BOTH = """
 import tensorflow, torch, torch._dynamo, triton
 from torch._dynamo.testing import CompileCounter
@@ -26,7 +26,7 @@ def run(*lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-def test_tensorflow_before_triton_ends_the_process_without_this_package() -> None:
+def test_tensorflow_before_triton_crashes_without_this_package() -> None:
     assert run("import tensorflow").returncode == -signal.SIGSEGV
 
 
@@ -39,7 +39,7 @@ def test_tensorflow_before_triton_ends_the_process_without_this_package() -> Non
     ],
     ids=" then ".join,
 )
-def test_frameworks_are_imported_in_any_order(lines: list[str]) -> None:
+def test_frameworks_can_be_imported_in_any_order(lines: list[str]) -> None:
     done = run(*lines)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "[2.0, 4.0] [3.0, 3.0] 1"

@@ -1,4 +1,4 @@
-"""A fit that is interrupted cleans up, keeps the step that it was in, and goes on from there."""
+"""An interrupted fit cleans up, checkpoints its current step, and resumes from there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def folder(tmp_path: Path, store: Any) -> Path:
-    """A folder for what ranks tell; there is data in the store."""
+    """Folder for the notes of ranks; the store has data."""
     import cloudpickle
 
     for module in (resuming, interrupted_job):
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, store: Any) -> Path:
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     told = tmp_path / "told"
     told.mkdir()
-    # Ranks agree about once a second: two fits must not reach the end of the run before that.
+    # Ranks agree about once a second; two fits must not finish the run before that.
     (told / SLOW).write_text("0.3")
     return told
 
@@ -52,7 +52,7 @@ def position(store: Any) -> tuple[int, int]:
 
 
 def left_over(store: Any) -> list[str]:
-    """Return what there is of the run beside what belongs there."""
+    """Return the unexpected files of the run."""
     run_path = store.run_paths("asked").run_path
     kept = store.get_checkpoints("asked")
     names = {Path(path).name for path in kept} | {Path(path).stem + ".json" for path in kept}
@@ -67,7 +67,7 @@ def states(store: Any) -> list[str]:
     return [fit["state"] for fit in noted["fits"]]
 
 
-def test_sigint_and_sigterm_to_a_program_leave_nothing_but_a_run_that_goes_on(
+def test_sigint_and_sigterm_leave_only_a_run_that_resumes(
     backend: Any, store: Any, folder: Path, tmp_path: Path
 ) -> None:
     scratch = tmp_path / "scratch"
@@ -92,7 +92,7 @@ def test_sigint_and_sigterm_to_a_program_leave_nothing_but_a_run_that_goes_on(
     assert len(ranks) == 4
     assert not any(map(psutil.pid_exists, ranks))
     assert left_over(store) == []
-    # What forks ranks ends with the program; its folder is there for the next one.
+    # The process that forks ranks ends with the program; its folder stays for the next one.
     files = [path for path in scratch.rglob("*") if path.is_file()]
     assert [path for path in files if "hvd-estimators-warm" not in str(path)] == []
     assert (0, 0) < position(store) < (EPOCHS, 0)
@@ -105,10 +105,10 @@ def test_sigint_and_sigterm_to_a_program_leave_nothing_but_a_run_that_goes_on(
 
 
 @pytest.mark.spark
-def test_a_cancelled_job_and_an_interrupt_on_spark_leave_a_run_that_goes_on(
+def test_cancelled_and_interrupted_fits_on_spark_resume(
     spark: Any, backend: Any, store: Any, folder: Path
 ) -> None:
-    # Spark takes up to four seconds until it ends the Python of a task that was cancelled.
+    # Spark takes up to four seconds to end the Python process of a cancelled task.
     (folder / SLOW).write_text("0.6")
     context, on_spark = spark.sparkContext, SparkBackend(2, verbose=0)
     raised: list[BaseException] = []
@@ -128,7 +128,7 @@ def test_a_cancelled_job_and_an_interrupt_on_spark_leave_a_run_that_goes_on(
     assert isinstance(error, JobCancelledError)
     assert "fit() with that run_id" in str(error)
     first = position(store)
-    # As soon as it is over, the run is free, and nobody writes to it.
+    # As soon as the fit is over, the run is free and not written to.
     assert not Path(lease_path(store.run_paths("asked").run_path)).exists()
 
     ours = threading.Event()

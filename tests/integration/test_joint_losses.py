@@ -1,4 +1,4 @@
-"""Losses of several outputs, of no labels, and outputs without a label, against one process."""
+"""Losses of several outputs or without labels, and outputs without a label: as one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(store: Store) -> dict[str, torch.Tensor]:
 
 
 class Variational(torch.nn.Module):
-    """Three outputs, one loss, no labels; its noise is a column, so that it is the same again."""
+    """Three outputs, one loss, no labels; the noise is a column, which makes it reproducible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def elbo(outputs: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Attentive(torch.nn.Module):
-    """Logits and a term of the loss, as TabNet returns them."""
+    """Logits and a term of the loss, as returned by TabNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Attentive(torch.nn.Module):
 
 
 class Generating(Attentive):
-    """Logits, and a loss that is None without targets, as minGPT returns them."""
+    """Logits, and a loss that is None without targets, as returned by minGPT."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x)["logits"], None
@@ -169,7 +169,7 @@ def store(tmp_path: Path) -> Store:
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
-def test_all_outputs_and_labels_train_as_in_one_process(
+def test_joint_losses_train_as_one_process(
     backend: Any, store: Store, tmp_path: Path, framework: str, case: str
 ) -> None:
     kind, loss, params = CASES[case]
@@ -193,7 +193,7 @@ def test_all_outputs_and_labels_train_as_in_one_process(
     value = measured["loss" if framework == "torch" else "val_loss"]
     assert value == pytest.approx(loss(expected, columns).item(), rel=1e-4)
 
-    # The predictions are the chosen output, here and after saving.
+    # The predictions are the selected output, before and after saving.
     names = params["feature_cols"]
     raw = expected(*(columns[name] for name in names))
     prediction = raw["logits"] if isinstance(raw, dict) else raw[0]

@@ -1,4 +1,4 @@
-"""Callbacks act the same on all ranks, and the kept model is the one that comes back."""
+"""Callbacks behave the same on all ranks, and fits return the best model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 class Diary(keras.callbacks.Callback):
-    """Writes what it sees to a file per rank."""
+    """Callback that logs epochs to a file per rank."""
 
     def __init__(self, directory: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Diary(keras.callbacks.Callback):
 
 
 class StopsOneRank(keras.callbacks.Callback):
-    """Stops rank 1 in the middle of the third epoch."""
+    """Callback that stops rank 1 in the middle of the third epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         import os
@@ -46,7 +46,7 @@ class StopsOneRank(keras.callbacks.Callback):
 
 
 class Largest(keras.metrics.Metric):
-    """The largest output, which says how ranks' states are merged."""
+    """Maximum output, with a merge of the ranks' states."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -64,12 +64,12 @@ class Largest(keras.metrics.Metric):
 
 
 class LargestOnly(Largest):
-    """The same without a way to merge."""
+    """The same metric without a merge."""
 
     merge_state = None  # type: ignore[assignment]
 
 
-def test_callbacks_see_the_same_and_write_on_one_rank_only(store: Any, tmp_path: Path) -> None:
+def test_callbacks_see_equal_logs_and_only_one_rank_writes(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 101)
     write_rows(Path(store.get_val_data_path()), 31, seed=1)
     diary = tmp_path / "diary"
@@ -95,7 +95,7 @@ def test_callbacks_see_the_same_and_write_on_one_rank_only(store: Any, tmp_path:
     ).fit_on_parquet()
     pages = [(diary / str(rank)).read_text() for rank in range(2)]
     assert pages[0] == pages[1]
-    # What one rank wanted in the third epoch ends all of them after it.
+    # A stop on one rank in the third epoch ends all ranks after it.
     assert len(fitted.getHistory()["loss"]) == 3
     np.testing.assert_allclose(fitted.getHistory()["learning_rate"], [0.05, 0.05, 0.025])
     logs = Path(store.get_logs_path("noted"))
@@ -110,14 +110,14 @@ def test_callbacks_see_the_same_and_write_on_one_rank_only(store: Any, tmp_path:
     )
 
 
-def test_the_best_model_is_returned_even_after_worse_epochs_and_a_restart(store: Any) -> None:
+def test_the_best_model_is_returned_after_a_restart(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
     held_out = write_rows(Path(store.get_val_data_path()), 20, seed=1)
 
-    # Keras numbers the names that it makes up, over all tests.
+    # Keras numbers its generated names across all tests.
     def fit(epochs: int, largest: Any, name: str = "largest") -> Any:
         def rate(epoch: int) -> float:
-            # Good epochs first, and then one that goes uphill.
+            # Two good epochs, and then gradient ascent.
             return 0.05 if epoch < 2 else -0.05
 
         return pooled_estimator(

@@ -1,4 +1,4 @@
-"""Weights of classes on two ranks, against `keras.Model.fit` in one process."""
+"""Class weights on two ranks, compared with `keras.Model.fit` in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_model() -> keras.Model:
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
-def test_classes_weigh_as_in_one_process(store: Any, reduction: str) -> None:
+def test_class_weights_train_as_one_process(store: Any, reduction: str) -> None:
     columns = write(store.get_train_data_path(), 60, 0)
     held_out = write(store.get_val_data_path(), 20, 1)
     params = {
@@ -56,7 +56,7 @@ def test_classes_weigh_as_in_one_process(store: Any, reduction: str) -> None:
     alone = make_model()
     alone.compile(keras.optimizers.SGD(0.1), params["loss"])
     order = np.concatenate([np.r_[i : i + 15, 30 + i : 45 + i] for i in (0, 15)])
-    # Keras takes one or the other; for it a weight of a row is any number.
+    # Keras accepts only one of the two; a row's weight may be any number.
     product = np.array([WEIGHTS.get(y, 1.0) for y in columns["y"]]) * columns["w"]
     given: Any = {"sample_weight": product[order]} if weighted else {"class_weight": WEIGHTS}
     held_out_weight = (held_out["w"],) if weighted else ()

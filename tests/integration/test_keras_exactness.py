@@ -1,4 +1,4 @@
-"""Keras ranks together train exactly as one process would over the same global batches."""
+"""Keras ranks train together exactly as one process over the same global batches."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_ranks_train_as_one_process_over_the_global_batches(
 
 
 @pytest.mark.parametrize("weighted", ["", "by_rows", "by_weights"])
-def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: str) -> None:
-    # Keras's default divides by the rows; another reduction, where asked for, by the weights.
+def test_passes_accumulate_to_the_mean_over_all_rows(store: Any, weighted: str) -> None:
+    # Keras divides by the rows by default, and by the weights with another reduction.
     reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
     columns = write_rows(Path(store.get_train_data_path()), 150)
     model = pooled_estimator(
@@ -49,7 +49,7 @@ def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: str
         optimizer=OPTIMIZERS["clipped"](),
         batch_size=10,
         epochs=2,
-        # Eight steps: three, three, and two that are left over at the end of the epoch.
+        # Eight batches form steps of three, three, and the remaining two at the end of the epoch.
         backward_passes_per_step=3,
         loss=keras.losses.MeanSquaredError(reduction=reduction),
         sample_weight_col="weight" if weighted else None,
@@ -61,7 +61,7 @@ def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: str
     assert_same_weights(model.getModel(), expected)
 
 
-def test_validation_is_that_of_one_process_and_the_rate_comes_back_unscaled(store: Any) -> None:
+def test_validation_matches_one_process_and_the_rate_is_unscaled(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 128)
     # Fewer validation rows than ranks: one rank has none.
     held_out = write_rows(Path(store.get_val_data_path()), 2, seed=1)
@@ -90,7 +90,7 @@ def test_validation_is_that_of_one_process_and_the_rate_comes_back_unscaled(stor
 
 
 class Noted(keras.layers.Layer):
-    """Writes down, for each step of a rank, which elements dropout has left."""
+    """Layer that records a rank's dropout mask in each step."""
 
     def __init__(self, directory: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -128,7 +128,7 @@ def statistics_net(directory: Path) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, noise])))
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
+def test_a_resumed_run_and_its_callbacks_match_an_uninterrupted_one(
     store: Any, tmp_path: Path
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 200)
@@ -146,7 +146,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
             validation=0.1,
             shuffle=True,
             scale_learning_rate=True,
-            # Counts epochs without much progress, and counts on after a restart.
+            # Counts epochs without much progress, and keeps the count after a restart.
             callbacks=[keras.callbacks.ReduceLROnPlateau(patience=2, min_delta=1e9)],
         ).fit_on_parquet()
 
@@ -154,7 +154,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
     fit(2, "parts")
     resumed = fit(5, "parts")
     assert len(resumed.getHistory()["loss"]) == 5
-    # Also: three ranks add up in the same order in every run.
+    # This also shows that three ranks sum in the same order in every run.
     assert resumed.getHistory() == whole.getHistory()
     for a, b in zip(whole.getModel().weights, resumed.getModel().weights, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
@@ -164,7 +164,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
     rates = whole.getHistory()["learning_rate"]
     assert rates[-1] < rates[0] == pytest.approx(0.05)
-    # Each rank draws other dropout masks in each step, and the resumed run the same ones.
+    # Dropout masks differ between ranks and steps, and are the same in the resumed run.
     masks = [(tmp_path / "whole" / str(rank)).read_text().split() for rank in range(3)]
     steps = 5 * 5
     assert list(map(len, masks)) == [steps] * 3
@@ -173,7 +173,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
     assert parts == masks
 
 
-def test_the_users_model_and_optimizer_are_left_alone_and_go_on_from_their_state(
+def test_training_continues_a_copy_of_the_given_model_and_optimizer(
     store: Any,
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
@@ -201,9 +201,7 @@ def classifier_metrics() -> list[keras.metrics.Metric]:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_metrics_with_states_are_those_of_one_process_and_of_scikit_learn(
-    store: Any, is_compiled: bool
-) -> None:
+def test_stateful_metrics_match_one_process_and_scikit_learn(store: Any, is_compiled: bool) -> None:
     def make() -> keras.Model:
         keras.utils.set_random_seed(7)
         return keras.Sequential(

@@ -1,6 +1,6 @@
-"""Subclassed models that take a dict by column name, and losses that layers add.
+"""Subclassed models with dict inputs by column name, and losses added by layers.
 
-Against Keras in one process.
+The reference is Keras in one process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class ByName(keras.Model):
 
 
 @pytest.mark.usefixtures("spark")
-def test_models_that_take_a_dict_train_as_in_one_process(store: Any, tmp_path: Path) -> None:
+def test_models_with_dict_inputs_train_as_one_process(store: Any, tmp_path: Path) -> None:
     columns = write(store.get_train_data_path())
     x = {"wide": columns["wide"], "narrow": columns["narrow"][:, None]}
     keras.utils.set_random_seed(5)
     alone, given = ByName(), ByName()
     alone(x)
     alone.compile(keras.optimizers.SGD(0.1), "mse")
-    # Not built in the way that it is given: the estimator has to find it out.
+    # Only the layers are built, so the estimator has to find out the form of the inputs.
     for name in ("wide", "narrow", "out"):
         theirs = getattr(alone, name)
         getattr(given, name).build((None, theirs.kernel.shape[0]))
@@ -79,7 +79,7 @@ def test_models_that_take_a_dict_train_as_in_one_process(store: Any, tmp_path: P
 
 
 class Rebuilds(keras.layers.Layer):
-    """Adds the loss of what it makes of its input, in training and elsewhere."""
+    """Layer that adds its reconstruction loss, in training and inference."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -102,7 +102,7 @@ def make_coder() -> keras.Model:
     return model
 
 
-def test_losses_that_layers_add_count_by_rows(store: Any) -> None:
+def test_losses_added_by_layers_are_weighted_by_rows(store: Any) -> None:
     # 51 rows on one rank and 50 on the other, all in one step.
     columns = write(store.get_train_data_path(), 101)
     alone = make_coder()
@@ -110,7 +110,7 @@ def test_losses_that_layers_add_count_by_rows(store: Any) -> None:
         columns["wide"], columns["wide"], batch_size=101, epochs=3, shuffle=False, verbose=0
     ).history
     params: dict[str, Any] = {"optimizer": None, "loss": None, "model": make_coder()}
-    # No output is compared to what is named as label.
+    # The named label is not compared with any output.
     fitted = pooled_estimator(
         store,
         2,
@@ -122,7 +122,7 @@ def test_losses_that_layers_add_count_by_rows(store: Any) -> None:
     ).fit_on_parquet()
     assert_same_weights(fitted.getModel(), alone)
     np.testing.assert_allclose(fitted.getHistory()["loss"], expected["loss"], rtol=1e-4)
-    # All outputs are columns, where names are given for them.
+    # All outputs become columns if they have names.
     fitted.setOutputCols(["code", "rebuilt"])
     document, load = fitted._make_predictor()
     found = load(document)([columns["wide"]])

@@ -50,7 +50,7 @@ def elbo(outputs: Any, x: Any) -> Any:
 
 
 class Variational(keras.Model):
-    """Three outputs, one loss, no labels; its noise is an input, so that it is the same again."""
+    """Three outputs, one loss, no labels; the noise is an input, which makes it reproducible."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -64,7 +64,7 @@ class Variational(keras.Model):
 
 
 class WithLoss(Variational):
-    """Computes its loss in Keras's own step."""
+    """Model with a loss that Keras's own step computes."""
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any
@@ -74,7 +74,7 @@ class WithLoss(Variational):
 
 
 class WithStep(Variational):
-    """Trains as keras.io's autoencoders do: data are the inputs alone."""
+    """Model with the train step of keras.io's autoencoders: data are the inputs alone."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         (inputs,) = data
@@ -86,7 +86,7 @@ class WithStep(Variational):
 
 
 def with_features() -> keras.Model:
-    """Returns features besides what has a label."""
+    """Return a model that outputs features in addition to the labelled output."""
     x = keras.Input((4,), name="x")
     hidden = keras.layers.Dense(3, activation="tanh")(x)
     return keras.Model(x, [hidden, keras.layers.Dense(1)(hidden)])
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any, dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_labels_need_not_pair(ranks: Any, tmp_path: Path, case: str) -> None:
+def test_outputs_and_labels_need_not_match(ranks: Any, tmp_path: Path, case: str) -> None:
     make, loss, params = CASES[case]
     store = Store.create(str(tmp_path / "store"))
     columns = write(store)

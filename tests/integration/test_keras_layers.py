@@ -1,4 +1,4 @@
-"""Layers that need all ranks, and numbers of half precision, against Keras in one process."""
+"""Layers that need all ranks, and half precision, compared with Keras in one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def synchronized_net() -> keras.Model:
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(6)(inputs)
     shared = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
-    # Twice the same layer, at the same time as far as TensorFlow knows.
+    # The same layer twice, in parallel as far as TensorFlow knows.
     hidden = keras.layers.Add()([shared(hidden), shared(keras.layers.ReLU()(hidden))])
     hidden = keras.layers.Reshape((3, 2))(hidden)
     hidden = keras.layers.BatchNormalization(synchronized=True, axis=1)(hidden)
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
 
 
-def test_synchronized_batch_normalization_is_that_of_one_process(store: Any) -> None:
+def test_synchronized_batch_normalization_matches_one_process(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     estimator = pooled_estimator(
         store,
@@ -40,7 +40,7 @@ def test_synchronized_batch_normalization_is_that_of_one_process(store: Any) -> 
         epochs=2,
     )
     model = estimator.fit_on_parquet().getModel()
-    # Batches of ranks differ in their rows.
+    # The ranks' batches have different numbers of rows.
     batches = global_batches(65, 2, 16)
     assert len(set(map(len, batches))) > 1
     expected = train_alone(
@@ -55,7 +55,7 @@ def test_synchronized_batch_normalization_is_that_of_one_process(store: Any) -> 
 
 
 class Half(keras.Model):
-    """Its layers have the policy that is set where it is made."""
+    """Model whose layers use the dtype policy at its construction."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -76,7 +76,7 @@ def bfloat16() -> Iterator[None]:
     keras.config.set_dtype_policy("float32")
 
 
-def test_a_model_of_bfloat16_trains_as_in_one_process(store: Any, bfloat16: None) -> None:
+def test_a_bfloat16_model_trains_as_one_process(store: Any, bfloat16: None) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
 
     def net() -> keras.Model:
@@ -90,7 +90,7 @@ def test_a_model_of_bfloat16_trains_as_in_one_process(store: Any, bfloat16: None
     )
     fitted = estimator.fit_on_parquet()
     alone = train_alone(columns, global_batches(64, 2, 8), keras.optimizers.SGD(0.01), 2, net=net())
-    # Another process, in which nobody has set the policy.
+    # Like another process, which has not set the policy.
     keras.config.set_dtype_policy("float32")
     document, load = fitted._make_predictor()
     (outputs,) = load(document)([columns["features"]])
@@ -99,13 +99,13 @@ def test_a_model_of_bfloat16_trains_as_in_one_process(store: Any, bfloat16: None
     model = fitted.getModel()
     assert {str(weight.dtype) for weight in model.weights} == {"bfloat16"}
     assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
-    # Of its 8 bits some are lost in each step.
+    # Each step loses some of the 8 bits.
     expected = alone.predict(columns["features"], verbose=0).astype(np.float32)
     np.testing.assert_allclose(outputs.astype(np.float32), expected, atol=0.15)
     assert fitted.getHistory()["loss"][1] < 0.5 * fitted.getHistory()["loss"][0]
 
 
-# Feature columns of two to five dimensions, that of the batch included.
+# Feature columns of two to five dimensions, including the batch.
 SHAPES = {"of_2": (4,), "of_3": (6, 4), "of_4": (6, 6, 4), "of_5": (4, 4, 4, 4)}
 N = keras.layers
 PLAIN_LAYERS: list[Callable[[], Any]] = [
@@ -189,12 +189,12 @@ PLAIN_LAYERS: list[Callable[[], Any]] = [
     lambda: N.ZeroPadding2D(1),
     lambda: N.ZeroPadding3D(1),
 ]
-# Called on a list of two tensors.
+# Layers that are called on a list of two tensors.
 JOINING_LAYERS: list[Callable[[], Any]] = [
     *(N.Add, N.Average, N.Concatenate, N.Maximum, N.Minimum, N.Multiply, N.Subtract),
     lambda: N.Dot(axes=-1),
 ]
-# On two dimensions these mix the rows of a batch.
+# With two dimensions these layers mix the rows of a batch.
 STEP_LAYERS: list[Callable[[], Any]] = [N.AdditiveAttention, lambda: N.Attention(use_scale=True)]
 ATTENTION_LAYERS: list[Callable[[], Any]] = [
     lambda: N.MultiHeadAttention(2, 3),
@@ -207,7 +207,7 @@ TOKEN_LAYERS: list[Callable[[], Any]] = [
     lambda: N.IntegerLookup(vocabulary=[1, 2, 3], output_mode="multi_hot"),
     lambda: N.Hashing(4),
 ]
-# No numbers in, no layer by itself, six dimensions, or other numbers at each call.
+# Layers without numeric inputs, unusable alone, of six dimensions, or with random outputs.
 LEFT_OUT = {
     *("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper"),
     *("StringLookup", "TextVectorization", "HashedCrossing", "MaxNumBoundingBoxes"),
@@ -225,7 +225,7 @@ def first_tensor(output: Any) -> Any:
 
 
 def all_layers_net(names: Sequence[str]) -> tuple[keras.Model, dict[type, list[int]]]:
-    """Return a network with a branch for each layer and number of dimensions that it takes."""
+    """Return a network with a branch for each layer and each supported number of dimensions."""
     keras.utils.set_random_seed(11)
     inputs = {name: keras.Input(SHAPES[name], name=name) for name in names}
     tokens = keras.Input((5,), dtype="int32", name="tokens")
@@ -241,7 +241,7 @@ def all_layers_net(names: Sequence[str]) -> tuple[keras.Model, dict[type, list[i
             output = first_tensor(layer(*arguments))
         except Exception:
             return
-        # Keras is wrong on some shapes, and some layers for images take these rows for one image.
+        # Keras is wrong on some shapes, and some image layers read these rows as one image.
         if output.shape == (None, *called.shape[1:]):
             branches.append(N.Flatten()(keras.ops.cast(output, "float32")))
             first = keras.tree.flatten(arguments)[0]
@@ -285,7 +285,7 @@ def write_inputs(path: Path, rows: int) -> dict[str, np.ndarray]:
     [["of_3"], pytest.param(list(SHAPES), marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
     ids=["3 dimensions", "2 to 5 dimensions"],
 )
-def test_every_layer_trains_as_in_one_process(store: Any, names: list[str]) -> None:
+def test_all_layers_train_as_one_process(store: Any, names: list[str]) -> None:
     columns = write_inputs(Path(store.get_train_data_path()), 24)
     model, dimensions = all_layers_net(names)
     if len(names) == len(SHAPES):
@@ -314,7 +314,7 @@ def test_every_layer_trains_as_in_one_process(store: Any, names: list[str]) -> N
         alone.train_on_batch(rows, columns["label"][batch, None])
     for ours, expected, start in zip(found.variables, alone.variables, before, strict=True):
         moved = np.abs(expected.numpy() - start).max()
-        # A softmax over keys leaves out what is added to all of them.
+        # A softmax over keys cancels a bias that all keys share.
         assert not expected.trainable or moved > 0 or expected.path.endswith("key/bias")
         limit = 1e-3 * moved + 2e-7 * (1.0 + np.abs(start).max())
         np.testing.assert_allclose(ours, expected, rtol=0, atol=limit, err_msg=expected.path)

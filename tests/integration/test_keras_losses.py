@@ -1,4 +1,4 @@
-"""Every loss of Keras, with its options: 2 ranks with unequal batches train as one process."""
+"""All losses of Keras with their options: 2 ranks with unequal batches train as one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.integration
 STEPS, WIDTH, CLASSES, ROWS = 5, 3, 4, (4, 2)
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
-# They compare rows of a batch with each other, or divide sums over all of its rows.
+# These losses compare rows of a batch, or divide sums over all of its rows.
 OVER_THE_BATCH = {"Circle": {}, "Dice": {"axis": -1}, "Tversky": {"axis": -1}}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A loss and what it takes.
+    """Loss and its arguments.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Case:
     label : str
         The kind of labels.
     options : mapping
-        The loss's own.
+        Options of the loss.
     masked : bool
         Whether the output carries a mask of steps.
     weighted : bool
@@ -96,7 +96,7 @@ def cases() -> Iterator[Case]:
         for further in options:
             yield Case(name, label, dict(further))
         yield Case(name, label, {"reduction": "sum"})
-        if name != "CTC":  # Its loss is one number per row, and a mask of steps has no place.
+        if name != "CTC":  # Its loss is one number per row, so a mask of steps does not fit.
             yield Case(name, label, masked=True)
     for ignored, masked, weighted, reduction in itertools.product(
         [None, 1], [False, True], [False, True], REDUCTIONS
@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
 
 
 class PositiveLoss(keras.losses.Loss):
-    """A user's loss that divides by the labels that are positive, and says so."""
+    """Custom loss that divides by the number of positive labels, and states so."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         positive = keras.ops.cast(y_true > 0, y_pred.dtype)
@@ -121,7 +121,7 @@ class PositiveLoss(keras.losses.Loss):
 
 
 class Masked(keras.layers.Layer):
-    """Marks steps as left out, as Embedding(mask_zero=True) does."""
+    """Layer that masks steps, as Embedding(mask_zero=True) does."""
 
     def __init__(self, mask: bool) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def data_of(label: str, rows: int, seed: int = 3) -> tuple[Any, Any, Any]:
 
 
 class Trained:
-    """A model that trains on this rank's rows as the trainer makes it."""
+    """Model that trains on this rank's rows as the trainer makes it."""
 
     def __init__(self, loss: Any, masked: bool, outputs: int = 1, passes: int = 1) -> None:
         self.model = make_net(masked, outputs)
@@ -191,7 +191,7 @@ def batch_of(label: str, weighted: bool, rows: slice, outputs: int = 1) -> Any:
 
 
 def differing(case: Case) -> str | None:
-    """Return how a case differs from one process; None where it does not."""
+    """Return the difference of a case from one process, or None."""
     import horovod.tensorflow as hvd
 
     own = slice(0, ROWS[0]) if hvd.rank() == 0 else slice(ROWS[0], None)
@@ -204,7 +204,7 @@ def differing(case: Case) -> str | None:
     for a, b in zip(trained.model.trainable_variables, alone.trainable_variables, strict=True):
         if not np.allclose(a, b, rtol=1e-4, atol=1e-6):
             return f"{case}: {np.abs(a - b).max()}"
-    # Rank 1's rows in two batches.
+    # Split rank 1's rows into two batches.
     parts = [own] if hvd.rank() == 0 else [slice(ROWS[0], ROWS[0] + 1), slice(ROWS[0] + 1, None)]
     if case.options.get("reduction") == "sum":
         parts = [own]
@@ -229,7 +229,7 @@ def same(trained: Any, alone: Any, what: str) -> str | None:
 
 
 def of_outputs(hvd: Any) -> list[str | None]:
-    """Two outputs, each with a denominator of its own."""
+    """Train two outputs with separate denominators; return the differences."""
     own = slice(0, ROWS[0]) if hvd.rank() == 0 else slice(ROWS[0], None)
     sparse = keras.losses.SparseCategoricalCrossentropy
 
@@ -245,7 +245,7 @@ def of_outputs(hvd: Any) -> list[str | None]:
 
 
 def of_passes(hvd: Any) -> list[str | None]:
-    """Two micro-batches of each rank, with a mask of steps and ignored classes."""
+    """Train two micro-batches per rank, with masked steps and ignored classes."""
     first, last = ROWS[0] // 2, ROWS[0] + 1
     parts = ([0, first], [first, ROWS[0]]) if hvd.rank() == 0 else ([ROWS[0], last], [last, None])
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=1)
@@ -265,7 +265,7 @@ def of_passes(hvd: Any) -> list[str | None]:
 
 
 def stated(hvd: Any) -> list[str | None]:
-    """A user's loss with a method ``denominator``."""
+    """Train a custom loss with a method ``denominator``."""
     own = slice(0, ROWS[0]) if hvd.rank() == 0 else slice(ROWS[0], None)
     trained = Trained(PositiveLoss(), False)
     trained.run([batch_of("signs", False, own)], True)
@@ -276,7 +276,7 @@ def stated(hvd: Any) -> list[str | None]:
 
 
 def small_cases() -> list[Case]:
-    """Return a case of each kind of denominator, and of each reduction."""
+    """Return a case of each kind of denominator and of each reduction."""
     sparse = ("SparseCategoricalCrossentropy", "classes")
     return [
         Case("MeanSquaredError", masked=True),
@@ -289,13 +289,13 @@ def small_cases() -> list[Case]:
     ]
 
 
-def test_a_loss_of_each_kind_trains_and_measures_as_one_process() -> None:
+def test_one_loss_of_each_kind_matches_one_process() -> None:
     for wrong in LocalBackend(2, env=QUIET).run(run_all, (small_cases(),)):
         assert wrong == []
 
 
 @pytest.mark.soak
-def test_every_loss_of_keras_trains_and_measures_as_one_process() -> None:
+def test_all_losses_of_keras_match_one_process() -> None:
     names = {
         name
         for name, kind in vars(keras.losses).items()

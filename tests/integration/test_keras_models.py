@@ -1,4 +1,4 @@
-"""Kinds of models: what they are trained to, against Keras in one process."""
+"""Kinds of models, trained on ranks and in one process of Keras."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def conv_net() -> keras.Model:
     )
 
 
-def test_digits_are_read_as_well_as_by_one_process_and_need_no_horovod_to_load(
-    store: Any, tmp_path: Path
-) -> None:
+def test_digits_match_one_process_and_load_without_horovod(store: Any, tmp_path: Path) -> None:
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target
     order = np.random.default_rng(0).permutation(len(images))
@@ -93,7 +91,7 @@ def test_digits_are_read_as_well_as_by_one_process_and_need_no_horovod_to_load(
 
 
 class Scaled(keras.layers.Layer):
-    """A custom layer with a weight."""
+    """Custom layer with a weight."""
 
     def __init__(self, start: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -121,7 +119,7 @@ def bent(x: Any) -> Any:
 
 
 class Largest(keras.metrics.Metric):
-    """Counts outputs above one."""
+    """Metric that counts outputs above one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -135,7 +133,7 @@ class Largest(keras.metrics.Metric):
 
 
 class TwoTowers(keras.Model):
-    """Subclassed, and not built before it is given: two inputs, two outputs."""
+    """Subclassed and unbuilt model with two inputs and two outputs."""
 
     def __init__(self, units: int = 4, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -171,7 +169,7 @@ def functional_towers() -> keras.Model:
 
 
 @pytest.mark.parametrize("subclassed", [False, True])
-def test_two_inputs_two_outputs_and_everything_custom(store: Any, subclassed: bool) -> None:
+def test_two_inputs_and_outputs_with_custom_objects(store: Any, subclassed: bool) -> None:
     rng = np.random.default_rng(0)
     columns = {
         "kind": rng.integers(0, 5, 60).astype(np.float64),
@@ -182,7 +180,7 @@ def test_two_inputs_two_outputs_and_everything_custom(store: Any, subclassed: bo
     write_columns(store.get_train_data_path(), columns, row_group_size=200)
     keras.utils.set_random_seed(3)
     model = TwoTowers() if subclassed else functional_towers()
-    # By name where inputs are a dict, whatever their order.
+    # Dict inputs are matched by name, in any order.
     features = ["kind", "wide"] if subclassed else ["wide", "kind"]
     estimator = pooled_estimator(
         store,
@@ -220,7 +218,7 @@ def test_two_inputs_two_outputs_and_everything_custom(store: Any, subclassed: bo
     assert len(keras.tree.flatten(trained(x))) == 2
 
 
-def test_custom_train_steps_and_shapes_that_do_not_fit(store: Any) -> None:
+def test_mismatched_shapes_are_rejected_and_custom_train_steps_run(store: Any) -> None:
     rng = np.random.default_rng(0)
     write_columns(
         store.get_train_data_path(),

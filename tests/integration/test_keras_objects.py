@@ -1,4 +1,4 @@
-"""Models, losses, metrics and optimizers without get_config train as they are given."""
+"""Models, losses, metrics and optimizers without get_config train with their own settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 class Power(keras.losses.Loss):
-    """Keras makes another one with power 2."""
+    """Loss that Keras would restore with power 2."""
 
     def __init__(self, power: float = 2.0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Slower(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Stretched(keras.Model):
-    """Takes another model, and has no get_config."""
+    """Wrapper of a model, without get_config."""
 
     def __init__(self, inner: keras.Model) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def make_model() -> keras.Model:
     return model
 
 
-def test_what_has_no_config_trains_resumes_and_saves(store: Any, tmp_path: Path) -> None:
+def test_objects_without_a_config_train_resume_and_save(store: Any, tmp_path: Path) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 128)
 
     def fit(epochs: int, run_id: str) -> Any:
@@ -122,14 +122,14 @@ def test_what_has_no_config_trains_resumes_and_saves(store: Any, tmp_path: Path)
     assert again.loss.power == 1.5
 
 
-def test_a_model_that_cannot_travel_is_rejected_on_the_driver(store: Any) -> None:
+def test_a_model_that_cannot_be_pickled_is_rejected_on_the_driver(store: Any) -> None:
     model = make_model()
     model.guard = threading.Lock()
     estimator = pooled_estimator(store, 2, model=model)
     expected = r"model: .*'guard' of type lock.*get_config\(\)"
     with pytest.raises(ParamError, match=expected):
         estimator._training_model()
-    # A program's own exception is not taken for the reason.
+    # An exception that the program handles is not reported as the reason.
     try:
         next(iter(()))
     except StopIteration:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` and the callbacks in functions of the user's own."""
+"""`DistributedOptimizer` and the callbacks in custom training functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def on_ranks(function: Any) -> list[Any]:
     return shared_ranks(2, "tensorflow").run(function)
 
 
-def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
+def test_custom_loops_apply_the_mean_gradient() -> None:
     def run() -> dict[str, Any]:
         import horovod.tensorflow as hvd
         import keras
@@ -52,7 +52,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         )
         found["passes"] = train(DistributedOptimizer(sgd(0.1), backward_passes_per_step=2), own)
         for shape in ((None,), None):
-            # As TensorFlow knows gradients of a kernel that multiplies more than two dimensions.
+            # TensorFlow knows such shapes for kernels that multiply more than two dimensions.
             found[f"partial {shape}"] = train(DistributedOptimizer(sgd(0.1)), own, shape=shape)
             found[f"partial passes {shape}"] = train(
                 DistributedOptimizer(
@@ -65,7 +65,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.01])
         found["schedule"] = train(DistributedOptimizer(sgd(schedule)), own)
         scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1), initial_scale=4.0)
-        # The second gradient is no number on rank 0: all ranks skip it.
+        # The second gradient is NaN on rank 0, so all ranks skip it.
         bad = [[4.0, 0.0], [np.nan, 0.0]] if rank == 0 else [[12.0, 0.0], [4.0, 0.0]]
         found["loss scale"] = train(DistributedOptimizer(scaled), bad)
         found["scale after"] = float(scaled.dynamic_scale)
@@ -82,7 +82,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
             optimizer.apply([tf.ones(2)])
         except ValueError as error:
             found["no variables"] = str(error)
-        # Two optimizers, each with its own rate, applied three times as large.
+        # Two optimizers with different rates, which are tripled.
         kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
         multi = keras.optimizers.LossScaleOptimizer(
             keras.optimizers.MultiOptimizer(
@@ -106,7 +106,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
     np.testing.assert_allclose(first["eager"], [0.8, -2.1], rtol=1e-6)
     np.testing.assert_allclose(first["graph"], [0.8, -2.1], rtol=1e-6)
     np.testing.assert_allclose(first["halves"], [0.8, -2.1], rtol=1e-3)
-    # What a test of averaging has to tell apart.
+    # Without averaging, ranks differ.
     assert not np.allclose(first["alone"], second["alone"])
     assert not np.allclose(first["alone"], first["graph"])
     # One step by the mean of four gradients.
@@ -114,7 +114,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
     for shape in ((None,), None):
         np.testing.assert_allclose(first[f"partial {shape}"], first["graph"], rtol=1e-6)
         np.testing.assert_allclose(first[f"partial passes {shape}"], first["passes"], rtol=1e-3)
-    # The means have the norms 2 and 1. Clipped first, they would be (1, 0) and (0, 0).
+    # The means have the norms 2 and 1. If clipped first, they would be (1, 0) and (0, 0).
     np.testing.assert_allclose(first["clipped"], [0.9, -2.1], rtol=1e-6)
     np.testing.assert_allclose(first["schedule"], [0.8, -2.01], rtol=1e-6)
     # The mean of 4 and 12, divided by the scale of 4; then the scale is halved.
@@ -123,13 +123,13 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
     np.testing.assert_allclose(first["sparse"], [-0.5, -1.0, -0.5, 0.0])
     assert first["class"] == "Adam"
     assert "must already be built" in first["no variables"]
-    # The mean gradient is 4 / 4: rates 0.1 and then 0.01 times 3, and 0.01 twice times 3.
+    # The mean gradient is 4 / 4; the rates are 0.1 and then 0.01 times 3, and twice 0.01 times 3.
     np.testing.assert_allclose(first["multi"], [0.67, 0.94], rtol=1e-6)
     np.testing.assert_allclose(sorted(first["multi rates"]), [0.01, 0.01], rtol=1e-6)
     assert first["config"]["module"] == "keras.optimizers"
 
 
-def test_callbacks_broadcast_measure_and_warm_up() -> None:
+def test_callbacks_broadcast_average_and_warm_up() -> None:
     def run() -> dict[str, Any]:
         import contextlib
         import io
@@ -153,7 +153,7 @@ def test_callbacks_broadcast_measure_and_warm_up() -> None:
         optimizer = keras.optimizers.SGD(0.2, momentum=0.5)
         optimizer.build(model.trainable_variables)
         for variable in optimizer.variables[2:]:
-            # Slots differ, too, before they are broadcast.
+            # Slots also differ before the broadcast.
             variable.assign(np.full(variable.shape, rank, np.float32))
         model.compile(DistributedOptimizer(optimizer), "mse", metrics=["mae"], jit_compile=True)
         rows = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
@@ -195,7 +195,7 @@ def test_callbacks_broadcast_measure_and_warm_up() -> None:
     for a, b in zip(first["state"], second["state"], strict=True):
         np.testing.assert_array_equal(a, b)
     assert first["history"] == second["history"]
-    # Two batches an epoch: half the rate, then three quarters, then all of it.
+    # Two batches an epoch: half the rate, then three quarters, then the full rate.
     assert first["rates"] == [0.1, 0.15, 0.2, 0.2, 0.02, 0.02]
     assert not first["jit"]
     assert [line for line in first["printed"] if line] == [

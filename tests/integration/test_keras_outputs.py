@@ -1,4 +1,4 @@
-"""Outputs, losses, weights, metrics and columns pair by name, against Keras in one process."""
+"""Outputs, losses, weights, metrics and columns are matched by name, as in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(path: str, rows: int = 60) -> dict[str, np.ndarray]:
 
 
 class Heads(keras.Model):
-    """Returns a dict, with an output that has no label."""
+    """Model that returns a dict with one unlabelled output."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -54,7 +54,7 @@ def functional(as_dict: bool) -> keras.Model:
     x = keras.Input((3,))
     hidden = keras.layers.Dense(4, activation="tanh")(x)
     outputs = {
-        # In a dict the keys count, in a list the names of the layers.
+        # A dict is matched by its keys, a list by the names of the layers.
         "alpha": keras.layers.Dense(1, "sigmoid", name="zeta" if as_dict else "alpha")(hidden),
         "Mid": keras.layers.Dense(2, name="Mid")(hidden),
         "zeta": keras.layers.Dense(1, name="alpha" if as_dict else "zeta")(hidden),
@@ -70,7 +70,7 @@ def built_heads() -> keras.Model:
 
 
 def fit_alone(model: keras.Model, columns: dict[str, np.ndarray], aux: bool) -> Any:
-    """Fit by names, as Keras documents it."""
+    """Fit by names, as in Keras's documentation."""
     order = ["alpha", "Mid", "zeta"]
     losses = {"zeta": "mse", "alpha": "binary_crossentropy", "Mid": "mae"}
     weights = {"zeta": 1.0, "alpha": 10.0, "Mid": 0.1}
@@ -97,9 +97,7 @@ def fit_alone(model: keras.Model, columns: dict[str, np.ndarray], aux: bool) -> 
 
 
 @pytest.mark.parametrize("kind", ["subclassed", "dict", "list"])
-def test_labels_in_any_order_are_compared_to_the_outputs_of_their_names(
-    store: Any, kind: str
-) -> None:
+def test_labels_are_matched_with_outputs_by_name(store: Any, kind: str) -> None:
     columns = write(store.get_train_data_path())
     alone = built_heads() if kind == "subclassed" else functional(kind == "dict")
     model = built_heads() if kind == "subclassed" else functional(kind == "dict")
@@ -133,7 +131,7 @@ def test_labels_in_any_order_are_compared_to_the_outputs_of_their_names(
     assert history.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
-    # Columns hold what they are called after.
+    # Each column holds the output of its name.
     assert fitted.getOrDefault("output_shapes") == [[1], [1], [2]]
     _, load = fitted._make_predictor()
     document, _ = fitted._make_predictor()

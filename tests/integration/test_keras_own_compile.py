@@ -1,4 +1,4 @@
-"""Models with a compile() and a train step of their own: all of their optimizers average."""
+"""Models with a custom compile() and train step: all of their optimizers average gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 
 class Adversaries(keras.Model):
-    """As in Keras's guide: two networks, two optimizers, and no call()."""
+    """Two networks, two optimizers and no call(), as in Keras's guide."""
 
     def __init__(self, maker: keras.Model, judge: keras.Model) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def make_adversaries() -> Adversaries:
     return model
 
 
-def test_both_optimizers_average(store: Any) -> None:
+def test_both_optimizers_average_gradients(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 120)
     params: dict[str, Any] = {"model": make_adversaries(), "optimizer": None, "loss": None}
     estimator = pooled_estimator(store, 2, batch_size=30, epochs=3, run_id="pair", **params)
@@ -90,7 +90,7 @@ def test_both_optimizers_average(store: Any) -> None:
         for a, b in zip(getattr(trained, part).weights, getattr(alone, part).weights, strict=True):
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-5, err_msg=part)
     np.testing.assert_allclose(fitted.getHistory()["judge_loss"], expected["judge_loss"], rtol=1e-4)
-    # Slots of optimizers that were never built could not be restored.
+    # Slots of unbuilt optimizers could not be restored.
     with pytest.raises(ParamError, match=r"run_id: 'pair' cannot be resumed.*build\(\)"):
         estimator.fit_on_parquet({estimator.epochs: 4})
 
@@ -105,7 +105,7 @@ def test_both_optimizers_average(store: Any) -> None:
         ),
     ],
 )
-def test_what_only_the_user_can_compile_is_left_to_the_user(
+def test_params_that_need_the_models_own_compile_are_rejected(
     store: Any, params: dict[str, Any], message: str
 ) -> None:
     given = {"optimizer": None, "loss": None, **params}

@@ -1,4 +1,4 @@
-"""A Keras run that is resumed at any epoch ends as an uninterrupted one, bit by bit."""
+"""Keras runs resumed at any epoch are bit-for-bit identical to uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 
 class Draws(keras.layers.Layer):
-    """Adds noise, of which it draws as much as its batch says, from Keras and from NumPy."""
+    """Layer with noise from Keras and NumPy; the number of draws depends on the batch."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -42,7 +42,7 @@ class Draws(keras.layers.Layer):
 
 
 class Counting(keras.callbacks.Callback):
-    """Has state of its own kinds: a deque, a counter, a type of floats that JSON does not know."""
+    """Callback with unusual state: a deque, a counter and a float type unknown to JSON."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Counting(keras.callbacks.Callback):
 
 
 class Batches(keras.callbacks.Callback):
-    """Has state of each rank's own, and begins anew with the epoch; sets the rate by steps."""
+    """Callback with per-rank state that restarts in each epoch; sets the rate by steps."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.mean = 0.0
@@ -66,7 +66,7 @@ class Batches(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.batches: list[int] = []
-        # Twice would be once too often.
+        # A second call for the same epoch would change the result.
         self.model.optimizer.learning_rate *= 0.9
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -78,7 +78,7 @@ class Batches(keras.callbacks.Callback):
 
 
 class Largest(keras.metrics.Metric):
-    """Has a state that is not added up."""
+    """Metric with a state that is not summed."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -104,7 +104,7 @@ def make_net() -> keras.Model:
 
 
 def run(store: Any, backend: Any, run_id: str, epochs: int, **params: Any) -> list[Any]:
-    """Return all that a run has ended with."""
+    """Run a fit, and return its complete final state."""
     given = {
         "backend": backend,
         "model": make_net(),
@@ -117,7 +117,7 @@ def run(store: Any, backend: Any, run_id: str, epochs: int, **params: Any) -> li
         "scale_learning_rate": True,
         "callbacks": [
             Counting(),
-            # Reduces with every epoch; stops after some without much progress.
+            # Reduces the rate in each epoch; stops after some epochs without much progress.
             keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=1e9),
             keras.callbacks.EarlyStopping(
                 patience=3, min_delta=1e9, restore_best_weights=True, monitor="val_loss"
@@ -151,29 +151,29 @@ def backend() -> StandingBackend:
     return shared_ranks(2, "tensorflow")
 
 
-def test_a_run_goes_on_from_each_epoch(
+def test_a_run_resumes_from_each_epoch(
     backend: Any, store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     whole = run(store, backend, "whole", 6)
-    # The first epoch is the best; three more do not better it.
+    # The first epoch is the best, and three more do not improve on it.
     assert len(whole[0]["loss"]) == 4
     assert len(set(whole[0]["learning_rate"])) > 1
     for epochs in (1, 2):
         run(store, backend, "parts", epochs)
-    # Damaged: its epoch is trained once more, from the checkpoint before.
+    # The damaged epoch is trained once more, from the previous checkpoint.
     Path(store.get_checkpoints("parts")[-1]).write_bytes(b"damaged")
     for epochs in (2, 3, 6):
         parts = run(store, backend, "parts", epochs)
     assert_equal_bits(parts, whole)
-    # It has stopped: nothing is trained, and the best weights are what is returned again.
+    # The run has stopped: no epoch is trained, and the best weights are returned again.
     with caplog.at_level(logging.WARNING):
         assert_equal_bits(run(store, backend, "parts", 9), whole)
     assert "a callback stopped the run 'parts' after 4 epochs" in caplog.text
     assert {row.state for row in store.list_runs()} == {"finished"}
     assert store.load_history("parts").equals(store.load_history("whole"))
-    # What has stopped it does so again, when it has seen one more epoch.
+    # The callback stops the run again, after one more epoch.
     assert len(run(store, backend, "parts", 9, resume_stopped=True)[0]["loss"]) == 5
     first, second = whole[3]
     assert not np.array_equal(first["keras"][0], second["keras"][0])
@@ -193,7 +193,7 @@ def with_passes() -> dict[str, Any]:
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
     return {
         "callbacks": [],
-        # Eight batches are three steps, the last one of the two that are left.
+        # Eight batches form three steps, the last one of the remaining two batches.
         "backward_passes_per_step": 3,
         "batch_size": 7,
         "optimizer": keras.optimizers.Adam(rate, use_ema=True, weight_decay=0.01),
@@ -218,7 +218,7 @@ def scaled() -> dict[str, Any]:
     ("every", "make_params"),
     [(3, with_callbacks), (1, with_passes), pytest.param(4, scaled, marks=pytest.mark.soak)],
 )
-def test_a_run_goes_on_from_within_epochs(
+def test_a_run_resumes_within_epochs(
     backend: Any, store: Any, every: int, make_params: Callable[[], dict[str, Any]]
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
@@ -243,12 +243,12 @@ class Explodes(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = 3e38
 
 
-def test_ranks_end_together_where_asked_to_and_by_nan(backend: Any, store: Any) -> None:
+def test_all_ranks_end_after_sigterm_or_nan(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     params = {"callbacks": [Counting()], "batch_size": 8}
     whole = run(store, backend, "whole", 2, **params)
-    # Ranks look after their first step, and later ones.
+    # Ranks check after their first step, and later ones.
     stopped = [(0, 0)]
     for after in (1, 3, 2):
         with pytest.raises(AssertionError, match="TrainingInterruptedError: The ranks were asked"):
@@ -268,8 +268,8 @@ def test_ranks_end_together_where_asked_to_and_by_nan(backend: Any, store: Any) 
     assert store.get_checkpoints("nan")[-1].endswith("-000000-80.ckpt")
 
 
-def test_a_shard_with_fewer_rows_than_steps_is_no_nan(backend: Any, store: Any) -> None:
-    # Four steps, of which one shard has rows for three.
+def test_a_shard_with_fewer_batches_than_steps_does_not_yield_nan(backend: Any, store: Any) -> None:
+    # Four steps, but one shard has rows for only three.
     write_rows(Path(store.get_train_data_path()), 7)
     params: dict[str, Any] = {"batch_size": 1, "validation": None, "callbacks": []}
 

@@ -25,7 +25,7 @@ def signs(x: Any) -> Any:
 
 
 def with_adapters() -> keras.Model:
-    """Return a model with LoRA on every layer that has it, on quantized ones, and int8 and int4."""
+    """Return a model with LoRA on all layers that support it, also quantized, and int8 and int4."""
     keras.utils.set_random_seed(5)
     x = keras.Input((WIDTH,))
     dense = layers.Dense(8, activation="tanh")
@@ -41,7 +41,7 @@ def with_adapters() -> keras.Model:
     int4.quantize("int4")
     for layer in (dense, einsum, embedding, both):
         layer.enable_lora(2)
-    # A variable of its own, which no config tells.
+    # The config does not record that a single variable is frozen.
     dense.bias.trainable = False
     return model
 
@@ -82,7 +82,7 @@ def assert_same_variables(found: keras.Model, expected: keras.Model, tolerance: 
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_ranks_train_resume_and_save_what_one_process_does(store: Any, kind: str) -> None:
+def test_ranks_train_resume_and_save_as_one_process(store: Any, kind: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     make_model = VARIANTS[kind]
 

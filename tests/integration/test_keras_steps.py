@@ -1,4 +1,4 @@
-"""The custom steps of Keras's guides, as published: what ranks train and measure with them.
+"""Custom steps of Keras's guides, as published, trained and evaluated on ranks.
 
 https://keras.io/guides/custom_train_step_in_tensorflow
 """
@@ -52,7 +52,7 @@ class CustomModel(keras.Model):
 
 
 class LowerLevel(keras.Model):
-    """Going lower-level: no loss in compile(), metrics of its own."""
+    """Going lower-level: compile() without a loss, and metrics in the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,7 +84,7 @@ class LowerLevel(keras.Model):
 
 
 class OtherName(keras.Model):
-    """keras.io's VAE and VQ-VAE: the step returns a tracker's mean by another name."""
+    """keras.io's VAE and VQ-VAE: the step returns a tracker's mean under another name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +105,7 @@ class OtherName(keras.Model):
 
 
 class OfInputsAlone(keras.Model):
-    """keras.io's autoencoders: what fit() is given is the inputs."""
+    """keras.io's autoencoders: fit() receives only the inputs."""
 
     def train_step(self, data: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -116,7 +116,7 @@ class OfInputsAlone(keras.Model):
 
 
 def everywhere(rows: Any) -> Any:
-    """Return the rows of all ranks, as the documentation has it."""
+    """Gather the rows of all ranks, as in the documentation."""
     import horovod.tensorflow as hvd
 
     if not hvd.is_initialized():
@@ -152,7 +152,7 @@ def make_pairs() -> keras.Model:
 
 
 def make(cls: type[keras.Model]) -> keras.Model:
-    """Return a network of two named inputs, one of which has a kernel on three dimensions."""
+    """Return a network with two named inputs, one of them for a kernel on three dimensions."""
     keras.utils.set_random_seed(3)
     series, body = keras.Input((6, 3), name="series"), keras.Input((2,), name="body")
     hidden = keras.layers.Dense(4, activation="tanh")(series)
@@ -177,7 +177,7 @@ def inputs_of(columns: dict[str, np.ndarray], rows: Any = slice(None)) -> list[n
 
 
 def train_alone(columns: dict[str, np.ndarray], batches: list[np.ndarray]) -> keras.Model:
-    """Train in one process, with nothing but Keras."""
+    """Train in one process, with plain Keras."""
     net, optimizer = make(keras.Model), keras.optimizers.SGD(RATE)
     for rows in batches:
         label = columns["label"][rows, None]
@@ -200,7 +200,7 @@ def fit(backend: Any, store: Any, model: keras.Model, **params: Any) -> Any:
         model=model,
         optimizer=None,
         loss=None,
-        # By position these would be the other inputs'.
+        # If matched by position, the inputs would be swapped.
         feature_cols=["body", "series"],
         batch_size=8,
         val_batch_size=4,
@@ -210,11 +210,11 @@ def fit(backend: Any, store: Any, model: keras.Model, **params: Any) -> Any:
 
 
 @pytest.mark.parametrize("held_out_rows", [32, 1])
-def test_the_higher_level_step_trains_and_measures_as_in_one_process(
+def test_the_higher_level_step_matches_one_process(
     backend: Any, store: Any, held_out_rows: int
 ) -> None:
     columns = write(store.get_train_data_path(), 37, seed=0)
-    # A single row leaves a rank without any.
+    # With a single row, one rank has none.
     held_out = write(store.get_val_data_path(), held_out_rows, seed=1)
     model = make(CustomModel)
     model.compile(keras.optimizers.SGD(RATE), "mse", metrics=["mae"])
@@ -224,12 +224,12 @@ def test_the_higher_level_step_trains_and_measures_as_in_one_process(
     assert len({result.weights_digest for result in backend.results}) == 1
     errors = fitted.getModel()(inputs_of(held_out))[:, 0] - held_out["label"]
     history = fitted.getHistory()
-    # All batches have four rows, or there is only one.
+    # All batches have four rows, or there is only one batch.
     assert history["val_loss"][-1] == pytest.approx(np.mean(errors**2), rel=1e-5)
     assert history["val_mae"][-1] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
 
 
-def test_the_lower_level_step_accumulates_gradients_as_in_one_process(
+def test_the_lower_level_step_accumulates_gradients_as_one_process(
     backend: Any, store: Any
 ) -> None:
     columns = write(store.get_train_data_path(), 48, seed=0)
@@ -245,11 +245,9 @@ def test_the_lower_level_step_accumulates_gradients_as_in_one_process(
     assert fitted.getHistory()["val_mae"] == [pytest.approx(np.mean(np.abs(errors)), rel=1e-5)]
 
 
-def test_the_mean_of_a_metric_by_another_name_is_that_over_all_rows(
-    backend: Any, store: Any
-) -> None:
+def test_a_renamed_metric_is_averaged_over_all_rows(backend: Any, store: Any) -> None:
     columns = write(store.get_train_data_path(), 37, seed=0)
-    # A rank has no row.
+    # One rank has no rows.
     held_out = write(store.get_val_data_path(), 1, seed=1)
     model = make(OtherName)
     model.compile(keras.optimizers.SGD(RATE))
@@ -260,7 +258,7 @@ def test_the_mean_of_a_metric_by_another_name_is_that_over_all_rows(
             assert history[prefix + name] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
 
 
-def test_a_step_that_takes_inputs_alone_is_told_what_it_is_given(backend: Any, store: Any) -> None:
+def test_the_error_of_a_step_for_inputs_alone_describes_the_data(backend: Any, store: Any) -> None:
     write(store.get_train_data_path(), 16, seed=0)
     write(store.get_val_data_path(), 4, seed=1)
     model = make(OfInputsAlone)
@@ -273,9 +271,7 @@ def test_a_step_that_takes_inputs_alone_is_told_what_it_is_given(backend: Any, s
         fit(backend, store, model, epochs=1)
 
 
-def test_a_loss_of_pairs_of_rows_that_are_gathered_trains_as_in_one_process(
-    backend: Any, store: Any
-) -> None:
+def test_a_loss_of_gathered_pairs_trains_as_one_process(backend: Any, store: Any) -> None:
     series = write(store.get_train_data_path(), 13, seed=0)["series"]
     shifted = (2 * series - 0.5).astype(np.float32)
     write_columns(store.get_train_data_path(), {"anchor": series, "positive": shifted})

@@ -1,4 +1,4 @@
-"""Models that take strings, on two ranks, against `keras.Model.fit` in one process."""
+"""Models with string inputs on two ranks, compared with `keras.Model.fit` in one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_functional(columns: dict[str, Any]) -> keras.Model:
 
 
 class Subclassed(keras.Model):
-    """Does not tell that it takes text, and has no config."""
+    """Model without a config that does not declare its text input."""
 
     def __init__(self, words: Any) -> None:
         super().__init__()
@@ -70,13 +70,15 @@ def make_subclassed(columns: dict[str, Any]) -> keras.Model:
 
 def inputs(columns: dict[str, Any], features: list[str], rows: Any = slice(None)) -> Any:
     arrays = [columns[n][rows] if n == "x" else columns[n][rows][:, None] for n in features]
-    # Keras does not train on NumPy's arrays of objects.
+    # Keras does not train on NumPy object arrays.
     found = [keras.ops.convert_to_tensor(array) for array in arrays]
     return found if len(found) > 1 else found[0]
 
 
 @pytest.mark.parametrize("kind", ["functional", "subclassed"])
-def test_strings_train_as_in_one_process(spark: Any, store: Any, kind: str, tmp_path: Path) -> None:
+def test_string_inputs_train_as_one_process(
+    spark: Any, store: Any, kind: str, tmp_path: Path
+) -> None:
     columns = make_columns()
     make = make_functional if kind == "functional" else make_subclassed
     features = ["text", "x", "kind"] if kind == "functional" else ["text"]
@@ -114,7 +116,7 @@ def test_strings_train_as_in_one_process(spark: Any, store: Any, kind: str, tmp_
     for model in (fitted, KerasModel.load(str(tmp_path / "model"))):
         found = [row.y__output for row in model.transform(df).select("y__output").collect()]
         np.testing.assert_allclose(found, expected, rtol=1e-4)
-    # A DataFrame is written and read as well.
+    # A DataFrame is also written and read.
     refit = estimator.fit(df.coalesce(1), {estimator.epochs: 1})
     assert refit.getModel().count_params() == alone.count_params()
     if kind == "functional":

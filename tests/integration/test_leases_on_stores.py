@@ -1,4 +1,4 @@
-"""Leases, lists and deletion of runs where files are not local."""
+"""Leases, listings and deletion of runs on stores without local files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST = [(0, "train", "loss", 0.5), (0, "validation", "loss", float("nan"))]
 
 
 @pytest.mark.parametrize("kind", ["hdfs", "s3"])
-def test_a_run_has_one_holder_is_listed_and_deleted(
+def test_a_run_has_one_holder_and_can_be_listed_and_deleted(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
     server = request.getfixturevalue(kind)

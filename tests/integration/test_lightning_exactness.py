@@ -1,4 +1,4 @@
-"""Ranks train a LightningModule exactly as one process would over the same global batches."""
+"""Ranks train a LightningModule exactly as one process over the same global batches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_gradients_accumulate_to_the_mean_over_all_rows(
 
 
 class Adversarial(LightningModule):
-    """Two optimizers that step in turns."""
+    """Two optimizers that step alternately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def play(net: Any, critic: Any, batch: Any, pair: Any, backward: Any) -> None:
 
 
 @pytest.mark.parametrize("library", ["horovod", "torch"])
-def test_a_gan_trains_as_in_one_process(backend: Any, store: Any, library: str) -> None:
+def test_a_gan_trains_as_one_process(backend: Any, store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     module = Adversarial()
     net, critic = make_net(), torch.nn.Linear(1, 1)
@@ -132,7 +132,7 @@ def test_a_gan_trains_as_in_one_process(backend: Any, store: Any, library: str) 
 
 
 class Recorder(Callback):
-    """Notes when it is called and what it sees, and leaves that in a file per rank."""
+    """Callback that logs its calls and the metrics to a file per rank."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -156,7 +156,7 @@ class Recorder(Callback):
 
 
 @pytest.mark.parametrize("held_out_rows", [101, 1])
-def test_callbacks_are_called_as_often_with_the_same_exact_values_on_each_rank(
+def test_callbacks_get_the_same_calls_and_exact_values_on_each_rank(
     backend: Any, store: Any, tmp_path: Path, held_out_rows: int
 ) -> None:
     import json
@@ -183,7 +183,7 @@ def test_callbacks_are_called_as_often_with_the_same_exact_values_on_each_rank(
     assert last["val_metric"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
     assert last["val_most"] == pytest.approx(float(np.abs(errors).max()), rel=1e-5)
     assert model.getHistory()[-1]["validation"]["val_loss"] == last["val_loss"]
-    # Logged for steps only, as is the default in training_step: that of the last step.
+    # Values are logged per step by default in training_step: the result is that of the last step.
     batches = global_batches(65, 2, 16)
     before = train_alone(columns, (batches * 2)[:-1], OPTIMIZERS["adam"], epochs=1)
     with torch.no_grad():
@@ -194,13 +194,13 @@ def test_callbacks_are_called_as_often_with_the_same_exact_values_on_each_rank(
 
 
 class Worsening(Regression):
-    """Validates worse from the second epoch on."""
+    """Model with a validation loss that rises after the second epoch."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", torch.tensor([3.0, 1.0, 2.0, 4.0, 5.0, 6.0])[self.current_epoch])
 
 
-def test_the_best_weights_come_back_and_training_stops_early(backend: Any, store: Any) -> None:
+def test_early_stopping_returns_the_best_weights(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     write_rows(Path(store.get_val_data_path()), 10, seed=1)
 
@@ -220,13 +220,13 @@ def test_the_best_weights_come_back_and_training_stops_early(backend: Any, store
         )
 
     model = fit_up_to(6)
-    # The second epoch is the best one, and two more do not better it.
+    # The second epoch is the best one, and two more do not improve on it.
     assert len(model.getHistory()) == 4
     expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=2)
     assert_same_weights(model.getModel().net, expected)
     files = sorted(path.name for path in Path(store.get_run_path("best"), "checkpoints").iterdir())
     assert {name.partition("-0")[0] for name in files} == {"best-epoch=1.ckpt", "checkpoint"}
-    # It has stopped, and stays so.
+    # The run has stopped, and stays so.
     again = fit_up_to(9)
     assert again.getHistory() == model.getHistory()
     assert_same_weights(again.getModel().net, expected)
@@ -234,7 +234,7 @@ def test_the_best_weights_come_back_and_training_stops_early(backend: Any, store
 
 
 class Scheduled(Regression):
-    """Two rates that change: with each epoch, and with what was measured."""
+    """Two schedulers: one per epoch, and one by validation loss."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
@@ -269,11 +269,11 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(backend: Any, store: Any) ->
     resumed = run("parts", 4)
     assert_equal_bits(resumed.getModel(), whole.getModel())
     assert resumed.getHistory() == whole.getHistory()
-    # All epochs are there: what was trained comes back, and nothing is trained.
+    # All epochs exist: the fit returns the trained model without training.
     assert_equal_bits(run("parts", 3).getModel(), whole.getModel())
 
 
-def test_rates_are_scaled_for_training_and_monitored_as_given(backend: Any, store: Any) -> None:
+def test_rates_are_scaled_for_training_and_logged_unscaled(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     model = fit(
         backend,
@@ -306,7 +306,7 @@ def test_weights_are_averaged_over_the_last_epochs(backend: Any, store: Any) -> 
     model = fit(
         backend, store, model=Regression("sgd"), batch_size=16, epochs=3, callbacks=[average]
     )
-    # Averaging begins with the second epoch: it takes the weights with which epochs begin.
+    # Averaging starts with the second epoch and uses the weights at the start of each epoch.
     nets = [
         train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["sgd"], epochs).state_dict()
         for epochs in (1, 2)
@@ -316,9 +316,7 @@ def test_weights_are_averaged_over_the_last_epochs(backend: Any, store: Any) -> 
     assert_same_weights(model.getModel().net, expected)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(
-    backend: Any, store: Any
-) -> None:
+def test_weights_depend_on_the_seed_alone(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 100)
     models = [
         fit(backend, store, shuffle=True, random_seed=seed, batch_size=16) for seed in (1, 1, 2)

@@ -1,4 +1,4 @@
-"""What a LightningEstimator takes beside a LightningModule: plain modules, data modules, params."""
+"""LightningEstimator with plain modules, custom data modules, and its params."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_plain_module_trains_under_callbacks_and_metrics(backend: Any, store: 
         train_alone(columns, global_batches(65, 2, 16), OPTIMIZERS["adam"], epochs=n, weighted=True)
         for n in (1, 2)
     ]
-    # The greatest loss is that after the first epoch, and it is the "best" one.
+    # The loss after the first epoch is the greatest, and so the "best" one.
     assert isinstance(model.getModel(), torch.nn.Sequential)
     assert_same_weights(model.getModel(), trained[0])
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_minibatch_function_trains_a_plain_module(backend: Any, store: Any) ->
 
 
 class UsersDataSteps:
-    """Reads the Parquet files in its own way, from the documented arguments."""
+    """Custom reader of the Parquet files that uses the documented arguments."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ class UsersDataSteps:
 
 
 class UsersData(UsersDataSteps, LightningDataModule):
-    """With the package pytorch_lightning."""
+    """Data module of the package pytorch_lightning."""
 
 
-def test_a_data_module_of_the_users_gets_the_documented_arguments(backend: Any, store: Any) -> None:
+def test_a_custom_data_module_receives_the_documented_arguments(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     model = fit(backend, store, data_module=UsersData, batch_size=16, epochs=2, loader_num_epochs=1)
     batches = [np.arange(32), np.arange(32, 64)]
@@ -133,14 +133,14 @@ def test_a_data_module_of_the_users_gets_the_documented_arguments(backend: Any, 
 
 
 class TodaysRegression(RegressionSteps, lightning.LightningModule):
-    """With today's import, ``import lightning``."""
+    """Module of the current import, ``import lightning``."""
 
 
 class TodaysData(UsersDataSteps, lightning.LightningDataModule):
-    """With today's import, ``import lightning``."""
+    """Data module of the current import, ``import lightning``."""
 
 
-def test_objects_of_the_package_lightning_train_too(backend: Any, store: Any) -> None:
+def test_objects_of_the_lightning_package_train(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     write_rows(Path(store.get_val_data_path()), 10, seed=1)
     callbacks = lightning.pytorch.callbacks
@@ -201,7 +201,7 @@ class Digits(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.005)
 
 
-def test_a_convolutional_net_learns_digits_as_in_one_process(backend: Any, store: Any) -> None:
+def test_a_convolutional_net_is_as_accurate_as_in_one_process(backend: Any, store: Any) -> None:
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)
@@ -230,7 +230,7 @@ def test_a_convolutional_net_learns_digits_as_in_one_process(backend: Any, store
     assert together > alone - 0.01
 
 
-def test_compressed_gradients_and_profile(backend: Any, store: Any) -> None:
+def test_gradients_are_compressed_and_the_fit_is_profiled(backend: Any, store: Any) -> None:
     import horovod.torch as hvd
 
     columns = write_rows(Path(store.get_train_data_path()), 64)
@@ -251,7 +251,7 @@ def test_compressed_gradients_and_profile(backend: Any, store: Any) -> None:
 
 
 class Exploding(Regression):
-    """Its loss overflows."""
+    """Model with an infinite loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * float("inf")
@@ -263,7 +263,7 @@ def test_training_ends_at_a_loss_that_is_not_finite(store: Any) -> None:
         fit(InProcessBackend(), store, model=Exploding(), terminate_on_nan=True)
 
 
-def test_mlflow_logs_to_the_runs_logs(
+def test_mlflow_logs_to_the_logs_of_the_run(
     backend: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -273,7 +273,7 @@ def test_mlflow_logs_to_the_runs_logs(
     model = fit(
         backend, store, validation=0.5, batch_size=16, epochs=3, logger=logger, run_id="tracked"
     )
-    # MLflow's format: a file for each value, with a line for each time: moment, value, step.
+    # MLflow's format: a file for each metric, and a line for each value: time, value, step.
     (file,) = Path(store.get_logs_path("tracked"), "mlruns").glob("*/*/metrics/val_loss")
     values = [float(line.split()[1]) for line in file.read_text().splitlines()]
     assert values == pytest.approx([e["validation"]["val_loss"] for e in model.getHistory()])

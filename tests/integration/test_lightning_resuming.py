@@ -1,4 +1,4 @@
-"""A Lightning run that is resumed within an epoch ends as an uninterrupted one, bit by bit."""
+"""Lightning runs resumed within an epoch are bit-for-bit identical to uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def setup_module() -> None:
 
 
 class Logging(LightningModule):
-    """Draws by what is in a batch, and logs in all ways that there are."""
+    """Module whose draws depend on the batch, and which logs in all possible ways."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = DataDependent()
         self.squared = MeanSquaredError()
-        # Not in state_dict().
+        # Missing from state_dict().
         self.register_buffer("mean", torch.zeros(()), persistent=False)
-        # They share their states until the collection is asked.
+        # These metrics share their states until the collection is read.
         self.errors = MetricCollection([MeanAbsoluteError(), MeanSquaredError()])
 
     def on_train_epoch_start(self) -> None:
         self.losses: list[torch.Tensor] = []
-        # Lightning lets modules do this, and sets it back after a validation.
+        # Lightning allows this, and undoes it after a validation.
         self.net.norm.eval()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Logging(LightningModule):
 
 
 class Scheduled(Logging):
-    """Schedules its rate by what it validates, and scales its loss for half floats."""
+    """Module with a scheduler by validation loss, trained with a loss scaler for half floats."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -89,7 +89,7 @@ class Scheduled(Logging):
 
 
 class Counting(Callback):
-    """Has state that changes with each batch."""
+    """Callback with state that changes in each batch."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -112,7 +112,7 @@ class Counting(Callback):
 
 
 def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
-    """Return all that a run has ended with."""
+    """Return the complete final state of a run."""
     path = store.get_checkpoints(run_id)[-1]
     state = read_state(store, path)
     saved = torch.load(path, weights_only=False)
@@ -121,26 +121,26 @@ def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
     return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
 
 
-# Values of the batches of an epoch, from a restart within it. Metrics of torchmetrics go on.
+# Values over an epoch's batches that restart with the run; torchmetrics metrics continue.
 OF_SECOND_PART = {
     *("first", "loss", "most", "plain_mean", "total", "train_loss", "train_loss_epoch"),
 }
 
 
 def same_parts(found: list[Any], whole: list[Any], position: tuple[int, int]) -> list[list[Any]]:
-    """Return what is equal in a run that was resumed there."""
+    """Return the parts of the results that must be equal after resuming at the position."""
     ends = [copy.deepcopy(found), copy.deepcopy(whole)]
     epoch, rows = position
     if not rows:
         return ends
     for index in (0, 3):
         assert ends[0][index][epoch]["train"]["first"] == rows // 16
-        # An earlier part of the run may have resumed within an epoch, too.
+        # An earlier part of the run may also have resumed within an epoch.
         for record, expected in zip(*(end[index][: epoch + 1] for end in ends), strict=True):
             for name in OF_SECOND_PART & expected["train"].keys():
                 assert record["train"].pop(name) is not None
                 del expected["train"][name]
-            if record.get("validation") is None:  # It was before the restart.
+            if record.get("validation") is None:  # The validation preceded the restart.
                 expected.pop("validation", None)
                 record.pop("validation", None)
     return ends
@@ -169,7 +169,7 @@ def scaled() -> dict[str, Any]:
         (scaled, 3, [(0, 96), (1, 0), (1, 64), (2, 0)]),
     ],
 )
-def test_a_run_goes_on_from_each_checkpoint(
+def test_a_run_resumes_from_each_checkpoint(
     backend: Any, store: Any, params: Any, every: int, positions: Any
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
@@ -194,8 +194,8 @@ def test_a_run_goes_on_from_each_checkpoint(
         assert_equal_bits(*same_parts(run(run_id), whole, position))
     assert found == positions
 
-    # Asked to end in the first step, and each time that it goes on. Where steps are slow ranks end
-    # later than they are asked to, and all of it must be before the last step, which is the eighth.
+    # SIGTERM comes in the first step, and again after each resume. If steps are slow, ranks end
+    # later, but they must end before the last step, which is the eighth.
     stopped = [(0, 0)]
     for after in (1, 3, 1):
         with pytest.raises(AssertionError, match="TrainingInterruptedError: The ranks were asked"):
@@ -207,7 +207,7 @@ def test_a_run_goes_on_from_each_checkpoint(
 
 
 class Manual(Logging):
-    """Steps by itself: one optimizer in each batch, one in every third, with what has added up."""
+    """Manual optimization: one optimizer steps each batch, the other accumulates three batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,11 +227,11 @@ class Manual(Logging):
         return [torch.optim.Adam(parameters[:2], lr=0.01), torch.optim.Adam(parameters[2:], 0.01)]
 
 
-def test_gradients_that_wait_for_a_step_are_kept(backend: Any, store: Any) -> None:
+def test_accumulated_gradients_are_checkpointed(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
 
     def run(run_id: str, **further: Any) -> list[Any]:
-        # Steps alone end this run, in its second epoch of seven batches.
+        # Only max_steps ends this run, in its second epoch of seven batches.
         further |= {"trainer_args": {"max_steps": 15, "max_epochs": -1}, "batch_size": 8}
         model = fit(backend, store, run_id=run_id, model=Manual(), shuffle=True, **further)
         return end_of(store, model, run_id)
@@ -248,7 +248,7 @@ def test_gradients_that_wait_for_a_step_are_kept(backend: Any, store: Any) -> No
 
 
 class Spoilt(Logging):
-    """Has a loss that is not a number, on one rank in one step."""
+    """Module with a NaN loss on one rank in one step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -256,12 +256,10 @@ class Spoilt(Logging):
         return loss * float("nan") if spoils else loss
 
 
-def test_ranks_end_together_at_a_loss_of_one_and_leave_the_last_good_step(
-    backend: Any, store: Any
-) -> None:
+def test_a_nan_on_one_rank_ends_all_and_keeps_the_last_good_step(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
     settings = {"batch_size": 8, "checkpoint_every_n_steps": 1, "run_id": "spoilt"}
-    # Of the first rank.
+    # The message comes from the first rank.
     message = r"NotFiniteError: .*at step 5 of the run .*: the loss of rank 1 is nan; NaN or inf"
     with pytest.raises(AssertionError, match=message):
         fit(backend, store, model=Spoilt(), terminate_on_nan=True, **settings)

@@ -1,4 +1,4 @@
-"""What a run does beside exact steps: random numbers, parts of epochs, and what comes back."""
+"""Lightning runs apart from exact steps: random numbers, partial epochs, returned modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 
 
 class Noisy(Regression):
-    """Draws a random number in each step, and keeps what training makes of it."""
+    """Module that draws a random number in each step, and keeps the draws of all ranks."""
 
     def on_train_start(self) -> None:
         self.draws: list[float] = []
@@ -41,7 +41,7 @@ class Noisy(Regression):
         self.all_draws = self.all_gather(torch.tensor(self.draws)).tolist()
 
 
-def test_each_rank_draws_numbers_of_its_own_and_the_live_module_comes_back(
+def test_random_numbers_differ_between_ranks_and_the_live_module_is_returned(
     backend: Any, store: Any
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
@@ -61,7 +61,7 @@ def test_each_rank_draws_numbers_of_its_own_and_the_live_module_comes_back(
 
 
 class EndsOfEpochs(Regression):
-    """Has what Lightning 2 refuses to train with."""
+    """Module with hooks that Lightning 2 rejects."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx)}
@@ -73,21 +73,21 @@ class EndsOfEpochs(Regression):
         self.log("val_steps", float(len(outputs)), reduce_fx="sum")
 
 
-def test_hooks_of_lightning_1_are_called_and_come_back(backend: Any, store: Any) -> None:
+def test_hooks_of_lightning_1_are_called_and_kept(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
     write_rows(Path(store.get_val_data_path()), 10, seed=1)
     settings = {"model": EndsOfEpochs(), "batch_size": 16, "epochs": 2, "validation": True}
     model = fit(backend, store, **settings)
     for entry in model.getHistory():
-        # Batches of one size: the mean over the ranks' rows is that of their steps.
+        # With equal batch sizes, the mean over the ranks' rows is that of their steps.
         assert entry["train"]["mean_loss"] == pytest.approx(entry["train"]["loss"], rel=1e-6)
-        # validation_step returns nothing, and Lightning 1 gave nothing of it.
+        # validation_step returns None, which Lightning 1 left out of the outputs.
         assert entry["validation"]["val_steps"] == 0
     assert callable(model.getModel().validation_epoch_end)
 
 
 class Configured(Regression):
-    """Brings its own callback, and something that cannot be pickled."""
+    """Module with its own callback and an attribute that cannot be pickled."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", torch.tensor([3.0, 1.0, 2.0])[self.current_epoch])
@@ -101,7 +101,7 @@ class Configured(Regression):
         self.lock = threading.Lock()
 
 
-def test_a_modules_own_checkpoint_says_what_is_best(
+def test_a_checkpoint_callback_of_the_module_selects_the_best_model(
     backend: Any, store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
@@ -115,7 +115,7 @@ def test_a_modules_own_checkpoint_says_what_is_best(
 
 
 class Seen(Regression):
-    """Notes the first feature of each row."""
+    """Module that records the first feature of each row."""
 
     def on_train_start(self) -> None:
         self.rows: list[list[float]] = []
@@ -128,7 +128,7 @@ class Seen(Regression):
 @pytest.mark.parametrize(
     ("arguments", "shuffle"), [({"limit_train_batches": 2}, False), ({"overfit_batches": 2}, True)]
 )
-def test_a_part_of_the_batches_is_the_same_in_every_epoch(
+def test_limited_batches_are_the_same_in_each_epoch(
     backend: Any, store: Any, arguments: Any, shuffle: bool
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 100)
@@ -139,7 +139,7 @@ def test_a_part_of_the_batches_is_the_same_in_every_epoch(
     assert rows[:2] == rows[2:4] == rows[4:]
 
 
-def test_steps_alone_end_training(backend: Any, store: Any, tmp_path: Path) -> None:
+def test_max_steps_alone_ends_training(backend: Any, store: Any, tmp_path: Path) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     called = str(tmp_path / "called")
     counting = LambdaCallback(
@@ -162,7 +162,7 @@ def test_steps_alone_end_training(backend: Any, store: Any, tmp_path: Path) -> N
 
 
 class Running(LightningDataModule):
-    """Its loader runs dry: an iterator, or none at all."""
+    """Data module whose loader is an exhausted iterator in the second epoch."""
 
     def __init__(self, train_dir: str, cur_shard: int, **kwargs: Any) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Empty(Running):
     ("data_module", "message"),
     [(Running, "no batch in epoch 2"), (Empty, "has no batches: nothing was trained")],
 )
-def test_a_users_loader_that_has_nothing_more_is_an_error(
+def test_an_exhausted_or_empty_loader_is_an_error(
     store: Any, data_module: Any, message: str
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 8)
@@ -192,7 +192,7 @@ def test_a_users_loader_that_has_nothing_more_is_an_error(
 
 
 class Shuffling(LightningDataModule):
-    """Its loader draws an order in each epoch, and knows no position."""
+    """Data module whose loader shuffles each epoch and does not report its position."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Shuffling(LightningDataModule):
 
 
 class Positioned(Shuffling):
-    """Its loader tells where it is, and has no end of its own."""
+    """Data module whose loader reports its position and never ends."""
 
     def train_dataloader(self) -> Any:
         return Counter()
@@ -226,7 +226,7 @@ class Counter:
 
 
 class Rows(LightningModule):
-    """Records the epoch's rows and all losses in its state, and changes by the rows."""
+    """Module that keeps the epoch's rows and all losses as state, and learns from the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Rows(LightningModule):
 
 
 @pytest.mark.parametrize("data_module", [Shuffling, Positioned])
-def test_a_users_loader_goes_on_within_an_epoch(store: Any, data_module: Any) -> None:
+def test_a_custom_loader_resumes_within_an_epoch(store: Any, data_module: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 12)
 
     def run(run_id: str, **further: Any) -> Any:
@@ -279,11 +279,11 @@ def test_a_users_loader_goes_on_within_an_epoch(store: Any, data_module: Any) ->
             train = found[epoch, rows][0][epoch]["train"]
             assert train["loss"] == pytest.approx(sum(second_part) / len(second_part))
             train["loss"] = whole[0][epoch]["train"]["loss"]
-    # After steps 4 and 8 of twelve; the second epoch begins after six.
+    # After steps 4 and 8 of twelve; the second epoch starts after six.
     assert found == {(0, 8): whole, (1, 4): whole}
 
 
-def test_tensorboard_shows_no_step_twice(store: Any) -> None:
+def test_tensorboard_shows_each_step_once(store: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_rows(Path(store.get_train_data_path()), 35)
@@ -297,7 +297,7 @@ def test_tensorboard_shows_no_step_twice(store: Any) -> None:
         return [event.step for event in events.Scalars("train_mse")]
 
     assert shown() == list(range(14))
-    # Cut off after its last steps had been logged: it goes on after eight.
+    # The run lost its last checkpoints after their steps were logged: it resumes after eight.
     for path in store.get_checkpoints("shown")[-2:]:
         Path(path).unlink()
     assert shown() == list(range(14))

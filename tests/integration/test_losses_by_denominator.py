@@ -1,6 +1,7 @@
-"""Losses that are divided by something else than rows: ranks train and measure as one process.
+"""Losses with denominators other than rows: ranks train and evaluate as one process.
 
-A masked language model of Hugging Face, with padding and ignored targets, and a small net.
+The models are a masked language model of Hugging Face, with padding and ignored targets, and a
+small net.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def language_model() -> BertForMaskedLM:
 
 
 class TokenNet(torch.nn.Module):
-    """Logits of each token, classes second, and a number."""
+    """Net that returns logits of each token, with classes as second dimension, and a number."""
 
     def __init__(self, with_number: bool = False) -> None:
         super().__init__()
@@ -66,10 +67,10 @@ class TokenNet(torch.nn.Module):
 
 
 def write_tokens(path: Path, rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Write rows of tokens of which some are padding, and return them."""
+    """Write rows of tokens, some of them padding, and return them."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, LENGTH + 1, rows)
-    lengths[: rows // 2] = 1  # Rank 0's rows have fewer targets than rank 1's.
+    lengths[: rows // 2] = 1  # Rank 0 has fewer targets than rank 1.
     mask = np.arange(LENGTH) < lengths[:, None]
     columns = {
         "input_ids": np.where(mask, rng.integers(1, TOKENS, (rows, LENGTH)), 0),
@@ -85,7 +86,7 @@ def write_tokens(path: Path, rows: int = ROWS, seed: int = 0) -> dict[str, torch
 
 
 def write_both(store: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write rows to train on and others to validate on."""
+    """Write training and validation rows."""
     train = write_tokens(Path(store.get_train_data_path()))
     return train, write_tokens(Path(store.get_val_data_path()), 11, seed=1)
 
@@ -124,7 +125,7 @@ def by_tokens(net: Any, batch: Any, **options: Any) -> torch.Tensor:
 
 
 def lm_loss(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
-    """Return the mean over tokens that count, and their number."""
+    """Return the mean over unignored tokens, and their number."""
     loss = functional.cross_entropy(output.transpose(1, 2), label)
     return {"loss": loss, "denominator": (label != -100).sum()}
 
@@ -219,7 +220,7 @@ def test_a_function_states_its_denominator(
 
 
 @pytest.mark.parametrize("framework", FITS)
-def test_losses_of_several_labels_have_denominators_of_their_own(
+def test_losses_of_several_labels_have_separate_denominators(
     backend: Any, store: Any, framework: str
 ) -> None:
     columns, held_out = write_both(store)
@@ -288,7 +289,7 @@ def step_that_clips(
         ("lightning", step_with_scaled_loss, 1, float("inf")),
     ],
 )
-def test_a_step_of_the_users_with_the_models_own_loss(
+def test_a_custom_step_with_the_models_loss_trains_as_one_process(
     backend: Any, store: Any, framework: str, step: Any, passes: int, clip: float
 ) -> None:
     columns = write_tokens(Path(store.get_train_data_path()))
@@ -306,7 +307,7 @@ def test_a_step_of_the_users_with_the_models_own_loss(
     assert_same_weights(model.getModel(), expected)
 
 
-def test_a_step_that_computes_a_mean_over_rows_weighs_it(backend: Any, store: Any) -> None:
+def test_the_mean_loss_of_a_custom_step_is_weighted_by_rows(backend: Any, store: Any) -> None:
     columns = write_tokens(Path(store.get_train_data_path()), 9)
 
     def loss(net: Any, batch: Any) -> torch.Tensor:
@@ -352,7 +353,9 @@ def contrast(outputs: torch.Tensor) -> torch.Tensor:
     return (unit @ unit.T).logsumexp(dim=1).mean()
 
 
-def test_a_contrastive_loss_of_gathered_outputs(backend: Any, store: Any) -> None:
+def test_a_contrastive_loss_of_gathered_outputs_trains_as_one_process(
+    backend: Any, store: Any
+) -> None:
     columns = write_tokens(Path(store.get_train_data_path()), 9)
 
     def step(
@@ -430,7 +433,7 @@ def test_a_lightning_module_states_its_denominator(
 
 
 class ByLoss(torch.optim.Optimizer):
-    """Steps in proportion to the loss that the closure returns, which a line search also uses."""
+    """Optimizer with steps proportional to the closure's loss, which a line search also uses."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.2})
@@ -447,7 +450,7 @@ class ByLoss(torch.optim.Optimizer):
 
 
 class TokenModule(LightningModule):
-    """States its denominator, in automatic or manual optimization."""
+    """Module that states its denominator, in automatic or manual optimization."""
 
     def __init__(self, manual: bool) -> None:
         super().__init__()
@@ -491,7 +494,7 @@ def step_with_closure(
 def scaling_step(
     model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
 ) -> Any:
-    """Return from the closure what is scaled for its backward pass only."""
+    """Scale the closure's loss for the backward pass only."""
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -507,7 +510,7 @@ def scaling_step(
     "kind",
     ["torch step", "scaling step", "lightning step", "weights", "stated", "automatic", "manual"],
 )
-def test_closures_return_the_loss_over_the_denominator_of_all_ranks(
+def test_closures_divide_the_loss_by_the_denominator_of_all_ranks(
     backend: Any, store: Any, kind: str
 ) -> None:
     columns = write_tokens(Path(store.get_train_data_path()))
@@ -548,11 +551,11 @@ def test_closures_return_the_loss_over_the_denominator_of_all_ranks(
 
 
 class TorchOfFourShards(FourShards, TorchEstimator):
-    """A run that began with 4 ranks."""
+    """Run started with 4 ranks."""
 
 
 class LightningOfFourShards(FourShards, LightningEstimator):
-    """A run that began with 4 ranks."""
+    """Run started with 4 ranks."""
 
 
 @pytest.mark.parametrize("kind", [TorchOfFourShards, LightningOfFourShards])
@@ -567,7 +570,7 @@ def test_fewer_ranks_divide_by_the_denominator_of_all_shards(
     assert_same_weights(model.getModel(), train_alone(TokenNet(), columns, by_tokens, ranks=4))
 
 
-def test_a_stated_denominator_and_a_second_loss_are_rejected(backend: Any, store: Any) -> None:
+def test_a_stated_denominator_with_a_second_loss_is_rejected(backend: Any, store: Any) -> None:
     write_tokens(Path(store.get_train_data_path()))
     with pytest.raises(ParamError, match="must be the only loss"):
         torch_fit(

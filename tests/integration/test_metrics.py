@@ -1,6 +1,6 @@
-"""Metrics over all rows of ranks with unequal rows, by each way to give one; stops of single ranks.
+"""Metrics over ranks with unequal rows, in each way to define them; stops by single ranks.
 
-The reference is scikit-learn. The network does not learn, so that its outputs are known.
+The reference is scikit-learn. The network does not learn, so its outputs are known.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def test_metrics_of_a_plain_module_are_exact_and_named_in_both_estimators(
-    backend: Any, store: Any
-) -> None:
+def test_metrics_of_plain_modules_are_exact_in_both_estimators(backend: Any, store: Any) -> None:
     train = expected_of(write_classes(Path(store.get_train_data_path()), 41, 0))
     held_out = expected_of(write_classes(Path(store.get_val_data_path()), 17, 1))
 
@@ -110,7 +108,7 @@ def test_metrics_of_a_plain_module_are_exact_and_named_in_both_estimators(
 
     net = make_net()
     given = {**PLAIN, "model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.0)}
-    # Its value never changes: the third epoch does not better the first.
+    # The metric is constant, so the third epoch does not improve on the first.
     stop = EarlyStopping("val_MulticlassAUROC", mode="max", patience=2, min_delta=1e-6)
     model = fit_lightning(backend, store, **{**given, "epochs": 6, "callbacks": [stop]})
     assert len(model.getHistory()) == 3
@@ -123,7 +121,7 @@ def test_metrics_of_a_plain_module_are_exact_and_named_in_both_estimators(
 
 
 class Classifier(LightningModule):
-    """Logs metrics in each way that Lightning has."""
+    """Module that logs metrics in each way that Lightning supports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +173,7 @@ class Classifier(LightningModule):
 
 
 class Monitors(Callback):
-    """Notes what it sees, and collects outputs itself."""
+    """Callback that records metrics and collects batch sizes itself."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -192,7 +190,7 @@ class Monitors(Callback):
 
 
 @pytest.mark.parametrize("held_out_rows", [17, 1])
-def test_metrics_of_a_lightning_module_are_exact_also_in_hooks_of_an_epoch(
+def test_metrics_of_a_lightning_module_are_exact_in_all_hooks(
     backend: Any, store: Any, tmp_path: Path, held_out_rows: int
 ) -> None:
     train = write_classes(Path(store.get_train_data_path()), 41, 0)
@@ -210,11 +208,11 @@ def test_metrics_of_a_lightning_module_are_exact_also_in_hooks_of_an_epoch(
             Monitors(str(tmp_path)),
             EarlyStopping("val_accuracy", mode="max", patience=1, min_delta=1e-6),
             best,
-            # The Trainer takes it only if progress bars are enabled.
+            # The Trainer accepts it only if progress bars are enabled.
             RichProgressBar(),
         ],
     )
-    assert len(model.getHistory()) == 2  # The second epoch is not better.
+    assert len(model.getHistory()) == 2  # The second epoch is not an improvement.
     record = model.getHistory()[-1]
     wanted = with_prefix("train_", expected_of(train))
     assert named(record["train"], wanted) == wanted
@@ -233,12 +231,12 @@ def test_metrics_of_a_lightning_module_are_exact_also_in_hooks_of_an_epoch(
         seen, own = torch.load(tmp_path / f"{rank}-1", weights_only=False)
         assert named(seen, wanted) == wanted, rank
         sizes.append(sum(own))
-    # A rank without rows keeps the row that it took part with, which does not count.
+    # A rank without rows keeps a placeholder row, which does not count.
     assert sum(sizes) == held_out_rows if held_out_rows > 1 else sizes == [1, 1], sizes
 
 
 class StopsOnRankOne(LightningModule):
-    """Decides by what only one rank sees."""
+    """Module that stops training on only one rank."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -282,7 +280,7 @@ class StopsOnRankOne(LightningModule):
         ("epoch", 4, 1),
     ],
 )
-def test_ranks_stop_together_if_one_of_them_wants_to(
+def test_all_ranks_stop_if_one_stops(
     backend: Any, store: Any, how: str, steps: int, epochs: int
 ) -> None:
     write_classes(Path(store.get_train_data_path()), 64, 0)
@@ -294,7 +292,7 @@ def test_ranks_stop_together_if_one_of_them_wants_to(
         validation=0.3,
         batch_size=8,
         epochs=2,
-        # In the middle of an epoch, too.
+        # Also in the middle of an epoch.
         trainer_args={"val_check_interval": 2} if how == "validation" else {},
     )
     assert len(model.getHistory()) == epochs

@@ -1,4 +1,4 @@
-"""Python state of modules, and objects with a state, are returned, saved and restored."""
+"""Python state of modules and stateful objects is returned, saved and restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def setup_module() -> None:
 
 
 class Stepping(torch.nn.Module):
-    """Counts the steps in a Python attribute, which its outputs depend on."""
+    """Module whose outputs depend on its Python counter of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Stepping(torch.nn.Module):
 
 
 class Remembering(Stepping):
-    """Gives its state to checkpoints."""
+    """The same module with extra state for checkpoints."""
 
     def get_extra_state(self) -> Any:
         return {"steps": self.steps, "seen": self.seen}
@@ -53,7 +53,7 @@ class Remembering(Stepping):
 
 
 class Steps(LightningModule):
-    """Trains a module that counts, with a scheduler that Lightning does not know."""
+    """Module around a counting net, with a scheduler unknown to Lightning."""
 
     def __init__(self, net: torch.nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Steps(LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.rates_of_epoch: list[float] = []
-        # A resumed run calls this hook again in an epoch that it resumes.
+        # A resumed run calls this hook again in the epoch that it resumes.
         for group in self.optimizers().param_groups:
             group["momentum"] = 0.9 * group["momentum"]
         self.epochs += 1
@@ -94,7 +94,7 @@ class Steps(LightningModule):
 
 
 class Scheduling:
-    """Leaves a scheduler on the module, where the module could use it, too."""
+    """Callback that leaves a scheduler on the module, where the module could also use it."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         module.schedulers = {"rate": [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]}
@@ -121,7 +121,7 @@ def predictions(model: Any, columns: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("run", [torch_run, lightning_run])
-def test_python_state_is_returned_and_that_of_checkpoints_resumes(
+def test_python_state_is_returned_and_extra_state_resumes(
     backend: Any, store: Any, run: Any
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
@@ -151,7 +151,7 @@ def test_python_state_is_returned_and_that_of_checkpoints_resumes(
             assert resumed.getHistory() == whole.getHistory()
     assert {(0, 48), (1, 0), (1, 32), (3, 0)} <= {*found}
     if run is lightning_run:
-        # The schedule of three epochs, in a run that ended after two.
+        # The schedule covers three epochs, in a run that ended after two.
         parts = run(store, backend, "parts", Remembering(), epochs=2)
         assert parts.getHistory()[-1]["train"]["rate"] == pytest.approx(0.02 / 3)
         parts = run(store, backend, "parts", Remembering(), epochs=3)
@@ -161,7 +161,7 @@ def test_python_state_is_returned_and_that_of_checkpoints_resumes(
 
 
 def scaled_step() -> dict[str, Any]:
-    """Return params with a step whose scheduler and scaler belong to the script."""
+    """Return params with a step that uses the script's scheduler and scaler."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -193,7 +193,7 @@ def scaled_step() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("estimator", ["torch", "lightning"])
-def test_stateful_objects_are_those_of_the_function_and_resume(
+def test_stateful_objects_reach_the_function_and_resume(
     backend: Any, store: Any, estimator: str
 ) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)

@@ -1,4 +1,4 @@
-"""Classes of a notebook stay what they are, whatever is fitted, predicted with or loaded."""
+"""Classes of a notebook keep working after fits, predictions and loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = Path(__file__).with_name("notebook_job.py")
 
 
 @pytest.mark.parametrize("framework", ["keras", "torch", "lightning"])
-def test_a_variable_of_the_notebook_counts_after_a_fit(framework: str, tmp_path: Path) -> None:
+def test_notebook_variables_still_take_effect_after_a_fit(framework: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(JOB), framework, str(tmp_path / "store")],
         env={

@@ -124,9 +124,7 @@ def check_all(ranks: Any, store: Any, fits: Any, makers: dict[str, Make], whole:
     assert not failures, "\n".join(f"{k}: {v[-1500:]}" for k, v in failures.items())
 
 
-def test_each_optimizer_of_torch_trains_and_resumes_as_in_one_process(
-    ranks: Any, store: Any
-) -> None:
+def test_optimizers_of_torch_train_and_resume_as_one_process(ranks: Any, store: Any) -> None:
     check_all(ranks, store, [fit_torch], torch_optimizers(), whole=False)
 
 
@@ -135,7 +133,7 @@ def chosen(names: list[str]) -> dict[str, Make]:
     return {name: makers[name] for name in names}
 
 
-def test_optimizers_of_other_packages_train_and_resume_as_in_one_process(
+def test_optimizers_of_other_packages_train_and_resume_as_one_process(
     ranks: Any, store: Any
 ) -> None:
     names = ["lion_pytorch.Lion", "timm.optim.Lookahead", "schedulefree.AdamWScheduleFree"]
@@ -143,9 +141,7 @@ def test_optimizers_of_other_packages_train_and_resume_as_in_one_process(
     check_all(ranks, store, [fit_torch], chosen(names), whole=True)
 
 
-def test_lightning_trains_and_resumes_with_optimizers_as_one_process(
-    ranks: Any, store: Any
-) -> None:
+def test_optimizers_in_lightning_train_and_resume_as_one_process(ranks: Any, store: Any) -> None:
     names = ["torch.optim.LBFGS-strong_wolfe", "timm.optim.Lookahead", "torch.optim.SparseAdam"]
     names += ["schedulefree.AdamWScheduleFree"]
     check_all(ranks, store, [fit_lightning], chosen(names), whole=True)
@@ -154,7 +150,7 @@ def test_lightning_trains_and_resumes_with_optimizers_as_one_process(
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("fit", [fit_torch, fit_lightning])
-def test_every_optimizer_trains_and_resumes_bit_for_bit(ranks: Any, store: Any, fit: Any) -> None:
+def test_all_optimizers_train_and_resume_bit_for_bit(ranks: Any, store: Any, fit: Any) -> None:
     check_all(ranks, store, [fit], {**torch_optimizers(), **other_optimizers()}, whole=True)
 
 
@@ -166,7 +162,7 @@ def test_an_optimizer_that_differentiates_gradients_is_rejected(ranks: Any, stor
 
 
 class Noisy(torch.optim.SGD):
-    """Adds noise to the weights: on each rank another."""
+    """Optimizer that adds different noise to the weights on each rank."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -184,15 +180,15 @@ def make_kron(parameters: Any) -> torch.optim.Optimizer:
     "make",
     [
         Noisy,
-        # Compiles its steps, which takes much longer than the training.
+        # Compiling its steps takes much longer than the training.
         pytest.param(make_kron, marks=pytest.mark.soak),
     ],
 )
-def test_an_optimizer_that_draws_random_numbers_is_named(
+def test_an_optimizer_that_draws_random_numbers_is_rejected(
     ranks: Any, store: Any, make: Make
 ) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)
-    # The run's own digests of the ranks, after the first epoch.
+    # The error comes from the digests of the ranks after the first epoch.
     message = r"After epoch 0, .* different weights: net.0.weight, net.0.bias, .*'random'"
     with pytest.raises(AssertionError, match=message):
         fit_torch("", make, settings(ranks, store, "random", 3))

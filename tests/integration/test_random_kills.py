@@ -1,6 +1,7 @@
-"""A rank that is killed at a random moment costs time alone: the run ends in the same weights.
+"""A rank killed at a random moment costs only time: the run ends with the same weights.
 
-Bit by bit, with one restart, as on CPUs with one thread. ``KILLS_SEED`` chooses other moments.
+The weights are bit-for-bit identical after one restart, as on CPUs with one thread.
+``KILLS_SEED`` selects other moments.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def setup_module() -> None:
 
 
 def check(framework: str, reader: str, folder: Path, seed: int, number: int, **params: Any) -> None:
-    """Kill a rank of as many runs, and compare each with one that nobody has killed."""
+    """Kill a rank in each of several runs, and compare each with an undisturbed run."""
     store = TellingStore(str(folder / "store"))
     write_data(store)
 
@@ -56,7 +57,7 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int, **p
             **more,
         )
         found = end_of(framework, estimator.fit_on_parquet())
-        # A rank that had done its part by then is not missed.
+        # A kill after the rank's work is done does not matter.
         had_ended = kill is not None and kill.kind == "checkpoint" and backend.launches == 1
         assert had_ended or backend.launches == 1 + was_killed(folder / name)
         return found
@@ -73,24 +74,24 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int, **p
             found = fit(name, kill, checkpoint_every_n_steps=EVERY)
             assert was_killed(folder / name), "the run has ended before it"
             assert_equal_bits(found, whole)
-            # What came before the last checkpoint but one is not trained again.
+            # Steps before the second-to-last checkpoint are not trained again.
             again = sum(events_of(folder / name, "step")) - kills.RANKS * LENGTH.steps
             assert again <= MOST_LOST, again
         except (AssertionError, HvdEstimatorsError) as error:
-            # The others may tell more of what is wrong.
+            # Further runs may show more about the cause.
             failed.append(f"{told}: {type(error).__name__}: {error}")
             print(failed[-1], flush=True)
     assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_rank_that_is_killed_changes_nothing(framework: str, tmp_path: Path) -> None:
+def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path) -> None:
     reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
     number = 2 if framework == "torch" else 1
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
 
 
-def test_a_rank_of_torch_distributed_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(tmp_path: Path) -> None:
     seed = int(os.environ.get("KILLS_SEED", "17"))
     check("torch", READERS[0], tmp_path, seed, 1, collectives="torch")
 
@@ -99,7 +100,7 @@ def test_a_rank_of_torch_distributed_that_is_killed_changes_nothing(tmp_path: Pa
     "framework",
     ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
 )
-def test_a_kill_within_a_validation_costs_the_steps_since_the_last_checkpoint(
+def test_a_kill_in_validation_repeats_steps_since_the_last_checkpoint(
     framework: str, tmp_path: Path
 ) -> None:
     store = TellingStore(str(tmp_path / "store"))
@@ -122,7 +123,7 @@ def test_a_kill_within_a_validation_costs_the_steps_since_the_last_checkpoint(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_ranks_that_are_killed_at_twenty_moments(
+def test_kills_at_twenty_moments_do_not_change_the_result(
     framework: str, reader: str, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("KILLS_SEED", random.SystemRandom().randrange(10**6)))
@@ -132,8 +133,6 @@ def test_ranks_that_are_killed_at_twenty_moments(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
-def test_ranks_of_torch_distributed_that_are_killed_at_twenty_moments(
-    framework: str, tmp_path: Path
-) -> None:
+def test_kills_of_torch_distributed_ranks_at_twenty_moments(framework: str, tmp_path: Path) -> None:
     seed = int(os.environ.get("KILLS_SEED", random.SystemRandom().randrange(10**6)))
     check(framework, READERS[0], tmp_path, seed, 20, collectives="torch")

@@ -1,4 +1,4 @@
-"""What ranks print while they train: the user's lines, and no notices of frameworks."""
+"""Output of ranks during training: the user's lines, and no notices of frameworks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def printed_lines(text: str, kinds: tuple[str, ...] = NOTICES) -> list[str]:
 
 
 @pytest.mark.parametrize("warm_start", [True, False])
-def test_ranks_of_keras_print_no_notices_unless_the_user_asks(
+def test_keras_ranks_print_notices_only_on_request(
     store: Any, capfd: pytest.CaptureFixture[str], warm_start: bool
 ) -> None:
     import keras
@@ -82,7 +82,7 @@ def test_ranks_of_keras_print_no_notices_unless_the_user_asks(
     assert printed_lines(everything.getvalue())
 
 
-def test_neither_ranks_nor_checks_of_lightning_print_advertisements(
+def test_lightning_does_not_print_advertisements(
     store: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 32)

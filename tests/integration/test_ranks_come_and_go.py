@@ -1,4 +1,4 @@
-"""A run of 4 ranks goes on with 2, and then with 3, as ranks and their slots are lost and found."""
+"""A run of 4 ranks resumes with 2 and then with 3, as slots are lost and found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 EPOCHS, STEPS = 3, 4
 SLOTS = (4, 2, 3)
-# In the second epoch; and in the third, as each of two ranks has two batches in a step.
+# In the second epoch, and in the third, where each of two ranks has two batches per step.
 KILLS = (Kill("the second epoch", "step", 6, 3), Kill("the third epoch", "step", 12, 0))
 
 
@@ -29,7 +29,7 @@ def setup_module() -> None:
 
 
 def steps_of(folder: Path) -> list[list[list[int]]]:
-    """Return the ids of each step that a launch has trained on, for each launch."""
+    """Return the ids of each step that each launch has trained."""
     return [
         noted_steps(folder / f"launch-{launch}", ranks, ended=launch == len(SLOTS) - 1)
         for launch, ranks in enumerate(SLOTS)
@@ -45,7 +45,7 @@ def steps_of(folder: Path) -> list[list[list[int]]]:
         pytest.param("lightning", marks=pytest.mark.soak),
     ],
 )
-def test_four_ranks_become_two_and_then_three(
+def test_a_run_of_four_ranks_resumes_with_two_and_then_three(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hvd_estimators.launch.relaunch._RETURN_SECONDS", 0.0)
@@ -72,7 +72,7 @@ def test_four_ranks_become_two_and_then_three(
     for epoch in range(EPOCHS):
         of_epoch = steps[epoch * STEPS : (epoch + 1) * STEPS]
         assert sorted(number for step in of_epoch for number in step) == list(range(ROWS))
-    # What each launch has trained on until the position from which the next one goes on.
+    # Steps of each launch up to the position from which the next one resumes.
     restarts = (read_metadata(store, store.get_run_path("parts")) or {})["fits"][-1]["restarts"]
     begins = [0, *(note["epoch"] * STEPS + note["step"] for note in restarts)]
     ends = [*begins[1:], EPOCHS * STEPS]

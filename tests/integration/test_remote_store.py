@@ -1,4 +1,4 @@
-"""Training with a store that is no local directory: data, checkpoints and logs go through it."""
+"""Training with a store without local paths for data, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_torch(backend: Any, tmp_path: Path, columns: Any) -> None:
 
 
 def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
-    """In two parts, with everything of Lightning's that writes files."""
+    """Train in two parts, with all Lightning features that write files."""
     from lightning_reference import Regression, fit
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
@@ -88,7 +88,7 @@ def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
         )
     check(model.getModel().net, columns)
     files = files_of(tmp_path)
-    # Whichever the better epoch was.
+    # "best" exists regardless of the better epoch.
     assert {"checkpoints/checkpoint-000002", "checkpoints/best", "logs/events"} <= files.keys()
     # Each rank's profile.
     assert {"logs/profile/fit-simple-0", "logs/profile/fit-simple-1"} <= files.keys()

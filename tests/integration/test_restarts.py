@@ -1,4 +1,4 @@
-"""Runs that lose executors, ranks and their driver end as if they had not, in a real cluster."""
+"""Runs that lose executors, ranks and their driver in a real cluster, with unchanged results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hvd_estimators.store.runs import read_metadata
 pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.slow]
 
 
-def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_executor_ranks_and_driver(spark: Any, tmp_path: Path) -> None:
     status, output = run_job(tmp_path)
     assert status == -signal.SIGKILL, output[-8000:]
 
-    # What was lost is noted, and told in a line each.
+    # Each loss is recorded, and reported in one line.
     store = Store.create(str(tmp_path / "store"))
     (fit,) = notes(store, "disturbed")["fits"]
     restarts = fit["restarts"]
@@ -39,7 +39,7 @@ def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_pa
         assert f"restart {number} of at most 3" in line
         assert "from the checkpoint of epoch" in line
 
-    # Another application goes on with the run whose driver is gone, from the middle of its epoch.
+    # Another application resumes the run of the lost driver, in the middle of its epoch.
     assert notes(store, "left-alone")["state"] == "running"
     model = restart_job.fit(spark, tmp_path, "left-alone")
     assert json.loads((tmp_path / "histories.json").read_text()) == model.getHistory()
@@ -51,19 +51,19 @@ def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_pa
 
 
 @pytest.mark.soak
-def test_ranks_of_an_executor_that_is_asked_to_end_save_the_step_they_are_in(
+def test_ranks_of_a_terminated_executor_save_their_current_step(
     tmp_path: Path,
 ) -> None:
     status, output = run_job(tmp_path, "preempted")
     assert status == 0, output[-8000:]
     (fit,) = notes(Store.create(str(tmp_path / "store")), "disturbed")["fits"]
     (restart,) = fit["restarts"]
-    # Ranks had done eight steps when it was asked, and there is a checkpoint every two.
+    # Ranks had done eight steps at the signal, and checkpoints are two steps apart.
     assert restart["epoch"] * restart_job.STEPS + restart["step"] > 9, restart
 
 
 def run_job(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Return the status of the job's process, and what it has printed."""
+    """Return the exit status of the job's process and its output."""
     output = folder / "output.txt"
     with open(output, "wb") as file:
         ended = subprocess.run(

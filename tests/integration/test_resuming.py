@@ -1,4 +1,4 @@
-"""A run that is resumed, after an epoch or within one, ends as an uninterrupted one, bit by bit."""
+"""Runs resumed after or within an epoch are bit-for-bit identical to uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 
 class Plateaus:
-    """Holds schedulers, which are made when training begins; their state is a callback's."""
+    """Callback with schedulers that it creates when training starts, and with a state."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         self.schedulers = [
@@ -50,18 +50,18 @@ class Plateaus:
 
 
 class Stepping:
-    """Holds what changes in each step, and says nothing of its state."""
+    """Callback with objects that change in each step, and without a state."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         self.module = module
         self.rates = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)]
         self.average = torch.optim.swa_utils.AveragedModel(module)
-        # A run that goes on has the weights that it had, not these.
+        # A resumed run keeps its own weights instead of these.
         torch.nn.init.zeros_(module.last.weight)
         optimizer.register_step_post_hook(self.after_step)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        # As a callback does that thaws layers: no state tells that it was done.
+        # Like a callback that thaws layers, this leaves no trace in any state.
         self.module.nudge = 0.01 * epoch
 
     def after_step(self, *_: Any) -> None:
@@ -73,7 +73,7 @@ class Stepping:
 
 
 class Fleeting(DataDependent):
-    """Has a buffer that its state_dict leaves out."""
+    """Net with a buffer that its state_dict leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, **params: 
         "metrics": [torch.nn.functional.l1_loss, SpearmanCorrCoef()],
         "shuffle": True,
         "scale_learning_rate": True,
-        # Seven steps; the ranks' last batches differ.
+        # Seven steps; the ranks' last batches have different sizes.
         "batch_size": 8,
         "validation": 0.1,
         **params,
@@ -108,7 +108,7 @@ def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, **params: 
 
 
 def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
-    """Return all that a run has ended with."""
+    """Return the complete final state of a run."""
     newest = store.get_checkpoints(run_id)[-1]
     state = read_state(store, newest)
     saved = torch.load(newest, weights_only=True)
@@ -140,15 +140,13 @@ def assert_equal_bits(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
-    backend: Any, store: Any
-) -> None:
+def test_a_torch_run_resumes_after_and_within_each_epoch(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     whole = end_of(store, torch_run(store, backend, "whole"), "whole")
     rates = [group["lr"] for group in whole[2]["param_groups"]]
     assert rates != [0.01]
-    # Each rank has what its own rows have left: nothing of the others'.
+    # Each rank's buffers depend only on its own rows.
     first, second = whole[3]["buffers"]
     assert not torch.equal(first["drawn"], second["drawn"])
 
@@ -163,12 +161,12 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
     for newest in store.get_checkpoints("kept")[-2:]:
         Path(newest).write_bytes(Path(newest).read_bytes()[:-1])
     assert_equal_bits(end_of(store, torch_run(store, backend, "kept"), "kept"), whole)
-    # After every third step of the run, seven of which are an epoch, and after each epoch.
+    # After every third step of the run, with seven steps an epoch, and after each epoch.
     within_epochs = [(0, 48), (0, 96), (1, 32), (1, 80), (2, 16), (2, 64)]
     assert positions == sorted([*within_epochs, (1, 0), (2, 0), (3, 0)])
 
-    # Asked to end in the first step, and each time that it goes on. Ranks look after their steps 1,
-    # 3, 7 and so on, or more often where steps are slow.
+    # SIGTERM comes in the first step, and again after each resume. Ranks check after their steps 1,
+    # 3, 7 and so on, or more often if steps are slow.
     stopped = [(0, 0)]
     for after in (1, 3, 5, 2):
         with pytest.raises(AssertionError, match="TrainingInterruptedError: The ranks were asked"):
@@ -181,7 +179,7 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
 
 
 def acting(step: int, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a constructor of a loss that acts on its value in one step of rank 1."""
+    """Return a constructor of a loss that changes its value in one step of rank 1."""
 
     def make(rank: int) -> Any:
         left = itertools.count(step, -1)
@@ -196,7 +194,7 @@ def acting(step: int, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return [make]
 
 
-def test_a_loss_that_is_nan_ends_all_ranks_and_leaves_the_last_good_checkpoint(
+def test_a_nan_loss_ends_all_ranks_and_keeps_the_last_good_checkpoint(
     backend: Any, store: Any
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
@@ -212,7 +210,7 @@ def test_a_loss_that_is_nan_ends_all_ranks_and_leaves_the_last_good_checkpoint(
     never = acting(0, lambda value: value)
     whole = end_of(store, run("whole", loss_constructors=never), "whole")
 
-    # The ninth of seven steps an epoch.
+    # Step nine, with seven steps an epoch.
     nan = acting(9, lambda value: value * np.nan)
     with pytest.raises(AssertionError) as failed:
         run("nan", loss_constructors=nan, checkpoint_every_n_steps=4, terminate_on_nan=True)
@@ -227,10 +225,10 @@ def test_a_loss_that_is_nan_ends_all_ranks_and_leaves_the_last_good_checkpoint(
 
 
 class Scaled:
-    """A step of its own, which a scaler skips where the scaled gradients are infinite."""
+    """Custom step with a scaler, which skips steps with infinite scaled gradients."""
 
     def __init__(self) -> None:
-        # Of a loss of about ten: the first steps are skipped.
+        # With a loss of about ten, the first steps are skipped.
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=9)
 
     def __call__(
@@ -247,7 +245,7 @@ class Scaled:
         return outputs, loss
 
 
-def test_a_scaler_of_the_users_skips_the_same_steps_on_all_ranks_and_goes_on(
+def test_a_custom_scaler_skips_the_same_steps_on_all_ranks_and_resumes(
     backend: Any, store: Any
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 112)
@@ -270,7 +268,7 @@ def test_a_scaler_of_the_users_skips_the_same_steps_on_all_ranks_and_goes_on(
 
 
 class Chancy(LightningModule):
-    """Draws by what is in a batch; its rate is scheduled, its loss scaled for half floats."""
+    """Module with batch-dependent draws and a scheduler, trained with a loss scaler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +292,7 @@ class Chancy(LightningModule):
 
 
 def lightning_run(store: Any, backend: Any, run_id: str, epochs: int) -> list[Any]:
-    """Return all that a run has ended with."""
+    """Run a fit, and return its complete final state."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
     stopping = EarlyStopping("val_loss", patience=2)
     model = fit_lightning(
@@ -312,31 +310,31 @@ def lightning_run(store: Any, backend: Any, run_id: str, epochs: int) -> list[An
     )
     path = store.get_checkpoints(run_id)[-1]
     state = read_state(store, path)
-    # As Lightning itself opens it.
+    # The same call as in Lightning.
     saved = torch.load(path, weights_only=False)
     saved["loops"] = None
     history = [vars(record) for record in state.history]
     return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
 
 
-def test_a_lightning_run_goes_on_from_each_epoch(backend: Any, store: Any) -> None:
+def test_a_lightning_run_resumes_from_each_epoch(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     whole = lightning_run(store, backend, "whole", 5)
     for epochs in (1, 2):
         lightning_run(store, backend, "parts", epochs)
-    # Damaged: its epoch is trained once more, from the checkpoint before.
+    # The damaged epoch is trained once more, from the previous checkpoint.
     Path(store.get_checkpoints("parts")[-1]).write_bytes(b"damaged")
     for epochs in (2, 5):
         parts = lightning_run(store, backend, "parts", epochs)
     assert_equal_bits(parts, whole)
     saved = whole[2]
-    # The first steps were skipped as the scale was too large, and later ones were not.
+    # Only the first steps were skipped, because the scale was too large.
     scale = saved["MixedPrecision"]["scale"]
     assert 1.0 < scale < 2.0**20
     assert saved["lr_schedulers"][0]["num_bad_epochs"] in (0, 1)
     assert saved["optimizer_states"][0]["param_groups"][0]["lr"] < 0.01
-    # Validation is worse in each epoch: training has stopped before the last one.
+    # Validation is worse in each epoch, so training has stopped before the last one.
     assert len(whole[0]) == 3
     assert not torch.equal(*(buffers["net.drawn"] for buffers in saved["hvd_estimators.buffers"]))
 

@@ -1,4 +1,4 @@
-"""A secret of a store is nowhere but in memory: in no file, log, command line or user interface."""
+"""A store's secret stays in memory: not in files, logs, command lines or user interfaces."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _UI_PAGES = ("jobs", "stages", "storage", "environment", "executors", "SQL")
 
 
 class Search:
-    """Looks for a text in what files hold and processes show, again and again, in a thread.
+    """Search for a text in files and processes.
 
     Parameters
     ----------
     text : str
-        What must be nowhere.
+        Text that must not appear.
     folder : Path
-        Whose files are searched.
+        Folder of the files to search.
 
     Attributes
     ----------
     found : set of str
-        Where it was found.
+        Places that contain the text.
     searched : set of str
-        Where it was looked for.
+        Places that were searched.
     """
 
     def __init__(self, text: str, folder: Path) -> None:
@@ -51,19 +51,19 @@ class Search:
         self.searched: set[str] = set()
 
     def search(self, where: str, content: bytes) -> None:
-        """Look for the text in some bytes."""
+        """Search some bytes for the text."""
         self.searched.add(where)
         if any(form in content for form in self._forms):
             self.found.add(where)
 
     def files(self) -> None:
-        """Look into all files that are new or have changed."""
+        """Search all files that are new or have changed."""
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 self._file(os.path.join(folder, name))
 
     def processes(self, job: int) -> None:
-        """Look at all command lines; at environments and deleted files of a job's processes."""
+        """Search all command lines, and environments and deleted files of a job's processes."""
         for process in psutil.process_iter():
             self._read(f"/proc/{process.pid}/cmdline", f"command line of {process.pid}")
         for pid in {*_descendants(job), *self._others()}:
@@ -78,7 +78,7 @@ class Search:
                     self._read(descriptor, f"deleted file {target} of {pid}")
 
     def _others(self) -> Iterator[int]:
-        """Return processes with the job's environment: forks of warm ones are no descendants."""
+        """Yield processes with the job's environment, as forks of warm ones are not descendants."""
         own = str(self._folder).encode()
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class Search:
             self._read(path, path)
 
     def _read(self, path: str, where: str) -> None:
-        with contextlib.suppress(OSError):  # it may have gone
+        with contextlib.suppress(OSError):  # The file may have been deleted.
             self.search(where, Path(path).read_bytes())
 
 
@@ -114,7 +114,7 @@ def _entries(folder: str) -> Iterator[str]:
         return
 
 
-def test_a_marked_secret_is_nowhere(s3: Any, tmp_path: Path) -> None:
+def test_a_secret_does_not_leak(s3: Any, tmp_path: Path) -> None:
     mark = f"mark{uuid.uuid4().hex}{uuid.uuid4().hex}"
     for name in ("tmp", "events", "local", "home"):
         (tmp_path / name).mkdir()
@@ -153,7 +153,7 @@ def test_a_marked_secret_is_nowhere(s3: Any, tmp_path: Path) -> None:
                 search.processes(job.pid)
                 rounds += ranks == 2
                 if rounds == 2:
-                    # Everything has been looked at once while both ranks were there.
+                    # All places have been searched once while both ranks were running.
                     (tmp_path / "go on").touch()
 
         looking = threading.Thread(target=look)
@@ -176,7 +176,7 @@ def test_a_marked_secret_is_nowhere(s3: Any, tmp_path: Path) -> None:
         search.search(f"object {name}", content)
     assert search.found == set()
 
-    # It would have been found: all of these were looked at.
+    # The search has covered all of these places.
     searched = "\n".join(sorted(search.searched))
     for part in ("events/", "saved/model/", "saved/estimator/", "driver.log", "output.txt"):
         assert f"{tmp_path}/{part}" in searched, part
@@ -191,7 +191,7 @@ def test_a_marked_secret_is_nowhere(s3: Any, tmp_path: Path) -> None:
 
 
 def _user_interface(url: str) -> Iterator[tuple[str, bytes]]:
-    """Yield all pages of Spark's user interface, and its answers to programs."""
+    """Yield all pages of Spark's user interface and the answers of its API."""
     (application,) = json.loads(_get(f"{url}/api/v1/applications"))
     api = f"/api/v1/applications/{application['id']}"
     queries = json.loads(_get(f"{url}{api}/sql?length=1000"))

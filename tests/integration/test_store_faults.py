@@ -1,4 +1,4 @@
-"""What goes wrong with real storage: it is tried again or told of, and no checkpoint is lost."""
+"""Faults of real storage: writes are retried or errors reported, and checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def proxy(s3: Any) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def store_behind_proxy(s3: Any, proxy: FaultProxy) -> Any:
-    """A store behind the proxy. Its client itself tries again for a second, not for a minute."""
+    """Store behind the proxy, whose client retries for a second instead of a minute."""
     options = s3.options(endpoint=proxy.endpoint)
     options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     return Store.create(f"{s3.new_bucket()}/store", storage_options=options)
@@ -58,7 +58,7 @@ def is_checkpoint(method: str, path: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
-def test_a_checkpoint_is_written_again_until_it_is_there(
+def test_checkpoint_writes_are_retried_until_they_succeed(
     s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str
 ) -> None:
     save(store_behind_proxy, 1)
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_written_again_until_it_is_there(
         threading.Timer(3, proxy.start).start()
         fault = None
     else:
-        # More often than the clients themselves try again.
+        # More often than the clients themselves retry.
         fault = proxy.fault(kind, matches=is_checkpoint, times=7)
     save(store_behind_proxy, 2)
     assert fault is None or fault.happened == 7
@@ -76,12 +76,12 @@ def test_a_checkpoint_is_written_again_until_it_is_there(
 
 
 @pytest.mark.parametrize("kind", ["cut", "SlowDown", "gone", "ExpiredToken", "AccessDenied"])
-def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
+def test_failed_writes_raise_and_keep_the_previous_checkpoint(
     s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store_behind_proxy, 1)
     is_lasting = kind in ("ExpiredToken", "AccessDenied")
-    # What does not pass by itself is not waited for.
+    # Lasting faults are not retried.
     monkeypatch.setattr(retries, "RETRY_SECONDS", 60 if is_lasting else 2)
     if kind == "gone":
         proxy.stop()
@@ -94,7 +94,7 @@ def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
     assert time.monotonic() - started < 30
     direct = Store.create(store_behind_proxy.prefix_path, storage_options=s3.storage_options)
     assert newest(direct) == 1
-    # When all is well again, the next one is written as if nothing had been.
+    # After the fault, the next checkpoint is written as usual.
     proxy.faults.clear()
     if kind == "gone":
         proxy.start()
@@ -104,7 +104,7 @@ def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
-def test_a_checkpoint_that_goes_in_parts_is_written_again_until_it_is_there(
+def test_multipart_checkpoint_writes_are_retried_until_they_succeed(
     s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str
 ) -> None:
     save(store_behind_proxy, 1)
@@ -135,7 +135,7 @@ def parts(proxy: FaultProxy) -> list[tuple[str, str]]:
 
 
 def act_on(proxy: FaultProxy, number: int, action: Callable[[], None]) -> None:
-    """Do something when so many parts of an upload have been seen."""
+    """Act once the proxy has seen a number of parts of an upload."""
     deadline = time.monotonic() + 60
     while len(parts(proxy)) < number:
         assert time.monotonic() < deadline
@@ -143,7 +143,9 @@ def act_on(proxy: FaultProxy, number: int, action: Callable[[], None]) -> None:
     action()
 
 
-def test_an_answer_that_is_cut_is_read_on(proxy: FaultProxy, store_behind_proxy: Any) -> None:
+def test_a_truncated_response_is_read_to_its_end(
+    proxy: FaultProxy, store_behind_proxy: Any
+) -> None:
     save(store_behind_proxy, 1)
     fault = proxy.fault("cut answer", matches=lambda method, path: ".ckpt" in path, times=3)
     assert newest(store_behind_proxy) == 1
@@ -152,7 +154,7 @@ def test_an_answer_that_is_cut_is_read_on(proxy: FaultProxy, store_behind_proxy:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of a megabyte."""
+    """Filesystem of one megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -163,18 +165,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk_is_told_of_and_the_checkpoint_before_serves(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_the_previous_checkpoint_is_kept(small_disk: Path) -> None:
     store = Store.create(str(small_disk / "store"))
     save(store, 1)
     with pytest.raises(StoreError, match=r"(?s)checkpoint-000002.*no space left.*Free space"):
         save(store, 2, 900 * KIB)
     assert newest(store) == 1
-    # What did not fit is not left behind: there is as much space as before.
+    # The partial file is deleted: as much space is free as before.
     save(store, 3)
     assert newest(store) == 3
 
 
-def test_a_full_disk_of_temporary_files_is_told_of(
+def test_a_full_disk_of_temporary_files_is_reported(
     small_disk: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.create(f"{s3.new_bucket()}/store", storage_options=s3.storage_options)
@@ -186,19 +188,19 @@ def test_a_full_disk_of_temporary_files_is_told_of(
     assert list(small_disk.iterdir()) == []
 
 
-def test_others_may_not_write_on_hdfs(hdfs: Any) -> None:
+def test_writes_by_another_user_are_denied_on_hdfs(hdfs: Any) -> None:
     own = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     save(own, 1)
     assert "user=stranger" in save_elsewhere(own, {"user": "stranger"})
     assert newest(own) == 1
 
 
-def test_others_may_not_write_on_a_disk(tmp_path: Path) -> None:
+def test_writes_without_permission_are_denied_on_a_disk(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"))
     save(store, 1)
     folder = Path(store.run_paths("run").checkpoints_path)
     folder.chmod(0o555)
-    # Root may do everything, unless it has given that up.
+    # Root may write anyway, unless it drops these capabilities.
     less = "-dac_override,-dac_read_search"
     limited = ["setpriv", f"--bounding-set={less}", f"--inh-caps={less}"]
     save_elsewhere(store, {}, limited if os.geteuid() == 0 else [])
@@ -207,7 +209,7 @@ def test_others_may_not_write_on_a_disk(tmp_path: Path) -> None:
 
 
 def save_elsewhere(store: Any, settings: dict[str, Any], prefix: Sequence[str] = ()) -> str:
-    """Save a second checkpoint in a process that is not permitted to; return what it prints."""
+    """Save a checkpoint in a process without permission, and return its error output."""
     program = str(Path(__file__).with_name("checkpoint_saves.py"))
     done = subprocess.run(
         [*prefix, sys.executable, program, store.prefix_path, "2", json.dumps(settings)],
@@ -226,7 +228,7 @@ def save_elsewhere(store: Any, settings: dict[str, Any], prefix: Sequence[str] =
 
 
 def prepare(store: Any) -> np.ndarray:
-    """Write the rows, without Spark, and return their features."""
+    """Write the rows without Spark, and return their features."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -267,9 +269,9 @@ def fit(store: Any, folder: Path, **params: Any) -> Any:
 
 
 def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> threading.Thread:
-    """Do something when both ranks begin the second epoch, and the first one's checkpoint is there.
+    """Act when both ranks start the second epoch and the checkpoint of the first exists.
 
-    The action lets them go on.
+    The action lets the ranks continue.
     """
 
     def act() -> None:
@@ -287,9 +289,7 @@ def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> th
 @pytest.mark.parametrize(
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, 10))]
 )
-def test_training_goes_on_when_a_datanode_that_was_killed_is_back(
-    hdfs: Any, tmp_path: Path, turn: int
-) -> None:
+def test_training_continues_after_a_datanode_restarts(hdfs: Any, tmp_path: Path, turn: int) -> None:
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     features = prepare(store)
 
@@ -305,7 +305,7 @@ def test_training_goes_on_when_a_datanode_that_was_killed_is_back(
     assert newest(store) == 3
 
 
-def test_training_survives_what_s3_does_to_it(
+def test_training_survives_faults_of_s3(
     s3: Any, proxy: FaultProxy, store_behind_proxy: Any, tmp_path: Path
 ) -> None:
     features = prepare(store_behind_proxy)
@@ -344,7 +344,7 @@ def test_training_survives_what_s3_does_to_it(
 
 
 @pytest.mark.soak
-def test_a_run_whose_disk_was_full_goes_on_when_there_is_space(
+def test_a_run_resumes_after_space_is_freed_on_a_full_disk(
     small_disk: Path, tmp_path: Path
 ) -> None:
     store = Store.create(str(small_disk / "store"))

@@ -1,4 +1,4 @@
-"""Every loss of torch.nn, with its options: 2 ranks with unequal batches train as one process."""
+"""All losses of torch.nn with their options: 2 ranks with unequal batches match one process."""
 
 from __future__ import annotations
 
@@ -26,23 +26,21 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 pytestmark = pytest.mark.integration
 
 CLASSES, WIDTH, DEVICE = 4, 3, torch.device("cpu")
-# Rows of each rank's micro-batches in two steps of two micro-batches each.
+# Rows of each rank's micro-batches: two steps of two micro-batches each.
 ROWS = (((3, 2), (2, 1)), ((2, 0), (1, 0)))
 TOTAL = 11
 
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, and the outputs and labels that it takes.
+    """Loss, and its outputs and labels.
 
     Attributes
     ----------
     loss : callable
         ``loss(output, label)``.
-    width : int
-        Numbers of each row of the output.
     shape : tuple of int
-        The shape to which the output's rows are brought.
+        Shape of each row of the output.
     label : callable
         Makes the labels, given a generator and the number of rows.
     activation : callable
@@ -71,7 +69,7 @@ def classes(*shape: int, ignored: int | None = None) -> Any:
     def make(rng: np.random.Generator, rows: int) -> np.ndarray:
         found = rng.integers(0, CLASSES, (rows, *shape))
         if ignored is not None:
-            # More in the first rows, so that ranks differ; rank 1's only rows of a step are none.
+            # More in the first rows, so that ranks differ; rank 1's only rows of a step have none.
             chance = np.linspace(0.8, 0.1, rows).reshape(rows, *[1] * len(shape))
             found = np.where(rng.random((rows, *shape)) < chance, ignored, found)
         return found
@@ -114,7 +112,7 @@ def each(kind: type[torch.nn.Module], label: Any, **options: Any) -> Iterator[Ca
 
 
 class TakesParts(torch.nn.Module):
-    """A user's loss that gives a loss of torch's the parts of an output."""
+    """Custom loss that passes the parts of an output to a loss of torch."""
 
     def __init__(self, loss: Any, call: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
@@ -258,7 +256,7 @@ def columns_of(case: Case) -> dict[str, torch.Tensor]:
 
 
 def step_of_one_process(case: Case, columns: Any, net: torch.nn.Module, weighted: bool) -> Any:
-    """Return the loss of a global batch, with nothing but torch."""
+    """Return the loss of a global batch in plain torch."""
     output, label = net(columns["x"]), columns["y"]
     if not weighted:
         return case.loss(output, label)
@@ -271,7 +269,7 @@ def step_of_one_process(case: Case, columns: Any, net: torch.nn.Module, weighted
 
 
 def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarray], Any, Any]:
-    """Train two steps on this rank, and alone; return the weights and the losses of both."""
+    """Train two steps on this rank and alone; return the weights and the losses of both."""
     columns, net, alone = columns_of(case), Net(case), Net(case)
     starts = iter(np.cumsum([0, *(n for step in range(2) for r in ROWS for n in r[step])]))
     places = {
@@ -320,7 +318,7 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
         step_of_one_process(case, batch, alone, weighted).backward()
         expected.step()
     with torch.no_grad():
-        # Measured on weights that do not change: those after training.
+        # Evaluated with constant weights: those after training.
         final = MetricSums(objective.metrics, objective.loss_parts)
         for batch in own:
             if len(batch["x"]):
@@ -339,7 +337,7 @@ def weightable(case: Case) -> bool:
 
 
 def run_all(variants: list[tuple[str, int, Case, bool]]) -> list[str]:
-    """Return what differs, of all variants in one launch."""
+    """Return the differences of all variants, in one launch."""
     wrong = []
     with session("horovod"):
         for name, number, case, weighted in variants:
@@ -353,7 +351,7 @@ def run_all(variants: list[tuple[str, int, Case, bool]]) -> list[str]:
     return wrong
 
 
-def test_every_loss_of_torch_trains_and_measures_as_one_process() -> None:
+def test_all_losses_of_torch_match_one_process() -> None:
     names = {
         name
         for name in dir(nn)

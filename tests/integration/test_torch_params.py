@@ -1,4 +1,4 @@
-"""Each parameter of TorchEstimator does what it says."""
+"""Parameters of TorchEstimator take effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_transformation_fn_changes_rows_before_they_reach_the_model(store: Any) 
     assert_same_weights(model.getModel(), expected)
 
 
-def test_rows_kept_in_memory_train_as_rows_read_again(store: Any) -> None:
+def test_cached_rows_train_as_rows_read_again(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 150)
     cached, read = (
         fit(store, 2, "adam", epochs=3, inmemory_cache_all=cache)[0].getModel()
@@ -46,14 +46,14 @@ def test_rows_kept_in_memory_train_as_rows_read_again(store: Any) -> None:
     )
     for a, b in zip(cached.parameters(), read.parameters(), strict=True):
         assert torch.equal(a, b)
-    # Shuffled they come in an order of their own. In steps over all rows no order counts.
+    # Shuffling changes the order, which does not matter in steps over all rows.
     whole = {"batch_size": 75, "epochs": 3, "shuffle": True, "inmemory_cache_all": True}
     model, _ = fit(store, 2, "adam", **whole)
     expected = train_alone(columns, [np.arange(150)], OPTIMIZERS["adam"], 3)
     assert_same_weights(model.getModel(), expected)
 
 
-def test_fewer_and_more_steps_than_the_data_cut_and_cycle_the_epoch(store: Any) -> None:
+def test_train_steps_per_epoch_cuts_or_cycles_the_data(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 96)
     batches = global_batches(96, 2, 16)
     assert len(batches) == 3
@@ -63,7 +63,7 @@ def test_fewer_and_more_steps_than_the_data_cut_and_cycle_the_epoch(store: Any) 
         assert_same_weights(model.getModel(), train_alone(columns, taken, OPTIMIZERS["sgd"], 1))
 
 
-def test_losses_are_made_on_the_ranks_by_loss_constructors(store: Any) -> None:
+def test_loss_constructors_make_losses_on_the_ranks(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     for constructor in (torch.nn.MSELoss, lambda model, size: torch.nn.MSELoss()):
         model, _ = fit(store, 2, "sgd", loss=None, loss_constructors=constructor, batch_size=16)
@@ -71,7 +71,7 @@ def test_losses_are_made_on_the_ranks_by_loss_constructors(store: Any) -> None:
         assert_same_weights(model.getModel(), expected)
 
 
-def test_compressed_gradients_are_close_to_exact_ones_and_not_equal(store: Any) -> None:
+def test_compressed_gradients_are_close_to_exact_ones(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 128)
     model, _ = fit(store, 2, "sgd", batch_size=16, gradient_compression=hvd.Compression.fp16)
     exact = train_alone(columns, global_batches(128, 2, 16), OPTIMIZERS["sgd"], 1)
@@ -83,7 +83,7 @@ def test_compressed_gradients_are_close_to_exact_ones_and_not_equal(store: Any) 
     assert np.abs(found - expected).max() > 1e-6
 
 
-def test_callbacks_are_called_on_every_rank_with_the_same_logs(store: Any, tmp_path: Path) -> None:
+def test_callbacks_receive_the_same_logs_on_each_rank(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
     folder = str(tmp_path)
 
@@ -110,13 +110,13 @@ def test_callbacks_are_called_on_every_rank_with_the_same_logs(store: Any, tmp_p
     assert (tmp_path / "rank1").read_text() == expected
 
 
-def test_runs_are_not_kept_when_the_store_says_so(tmp_path: Path) -> None:
+def test_runs_are_deleted_if_the_store_does_not_keep_them(tmp_path: Path) -> None:
     from hvd_estimators import Store
 
     store = Store.create(str(tmp_path / "store"), save_runs=False)
     write_rows(Path(store.get_train_data_path()), 32)
     fit(store, 1, "sgd")
-    # The model went to the rank, and its state came back, through a folder that is gone.
+    # The model and its state were exchanged through a folder that is deleted.
     assert list(Path(store.get_runs_path()).iterdir()) == []
 
 
@@ -156,7 +156,7 @@ def test_batch_norm_statistics_are_the_mean_over_the_ranks(store: Any) -> None:
     )
 
 
-def test_a_function_of_the_users_may_add_up_gradients_of_several_passes(store: Any) -> None:
+def test_a_custom_function_may_accumulate_gradients_of_several_passes(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
 
     def twice(
@@ -169,7 +169,7 @@ def test_a_function_of_the_users_may_add_up_gradients_of_several_passes(store: A
         optimizer.step()
         return outputs, loss
 
-    # Those of the first pass are means already where it is the last one by the param.
+    # With one pass by the param, the gradients of the first pass are already means.
     for passes in (1, 2):
         model, _ = fit(store, 2, "sgd", train_minibatch_fn=twice, backward_passes_per_step=passes)
         assert np.isfinite(model.getHistory()[0]["train"]["loss"])

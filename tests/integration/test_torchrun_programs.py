@@ -1,4 +1,4 @@
-"""Programs for `torchrun`, without a change, on ranks of `LocalBackend`."""
+"""Unchanged programs for `torchrun`, on ranks of `LocalBackend`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ cloudpickle.register_pickle_by_value(torchrun_programs)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_trains_as_one_process_in_ranks_that_use_horovod_too(
+def test_programs_train_as_one_process_next_to_horovod(
     program: Callable[[], dict[str, list[Any]]],
 ) -> None:
     def train_and_reduce() -> tuple[dict[str, list[Any]], float]:
@@ -31,7 +31,7 @@ def test_it_trains_as_one_process_in_ranks_that_use_horovod_too(
         hvd.init()
         return found, float(hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum))
 
-    # A launch for each program: a second one in the same process would meet torch's old store.
+    # One launch per program: a second program in a process would find torch's old store.
     of_ranks = LocalBackend(2, verbose=0).run(train_and_reduce)
 
     assert [total for _, total in of_ranks] == [3.0, 3.0]
@@ -39,7 +39,7 @@ def test_it_trains_as_one_process_in_ranks_that_use_horovod_too(
         assert_trained_as_alone(found)
 
 
-def test_horovod_runner_runs_it_without_horovod() -> None:
+def test_horovod_runner_runs_programs_without_horovod() -> None:
     def train() -> tuple[dict[str, list[Any]], set[str]]:
         found = train_ddp()
         return found, {name.partition(".")[0] for name in sys.modules}

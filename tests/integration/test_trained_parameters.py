@@ -1,4 +1,4 @@
-"""What is trained may change in training, and optimizers may be the user's own: as one process."""
+"""Changing sets of trained parameters, and custom optimizers, train as in one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batches(store: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Unfreeze:
-    """A callback that makes a layer trainable after an epoch, and adds one to the optimizer."""
+    """Callback that unfreezes one layer after an epoch and adds another to the optimizer."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         self.module, self.optimizer = module, optimizer
@@ -104,7 +104,7 @@ def train_half_frozen(data: Any, epochs: int) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
-def test_parameters_that_become_trainable_later_train_as_in_one_process(
+def test_parameters_unfrozen_during_training_train_as_one_process(
     ranks: Any, store: Any, framework: str
 ) -> None:
     expected = train_half_frozen(batches(store), 4)
@@ -131,7 +131,7 @@ def test_parameters_that_become_trainable_later_train_as_in_one_process(
 
 
 class Gan(torch.nn.Module):
-    """A generator of rows and a discriminator, in one module."""
+    """Generator of rows and discriminator in one module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def judge(model: Gan, rows: torch.Tensor, real: float) -> torch.Tensor:
 
 
 class TwoOptimizers:
-    """A step as DCGAN's: the second optimizer is the function's own."""
+    """Step like DCGAN's, which creates the second optimizer itself."""
 
     def __init__(self) -> None:
         self.second: Any = None
@@ -206,8 +206,8 @@ def one_optimizer(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["two optimizers", "one optimizer"])
-def test_a_gan_trains_as_in_one_process(ranks: Any, store: Any, size: int, kind: str) -> None:
-    # As many rows on each rank in each step: the function's losses are not weighted.
+def test_a_gan_trains_as_one_process(ranks: Any, store: Any, size: int, kind: str) -> None:
+    # Each rank has equally many rows in each step, as the function does not weight its losses.
     columns = write_rows(Path(store.get_train_data_path()), 32)
     x = torch.from_numpy(columns["features"])
     net = Gan()
@@ -236,7 +236,7 @@ def test_a_gan_trains_as_in_one_process(ranks: Any, store: Any, size: int, kind:
     assert_same_weights(found, alone)
 
 
-def test_ranks_that_differ_are_found_after_the_first_epoch_by_name(ranks: Any, store: Any) -> None:
+def test_differing_weights_of_ranks_are_named_after_the_first_epoch(ranks: Any, store: Any) -> None:
     batches(store)
 
     class Drift:
@@ -254,14 +254,12 @@ def test_ranks_that_differ_are_found_after_the_first_epoch_by_name(ranks: Any, s
     estimator = fit_torch(
         ranks, store, net, optimizer, callbacks=[Drift()], epochs=5, run_id="drift"
     )
-    # The forward pass of each rank differs, and the gradients are means.
+    # The forward pass differs between ranks, but the gradients are means.
     with pytest.raises(AssertionError, match=r"After epoch 0, .* weights: 2.bias. Run 'drift'"):
         estimator.fit_on_parquet()
 
 
-def test_gradients_that_no_optimizer_uses_are_named(
-    store: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_gradients_are_reported(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     batches(store)
     net = make_net()
     with caplog.at_level(logging.WARNING):
@@ -272,7 +270,7 @@ def test_gradients_that_no_optimizer_uses_are_named(
 
 
 class StopAfter:
-    """Stops training after an epoch, on one rank."""
+    """Callback that stops training after an epoch, on one rank."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -284,9 +282,7 @@ class StopAfter:
             raise StopIteration
 
 
-def test_a_callback_stops_training_on_all_ranks_and_the_run_stays_stopped(
-    ranks: Any, store: Any
-) -> None:
+def test_a_callback_on_one_rank_stops_the_run_for_good(ranks: Any, store: Any) -> None:
     batches(store)
 
     def fit(epoch: int, **more: Any) -> Any:
@@ -311,7 +307,7 @@ def test_a_callback_stops_training_on_all_ranks_and_the_run_stays_stopped(
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning"])
-def test_validation_sees_the_weights_that_a_schedule_free_optimizer_has_found(
+def test_validation_uses_the_averaged_weights_of_schedule_free_optimizers(
     ranks: Any, store: Any, framework: str
 ) -> None:
     import schedulefree

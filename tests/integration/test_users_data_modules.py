@@ -1,4 +1,4 @@
-"""Training on a user's own DataModule, with all three frameworks."""
+"""Training on a custom DataModule, with all three frameworks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 class Enough(DataModule):
-    """Has the batches of two epochs of three steps, and not one more."""
+    """Data module with exactly enough batches for two epochs of three steps."""
 
     batches = 6
 
@@ -35,7 +35,7 @@ class Enough(DataModule):
 
 
 class TooFew(Enough):
-    """Ends in the second epoch on rank 1, and in the third on rank 0."""
+    """Data module that ends in the second epoch on rank 1, and in the third on rank 0."""
 
     @property
     def batches(self) -> int:  # type: ignore[override]
@@ -59,7 +59,7 @@ def fit(framework: str, store: Any, ranks: int, data_module: Any, epochs: int) -
 
 
 @pytest.mark.parametrize("framework", ["torch", "keras", "lightning"])
-def test_a_module_that_ends_early_ends_training_with_an_error(framework: str, store: Any) -> None:
+def test_data_modules_that_end_early_are_reported(framework: str, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 30)
     ranks = 2 if framework == "torch" else 1
     rank, epoch, batches = (1, 1, 1) if framework == "torch" else (0, 2, 0)

@@ -1,4 +1,4 @@
-"""Training without Horovod, without compilers, and without the calls that only Linux has."""
+"""Training without Horovod, without compilers, and without calls that exist only on Linux."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ OF_TENSORFLOW = ("keras", "tensorflow", "tf_keras", "tf2onnx")
 
 @pytest.fixture(scope="module")
 def without_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of an environment with every package but Horovod."""
+    """Variables of an environment with all packages except Horovod."""
     return lean_environment(tmp_path_factory.mktemp("lean") / "venv", ["horovod"])
 
 
 @pytest.fixture(scope="module")
 def with_torch_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of an environment that has no TensorFlow either."""
+    """Variables of an environment without Horovod and TensorFlow."""
     return lean_environment(tmp_path_factory.mktemp("torch") / "venv", ["horovod", *OF_TENSORFLOW])
 
 
 def output_of(environment: Mapping[str, str], *arguments: object, status: int = 0) -> str:
-    """Run Python in an environment, and return what it printed; nothing is left afterwards."""
+    """Run Python in an environment and return its output; check that no process or file is left."""
     mark = f"{os.getpid()} {arguments}"
     done = subprocess.run(
         [environment["PYSPARK_PYTHON"], *map(str, arguments)],
@@ -57,11 +57,11 @@ def output_of(environment: Mapping[str, str], *arguments: object, status: int = 
 
 def _marked(process: psutil.Process, mark: str) -> bool:
     is_of_test = (process.info["environ"] or {}).get("HVD_TEST_MARK") == mark
-    # The warm process, which imports ahead, ends soon after its owner.
+    # The warm process ends soon after its owner.
     return is_of_test and "--warm" not in process.cmdline()
 
 
-def test_torch_and_lightning_train_predict_and_run(
+def test_torch_and_lightning_train_and_predict_on_spark(
     without_horovod: dict[str, str], tmp_path: Path
 ) -> None:
     assert output_of(without_horovod, JOB, "on_spark", tmp_path).endswith("done\n")
@@ -74,7 +74,7 @@ def test_the_first_program_of_the_readme_runs(
     program = tmp_path / "digits.py"
     program.write_text(block.text.replace("/tmp/", f"{tmp_path}/"))
 
-    # No window, and no progress bar of Spark between the lines.
+    # No window, and no Spark progress bar between the lines.
     quiet = {
         "MPLBACKEND": "agg",
         "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.showConsoleProgress=false pyspark-shell",
@@ -85,7 +85,7 @@ def test_the_first_program_of_the_readme_runs(
     assert documented.prints(block.shown, printed), printed
 
 
-def test_keras_predicts_and_names_what_training_needs(
+def test_keras_predicts_and_training_names_the_missing_package(
     without_horovod: dict[str, str], tmp_path: Path
 ) -> None:
     printed = output_of(without_horovod, JOB, "keras", tmp_path)
@@ -94,7 +94,7 @@ def test_keras_predicts_and_names_what_training_needs(
     assert "hvd-estimators build-horovod" in printed
 
 
-def test_the_doctor_is_content_without_horovod_if_torch_trains_alone(
+def test_the_doctor_accepts_a_missing_horovod_with_torch(
     with_torch_alone: dict[str, str],
 ) -> None:
     rows = json.loads(output_of(with_torch_alone, "-m", "hvd_estimators", "doctor", "--json"))
@@ -108,7 +108,7 @@ def test_the_doctor_is_content_without_horovod_if_torch_trains_alone(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes away what Linux has")
-def test_a_laptop_with_macos_trains_and_runs(
+def test_training_works_without_features_that_macos_lacks(
     with_torch_alone: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "bin").mkdir()

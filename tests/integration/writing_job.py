@@ -1,4 +1,4 @@
-"""A fit whose rows take as long to write as somebody wants; run by test_ended_while_writing."""
+"""Fit whose rows take a chosen time to write; run by test_ended_while_writing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 240
 
 
 def fit(spark: Any, folder: Path, run_id: str) -> Any:
-    # In the second of two partitions, which come one after another: the first is written by then.
+    # In the second of two consecutive partitions: the first is written by then.
     @functions.udf("float")
     def waiting(number: int) -> float:
         while number == ROWS - 1 and (folder / SLOW).exists():

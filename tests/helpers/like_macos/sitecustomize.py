@@ -1,7 +1,7 @@
-"""Take away what Linux has and macOS lacks, in processes whose PYTHONPATH has this folder.
+"""Remove Linux features that macOS lacks, in processes whose PYTHONPATH has this folder.
 
-Calls and constants are gone for all code. ``/proc`` is gone for this package alone, because psutil
-reads it in the place of what it asks macOS.
+Calls and constants are gone for all code. ``/proc`` is hidden from this package alone, because
+psutil reads ``/proc`` where it would ask macOS.
 """
 
 import builtins
@@ -29,7 +29,7 @@ PASSED_BY = ("codecs", "contextlib", "genericpath", "io", "os", "pathlib", "posi
 
 
 class WithoutProc:
-    """A function of the file system that finds no ``/proc`` if this package calls it."""
+    """File system function that does not find ``/proc`` when this package calls it."""
 
     def __init__(self, function):
         self.function = function
@@ -55,7 +55,7 @@ def without_prctl(library, name):
 
 
 def without_waking(connection, how):
-    """Shut a connection down; a listening socket has none, and Linux alone wakes its thread up."""
+    """Reject shutting down a listening socket, which wakes its thread on Linux alone."""
     if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         raise OSError(57, "Socket is not connected")
     shut_down(connection, how)
