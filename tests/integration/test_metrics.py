@@ -263,10 +263,6 @@ class StopsOnRankOne(LightningModule):
         if self.how == "epoch" and self.global_rank == 0:
             self.trainer.should_stop = True
 
-    def on_train_epoch_start(self) -> None:
-        if self.how == "start" and self.global_rank == 1 and self.current_epoch == 1:
-            self.trainer.should_stop = True
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 

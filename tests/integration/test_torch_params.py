@@ -15,6 +15,7 @@ from reference import (
     OPTIMIZERS,
     assert_same_weights,
     global_batches,
+    make_net,
     train_alone,
     write_rows,
 )
@@ -157,7 +158,7 @@ def test_batch_norm_statistics_are_the_mean_over_the_ranks(store: Any) -> None:
 
 
 def test_a_custom_function_may_accumulate_gradients_of_several_passes(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 64)
+    columns = write_rows(Path(store.get_train_data_path()), 64)
 
     def twice(
         model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
@@ -169,7 +170,20 @@ def test_a_custom_function_may_accumulate_gradients_of_several_passes(store: Any
         optimizer.step()
         return outputs, loss
 
-    # With one pass by the param, the gradients of the first pass are already means.
-    for passes in (1, 2):
-        model, _ = fit(store, 2, "sgd", train_minibatch_fn=twice, backward_passes_per_step=passes)
-        assert np.isfinite(model.getHistory()[0]["train"]["loss"])
+    net = make_net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    for rows in global_batches(64, 2, 8):
+        for _ in range(2):
+            output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
+            torch.nn.functional.mse_loss(
+                output, torch.from_numpy(columns["label"][rows])
+            ).backward()
+        optimizer.step()
+
+    # The gradients of a step's first pass are already means when those of the second are added.
+    model, _ = fit(store, 2, "sgd", train_minibatch_fn=twice, batch_size=8)
+    assert_same_weights(model.getModel(), net)
+    with_param, _ = fit(
+        store, 2, "sgd", train_minibatch_fn=twice, batch_size=8, backward_passes_per_step=2
+    )
+    assert np.isfinite(with_param.getHistory()[0]["train"]["loss"])
