@@ -239,7 +239,7 @@ def test_a_dataset_without_rows_is_an_error(store, folder):
         manifest(store, folder, "x")
 
 
-def test_a_missing_path_and_an_empty_folder_are_errors(store, folder):
+def test_missing_paths_and_empty_folders_are_errors(store, folder):
     with pytest.raises(StoreError, match=r"no Parquet dataset at .*absent"):
         manifest(store, folder / "absent", "x")
     with pytest.raises(StoreError, match="no Parquet files under"):

@@ -34,7 +34,7 @@ with contextlib.suppress(ImportError):  # it cannot be installed with today's Py
     READERS["petastorm"] = PetastormDataModule
 
 FILES, GROUPS, ROWS = 3, 4, 50
-"""Files, row groups of each, and rows of each of those."""
+"""Number of files, of row groups per file, and of rows per row group."""
 
 
 def write(path, first=0, rows=GROUPS * ROWS, group_rows=ROWS, between=8, **options):
@@ -89,7 +89,7 @@ def test_adjacent_ranges_are_fetched_together(ranges, hole, runs):
 
 
 FAR_APART = 2 * remote_reads.HOLE_BYTES // ROWS
-"""Bytes per row between columns that are not fetched in one request."""
+"""Bytes per row between columns, too many to fetch both columns in one request."""
 
 # Petastorm's pool processes take seconds to start.
 WAYS = [

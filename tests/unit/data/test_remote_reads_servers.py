@@ -27,7 +27,7 @@ with contextlib.suppress(ImportError):  # it cannot be installed with today's Py
 
 FILES, GROUPS, ROWS, EPOCHS = 2, 3, 40, 2
 RUNS = 2
-"""Of neighbouring columns in a row group: two columns, and one behind a wide one."""
+"""Runs of adjacent columns per row group: two columns, and one after a wide column."""
 
 
 def make_dataset(store):

@@ -166,7 +166,7 @@ def test_fits_resume_only_from_checkpoints_of_the_same_settings(store: Any, fram
 
 
 def test_settings_of_later_versions_count_only_if_set(store: Any) -> None:
-    """A run of a version without a setting resumes in a version that has it."""
+    """A run of a version without a setting resumes in a version with the setting."""
     write(store)
     start(store, "torch")
     leave_checkpoint_of(store, "torch")

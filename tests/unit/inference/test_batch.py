@@ -119,7 +119,7 @@ def test_unexpected_outputs_are_rejected(outputs: Any, shapes: Any, message: str
         )
 
 
-def test_sizes_and_shapes_of_single_numbers_may_differ() -> None:
+def test_output_sizes_and_shapes_of_numbers_may_differ() -> None:
     check_outputs([np.zeros((4, 3)), np.zeros((4, 1)), np.zeros(4)], 4, [(2,), (), (1,)])
     with pytest.raises(ShapeError, match="Output 0 of the model is object; expected numbers"):
         check_outputs([np.array(["a"], object)], 1, [()])

@@ -113,7 +113,7 @@ def test_text_has_javas_form_and_identifies_the_double(value: float) -> None:
 
 
 def test_text_equals_javas() -> None:
-    """As written by ``Double.toString``."""
+    """Expected texts are from ``Double.toString``."""
     for value, expected in {
         1.0: "1.0", -0.0: "-0.0", 100.0: "100.0", 1234567.0: "1234567.0", 1e7: "1.0E7",
         1.25e-7: "1.25E-7", 0.001: "0.001", 0.00099: "9.9E-4", 1e22: "1.0E22", 123456789.5:

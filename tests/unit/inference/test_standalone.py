@@ -164,7 +164,7 @@ def test_single_rows_give_single_results(single: bool) -> None:
         np.testing.assert_array_equal([row["q"] for row in answers], made["q"][: found.count])
 
 
-def test_a_dict_is_one_row_if_its_values_have_a_rows_dimensions() -> None:
+def test_a_dict_is_one_row_if_its_values_have_the_dimensions_of_a_row() -> None:
     for value, dimensions, count in (
         (B, 1, 3),
         (B[0], 1, 1),
@@ -194,7 +194,7 @@ def test_nulls_and_missing_values_in_single_rows() -> None:
 @pytest.mark.parametrize("form", ["table", "frame", "columns", "records"])
 @pytest.mark.parametrize(("precision", "scale"), [(5, 2), (18, 18), (38, 0), (38, 9), (38, 38)])
 def test_decimals_become_the_nearest_doubles(form: str, precision: int, scale: int) -> None:
-    """Alone and in lists; `float` of a Decimal is correctly rounded."""
+    """Scalars and lists are compared with `float` of a Decimal, which rounds correctly."""
     rng = random.Random(precision)
     context = decimal.Context(prec=80)
     numbers = [

@@ -63,7 +63,7 @@ class ByRow(LightningModel):
         return lambda module, row: torch.tensor([factor * float(row["a"])])
 
 
-def test_a_lightning_modules_step_and_row_function_are_part_of_the_key() -> None:
+def test_lightning_steps_and_row_functions_are_part_of_the_key() -> None:
     module, ones = Stepping(), np.ones(3, np.float32)
     given = {"model": module, "feature_columns": ["a"], "label_columns": ["y"]}
     by_row = ByRow(**given)
@@ -84,7 +84,7 @@ class FloatType(keras.layers.Layer):
         return 0 * x + float(keras.config.floatx().removeprefix("float"))
 
 
-def test_kerass_float_type_is_part_of_the_key() -> None:
+def test_the_keras_float_type_is_part_of_the_key() -> None:
     model = keras.Sequential([keras.Input((1,)), FloatType()])
     before = keras.config.floatx()
 

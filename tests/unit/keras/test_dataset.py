@@ -87,7 +87,7 @@ class Counted(OwnModule):
         return 2
 
 
-def test_validation_datasets_state_their_number_of_batches() -> None:
+def test_validation_datasets_know_their_number_of_batches() -> None:
     dataset = ColumnDatasets(Counted(train_dir="", val_dir=""), prefetch=1).validation(steps=9)
     assert dataset.cardinality() == 2
     assert len(list(dataset)) == 2

@@ -28,7 +28,7 @@ def test_optimizers_are_wrapped_once_with_at_least_one_pass() -> None:
         DistributedOptimizer(optimizer)
 
 
-def test_disabling_xla_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_xla_is_disabled_with_a_log_message(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     model.compile("sgd", "mse", jit_compile=False)
     with caplog.at_level(logging.WARNING):

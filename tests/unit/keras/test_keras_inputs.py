@@ -179,7 +179,7 @@ def test_inputs_pair_by_name_if_all_names_are_columns(form: str) -> None:
 
 
 @pytest.mark.usefixtures("spark")
-def test_saved_models_predict_by_name_and_those_of_earlier_versions_by_position(
+def test_saved_models_pair_by_name_and_earlier_versions_by_position(
     tmp_path: Path,
 ) -> None:
     model = KerasModel(

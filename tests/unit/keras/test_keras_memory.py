@@ -27,10 +27,10 @@ from hvd_estimators.keras.serialization import (
 
 ROWS = 2**13
 WEIGHTS = 4 * (ROWS * 64 + 64 + 1)
-"""Bytes of the model's weights; an embedding of 2 MiB is nearly all of them."""
+"""Bytes of the model's weights, mostly an embedding of 2 MiB."""
 
 OVERHEAD = 2**17
-"""What config, compile settings and file formats take."""
+"""Bytes of config, compile settings and file formats."""
 
 
 def make_model(trained: bool) -> keras.Model:
@@ -90,7 +90,7 @@ def test_serialization_needs_little_memory(tmp_path: Path) -> None:
             cloudpickle.dump(ModelPayload(model), file)
 
     # Keras and TensorFlow hold up to three copies of the variable they read or write. A file
-    # of all three states, held in memory beside these, would be two copies too many. The rest is
+    # of all three states, also held in memory, would be two copies too many. The rest is
     # imports at first use.
     most = 4 * WEIGHTS + 4 * OVERHEAD
     assert peak(put) < most

@@ -43,7 +43,7 @@ class Smallest(Largest):
 
 
 class KeptMean(Largest):
-    """A mean whose state is the mean itself."""
+    """Mean metric whose state is the mean itself."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -277,7 +277,7 @@ def built(model: keras.Model) -> keras.Model:
 
 
 class Renamed(keras.metrics.Metric):
-    """Keeps an argument in an attribute of another name."""
+    """Metric that stores an argument in an attribute of another name."""
 
     def __init__(self, limit: float = 0.0, name: str = "renamed") -> None:
         super().__init__(name=name)
@@ -288,7 +288,7 @@ class Renamed(keras.metrics.Metric):
 
 
 class Uphill(keras.optimizers.SGD):
-    """Keeps an argument in an attribute of another name."""
+    """Optimizer that stores an argument in an attribute of another name."""
 
     def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0, **kwargs: Any) -> None:
         super().__init__(learning_rate, **kwargs)

@@ -52,7 +52,7 @@ def test_ranks_differ_by_at_most_one_row(layout, num_shards):
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_no_range_is_empty_or_leaves_its_row_group(layout, num_shards):
+def test_ranges_are_not_empty_and_stay_within_their_row_group(layout, num_shards):
     rows = {(group.file, group.index): group.rows for group in row_groups(layout)}
 
     plan = plan_shards(row_groups(layout), num_shards, allow_empty=True)

@@ -116,7 +116,7 @@ def test_a_small_buffer_bounds_the_held_rows_and_mixes_all_rows(monkeypatch, pas
         for batch in run.batches():
             given_out += 10
             mixed += len(set(batch["number"] // 100)) > 1
-            # Besides the buffer, one part is held: that of the next rows.
+            # Besides the buffer, only the part with the next rows is held.
             assert taken - given_out <= buffer + part
     assert given_out == taken == rows * passes
     assert mixed == passes * 200
@@ -160,7 +160,7 @@ def test_adjacent_rows_are_separated(monkeypatch):
 
 
 def test_old_rows_are_still_in_the_buffer_at_the_end(monkeypatch):
-    """Training remembers the end of a pass most, so it must contain old rows, too."""
+    """Training remembers the end of a pass most, so the end must contain old rows, too."""
     rows, buffer, run = 40_000, 4000, 200
     monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
     monkeypatch.setattr(shuffle, "CHUNK_BYTES", run * ROW_BYTES)

@@ -46,7 +46,7 @@ def test_datasets_are_written_each_time_and_deleted_after_their_block(store):
     assert folders(store) == []
 
 
-def test_a_dataset_whose_writer_fails_is_deleted(store):
+def test_datasets_of_failed_writers_are_deleted(store):
     with pytest.raises(OSError, match="the disk is full"):
         use(store, Writer(store, failures=1))
     assert folders(store) == []

@@ -27,7 +27,7 @@ class Interrupt:
         if Path(frame.f_code.co_filename).name not in INTERRUPTED:
             return None
         # Between a block's end and the release of its lock, which is C code, Python handles
-        # no signals; a tracer is called there nevertheless.
+        # no signals, but still calls the tracer.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and not line.strip().startswith("with self._lock"):
             self.left -= 1

@@ -23,7 +23,7 @@ LAYERS = (
     ("store",),
     ("base",),
 )
-"""Packages from top to bottom. A package imports those below it, and none beside it."""
+"""Packages from top to bottom. A package imports only packages below it."""
 
 LAUNCH_LAYERS = (
     ("cluster",),
@@ -32,7 +32,7 @@ LAUNCH_LAYERS = (
     ("rank",),
     ("warm", "rendezvous"),
 )
-"""The folders of ``launch/`` from top to bottom; its files stand above or below all of them."""
+"""The folders of ``launch/`` from top to bottom; its files are above or below all folders."""
 
 PACKAGES = {
     "__init__": "base",
@@ -45,7 +45,7 @@ PACKAGES = {
     "params": "estimator",
     "saving": "estimator",
 }
-"""Layers of modules at the package's root, and of the packages around the recipe of a fit."""
+"""Layers of modules at the package's root, and of the packages for a fit."""
 
 SPARK = ("pyspark", "py4j")
 SPARK_FILES = (
@@ -55,7 +55,7 @@ SPARK_FILES = (
     "spark_backend",
     "task",
 )
-"""What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
+"""Modules of ``launch/`` for Spark's driver and Python workers; ranks run the rest."""
 
 FRAMEWORKS = {
     "torch": ("torch", "lightning", "compat"),
@@ -70,7 +70,7 @@ FRAMEWORKS = {
     "horovod.tensorflow": ("keras", "compat"),
     "horovod.keras": ("keras",),
 }
-"""Each framework and the packages that may import it, or our package of that name."""
+"""Frameworks and the packages that may import each framework."""
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ OPENINGS = re.compile(
     r"(What|Who|Whoever|Whether|Where|Which|Tell|Say|Return (what|who|where|which)|"
     r"Return (how much|how many))\b"
 )
-"""First words that name nothing: an imperative or a noun opens a docstring."""
+"""Wrong first words: a docstring opens with an imperative or a noun."""
 
 BANNED = re.compile(
     r"\b(mend(s|ed|ing)?|anew|nobody|gone on|for ever|of its own|as they are|who has it|none of|"
     r"house|rooms?|road|take down|taken down|told)\b",
     re.IGNORECASE,
 )
-"""Words of the project's first language; see the vocabulary in ``docs/architecture.rst``."""
+"""Banned words; see the vocabulary in ``docs/architecture.rst``."""
 
 MOST_WORDS = 20
-"""Most words in the first sentence of a docstring."""
+"""Maximum number of words in the first sentence of a docstring."""
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

@@ -38,7 +38,7 @@ SHARED = {
     *("_PYTORCH", "_TENSORFLOW"),  # suffixes of Horovod's environment variables
     "_delta_log",  # Delta's folder
 }
-"""Names with an underscore that several files of this package use, and documented ones."""
+"""Names with an underscore that several files of this package use or that are documented."""
 
 ROOT = Path(hvd_estimators.__file__).parent
 LISTED = {name for row in TABLE for name in row.names.split()}

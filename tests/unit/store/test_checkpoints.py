@@ -113,7 +113,7 @@ def test_unreadable_checkpoints_are_skipped_if_another_is_readable(
     monkeypatch.setattr(type(any_store), "open", open_file)
     assert restored(any_store) == (1, 1)
     assert f"{newest!r} (All DataNodes failed)" in caplog.text
-    # Both may be intact, so the error must not suggest to delete them.
+    # Both checkpoints may be intact, so the error must not suggest deleting them.
     lost.add(older)
     with pytest.raises(StoreError, match=r"^All DataNodes failed$"):
         restored(any_store)

@@ -75,7 +75,7 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
         reduce_group(group, "mean", "group")
         found["group"] = [tensor.numpy() for tensor in group]
 
-        # Three at a time, finished in another order than they were started.
+        # Three at a time, finished in a different order than started.
         waits = [mine.reduce_async(own + turn, "sum", f"turn.{turn}") for turn in range(3)]
         found["turns"] = [waits[turn]().numpy() for turn in (2, 0, 1)]
         pending = PendingSum(own.clone(), "pending")
@@ -209,7 +209,7 @@ def test_inference_mode_gradients_and_sessions(ranks: Any) -> None:
     for rank, found in enumerate(ranks):
         objects = [{"rank": other} for other in range(RANKS)]
         assert found["inference"] == [[3], objects, 3 * 2.0**60 + 3 * 2.0**10]
-        # Each rank computes the same loss of all, whose gradient is averaged.
+        # Each rank computes the loss of all ranks; the gradients are averaged.
         assert found["gather gradient"] == 10.0**rank
         assert found["mean gradient"] == pytest.approx(2.0)
         assert found["files"] == RANKS

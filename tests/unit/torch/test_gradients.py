@@ -1,4 +1,4 @@
-"""The time of gradient averaging, with a fake collective that multiplies by ten."""
+"""Averaging of gradients over ranks, with a fake collective that multiplies by ten."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_torch_uses_the_store_through_prefixes(stores: list[RendezvousStore]) ->
         two.wait(["key"], timedelta(seconds=0.1))
 
 
-def test_keys_of_horovod_and_of_torch_do_not_mix(stores: list[RendezvousStore]) -> None:
+def test_keys_of_horovod_and_torch_are_separate(stores: list[RendezvousStore]) -> None:
     import http.client
 
     stores[0].set("0", b"torch's")

@@ -131,7 +131,7 @@ class Mean(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dim", [None, 0])
-def test_outputs_must_have_a_row_per_row(dim):
+def test_outputs_must_have_one_row_per_input_row(dim):
     with pytest.raises(ShapeError, match=r"output for label 'y' has shape .* for 3 rows"):
         fit(Mean(dim), spec=SPEC)
 

@@ -118,7 +118,7 @@ def test_outputs_are_always_a_list():
     assert select_outputs((one, two)) == [one, two]
 
 
-def test_the_loss_is_the_weighted_sum_of_the_labels_means(rng):
+def test_the_loss_is_the_weighted_sum_of_the_labels_mean_losses(rng):
     outputs, labels = rng.normal(size=(2, ROWS, 3)), rng.normal(size=(2, ROWS, 3))
 
     loss = Loss([F.mse_loss, torch.nn.L1Loss()], [0.3, 2.0])(*tensors(outputs, labels))

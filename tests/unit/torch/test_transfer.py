@@ -79,7 +79,7 @@ def test_errors_of_the_reader_reach_the_loop():
         list(ahead_of_use(blocks(), lambda tensors: lambda: tensors))
 
 
-def test_each_block_is_copied_once_whatever_its_columns_and_batches(columns, monkeypatch):
+def test_each_block_is_copied_once_for_any_columns_and_batches(columns, monkeypatch):
     copied = []
 
     def copy(blocks):

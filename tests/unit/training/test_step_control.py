@@ -52,7 +52,7 @@ def directory(tmp_path: Path, monkeypatch: Any) -> str:
 class Ranks:
     """Ranks in one thread, which take each step one after the other.
 
-    A first pass over the ranks collects the terms of a sum, a second pass uses the sum.
+    A first pass over the ranks collects the terms of a sum; a second pass uses the sum.
     """
 
     def __init__(self, number: int) -> None:
@@ -95,7 +95,7 @@ def test_all_ranks_see_a_request_at_the_same_step(clock: Clock, number: int, who
         heard.append(ranks.after_step())
 
     assert heard[-1] == [True] * number
-    assert len(heard) <= 11  # one second, as the steps have taken 0.1 s
+    assert len(heard) <= 11  # about one second of steps of 0.1 s
 
 
 @pytest.mark.parametrize(("seconds", "looks"), [(0.001, 110), (0.1, 103), (3.0, 34)])
@@ -209,7 +209,7 @@ def test_output_without_a_reader_is_not_an_error(capfd: Any, directory: str) -> 
             os._exit(9)
 
     def print_something() -> None:
-        """Print without a stop request, after the reader is gone."""
+        """Print without a stop request, after the reader has closed the pipe."""
         with graceful_stop.asking_for_grace():
             print("out", flush=True)
             sys.stderr.writelines(["e", "rr\n"])

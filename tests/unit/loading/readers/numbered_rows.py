@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):  # it cannot be installed with today's Py
     READERS["petastorm"] = PetastormDataModule
 
 current = []
-"""The reader that the running test is about."""
+"""The reader of the current test."""
 
 
 def current_reader():

@@ -101,7 +101,7 @@ def test_sorted_rows_are_mixed_by_reading_many_row_groups(tmp_path, monkeypatch)
     current.pop()
 
 
-def test_a_pass_over_several_bundles_is_mixed_in_each(tmp_path, monkeypatch):
+def test_each_bundle_of_a_pass_is_mixed(tmp_path, monkeypatch):
     """Five of forty row groups at a time: one from each fifth of the stored order."""
     monkeypatch.setattr(interleave, "_LEAST_SLICE", 64)
     dataset = Dataset(tmp_path / "train", 4000, files=4, row_group_size=100)
