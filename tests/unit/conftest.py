@@ -1,4 +1,4 @@
-"""What unit tests share."""
+"""Shared fixtures of unit tests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def any_store(request: pytest.FixtureRequest, store: Any) -> Any:
 
 @pytest.fixture
 def cleared_cache() -> Iterator[None]:
-    """Let no later test use the data that this one prepares."""
+    """Forget the data that a test prepares."""
     yield
     clear_training_cache()
 
 
 @pytest.fixture(scope="session")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Import all frameworks, so that no later test waits for that; right calls come to ranks."""
+    """Import all frameworks, so that later tests do not wait; valid calls reach the ranks."""
     for framework in ("torch", "keras", "lightning"):
         folder: Path = tmp_path_factory.mktemp(framework)
         with pytest.raises(AssertionError, match="ranks were to be started"):

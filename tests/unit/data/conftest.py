@@ -1,4 +1,4 @@
-"""Fixtures that tests of datasets share."""
+"""Shared fixtures of tests of datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrow tables to NumPy arrays."""
+"""Conversion of Arrow tables to NumPy arrays."""
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ def only(table, spec):
 
 @pytest.fixture(params=["list", "large_list", "fixed_size_list"])
 def list_of(request):
-    """Return a function that makes the list type of a given width."""
+    """Return a function that builds the list type of a given width."""
 
     def make(element, width):
         if request.param == "fixed_size_list":
@@ -45,7 +45,7 @@ def test_scalars_keep_their_values_and_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lists_become_a_matrix_of_the_elements_dtype(list_of, dtype):
+def test_lists_become_a_matrix_with_the_elements_dtype(list_of, dtype):
     values = np.arange(12).reshape(4, 3).astype(dtype)
     data_type = list_of(pa.from_numpy_dtype(values.dtype), 3)
     table = pa.table({"x": pa.array(values.tolist(), data_type)})
@@ -57,7 +57,7 @@ def test_lists_become_a_matrix_of_the_elements_dtype(list_of, dtype):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 3), (2, 5), (4, 7), (3, 3)])
-def test_slices_of_a_table_give_the_slices_of_its_arrays(list_of, start, stop):
+def test_slices_of_a_table_become_slices_of_its_arrays(list_of, start, stop):
     values = np.arange(14.0).reshape(7, 2)
     cubes = np.arange(42).reshape(7, 2, 3)
     table = pa.table(
@@ -83,20 +83,20 @@ def test_slices_of_a_table_give_the_slices_of_its_arrays(list_of, start, stop):
     np.testing.assert_array_equal(arrays["cube"], cubes[start:stop])
 
 
-def test_columns_in_several_chunks_are_put_together(list_of):
+def test_chunks_of_a_column_are_concatenated(list_of):
     values = np.arange(10).reshape(5, 2)
     data_type = list_of(pa.int64(), 2)
     chunks = [pa.array(values[rows].tolist(), data_type) for rows in ([0, 1], [], [2], [3, 4])]
     table = pa.table({"x": pa.chunked_array(chunks)})
 
     np.testing.assert_array_equal(only(table, ColumnSpec("x", "array", "int64", (2,))), values)
-    # Its slice starts inside the first chunk and ends inside the last.
+    # The slice starts inside the first chunk and ends inside the last.
     np.testing.assert_array_equal(
         only(table.slice(1, 3), ColumnSpec("x", "array", "int64", (2,))), values[1:4]
     )
 
 
-def test_a_table_without_rows_gives_arrays_without_rows(list_of):
+def test_empty_tables_become_empty_arrays(list_of):
     schema = pa.schema([("x", pa.float32()), ("y", list_of(pa.int32(), 3))])
 
     arrays = convert(
@@ -110,7 +110,7 @@ def test_a_table_without_rows_gives_arrays_without_rows(list_of):
     assert arrays["y"].dtype == np.int32
 
 
-def test_lists_of_lists_of_lists_become_arrays_of_four_dimensions(list_of):
+def test_triply_nested_lists_become_four_dimensional_arrays(list_of):
     values = np.arange(48, dtype=np.float32).reshape(3, 2, 4, 2)
     data_type = list_of(list_of(list_of(pa.float32(), 2), 4), 2)
     table = pa.table({"x": pa.array(values.tolist(), data_type)})
@@ -154,13 +154,13 @@ def test_sparse_columns_equal_the_dense_matrix(rows):
         ([[[1.0], [None]], [[1.0], [2.0]]], ColumnSpec("price", "array", "float64", (2, 1))),
     ],
 )
-def test_nulls_anywhere_in_a_column_are_an_error_that_names_it(values, spec):
+def test_errors_about_nulls_name_the_column(values, spec):
     with pytest.raises(DataError, match=r"'price' holds .*null"):
         only(pa.table({"price": values}), spec)
 
 
 @pytest.mark.parametrize("missing", ["indices", "values"])
-def test_a_null_row_of_a_sparse_column_is_an_error_that_names_it(missing):
+def test_errors_about_null_rows_name_the_sparse_column(missing):
     columns = {"indices": [[0], [1]], "values": [[2.0], [3.0]]}
     columns[missing][1] = None
     table = pa.table({f"x__{name}": values for name, values in columns.items()})
@@ -174,21 +174,21 @@ def test_a_null_row_of_a_sparse_column_is_an_error_that_names_it(missing):
     [
         ([[1, 2], [3]], (2,)),
         ([[1, 2], [3, 4, 5]], (2,)),
-        ([[1], [2, 3], [4, 5, 6]], (2,)),  # as many elements as the shape asks for
+        ([[1], [2, 3], [4, 5, 6]], (2,)),  # the right number of elements for the shape
         ([[1, 2], [3, 4]], (3,)),
         ([[], []], (1,)),
         ([[[1, 2], [3, 4]], [[5, 6]]], (2, 2)),
-        ([[[1, 2], [3, 4]], [[5, 6, 7], [8]]], (2, 2)),  # ragged inside a row only
+        ([[[1, 2], [3, 4]], [[5, 6, 7], [8]]], (2, 2)),  # ragged only inside a row
     ],
 )
-def test_rows_of_another_length_are_an_error_that_names_the_column(values, shape):
+def test_errors_about_lengths_of_rows_name_the_column(values, shape):
     table = pa.table({"pixels": pa.array(values, _nested(len(shape)))})
 
     with pytest.raises(DataError, match="'pixels' is ragged"):
         only(table, ColumnSpec("pixels", "array", "int64", shape))
 
 
-def test_columns_come_in_the_order_of_the_specs_and_others_are_left_out():
+def test_columns_follow_the_order_of_the_specs():
     table = pa.table({"a": [1], "b": [2], "c": [3]})
 
     arrays = convert(table, ColumnSpec("c", "scalar", "int64"), ColumnSpec("a", "scalar", "int64"))

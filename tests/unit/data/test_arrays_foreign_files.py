@@ -1,4 +1,4 @@
-"""Parquet of other writers: types, from the files to the arrays that were written."""
+"""Parquet files of other writers: types, from files to arrays."""
 
 import datetime
 import decimal
@@ -48,7 +48,7 @@ def test_scalars_of_pandas_polars_and_pyarrow_keep_values_and_dtype(folder, dtyp
 @pytest.mark.parametrize("values", [NUMBERS, CUBES, DEEP], ids=["1d", "2d", "3d"])
 @pytest.mark.parametrize("dtype", ["int32", "float64", "bool"])
 def test_lists_of_pandas_polars_duckdb_and_pyarrow_become_one_array(folder, values, dtype):
-    """Each has a list type of its own, and its own names for what is in a list."""
+    """Each writer has a different list type and different names for elements."""
     values = values.astype(dtype)
     rows, depth = values.tolist(), values.ndim - 1
     schema = pa.schema([("x", nested(pa.list_, pa.from_numpy_dtype(values.dtype), depth))])
@@ -65,7 +65,7 @@ def test_lists_of_pandas_polars_duckdb_and_pyarrow_become_one_array(folder, valu
 
 
 def duck(target, query, options=""):
-    """Let DuckDB write what a query returns."""
+    """Write the result of a query with DuckDB."""
     duckdb.connect().execute(f"copy ({query}) to '{target}' (format parquet{options})")
 
 
@@ -85,7 +85,7 @@ def test_fixed_size_arrays_of_polars_and_duckdb_become_one_array(folder):
     check(load(folder, "x")["x"], np.concatenate([CUBES, CUBES]))
 
 
-def test_numbers_of_duckdb_keep_values_and_dtype(folder):
+def test_duckdb_numbers_keep_values_and_dtype(folder):
     duck(
         folder / "a.parquet",
         "select i::tinyint as int8, i::usmallint as uint16, i::ubigint as uint64, i / 4 as "
@@ -97,7 +97,7 @@ def test_numbers_of_duckdb_keep_values_and_dtype(folder):
         quarters = np.arange(4) / (4 if dtype.startswith("float") else 1)
         check(array, (quarters % 2 == 0 if dtype == "bool" else quarters).astype(dtype))
     check(load(folder, "money")["money"], np.arange(4) / 4)
-    # DuckDB has no wider integers in Parquet either.
+    # DuckDB has no wider integers in Parquet, either.
     check(load(folder, "huge")["huge"], np.arange(4.0))
 
 
@@ -113,7 +113,7 @@ if hasattr(pa, "list_view"):
 
 @pytest.mark.parametrize("inner", LIST_TYPES)
 @pytest.mark.parametrize("outer", LIST_TYPES)
-def test_every_type_of_list_in_every_other(folder, outer, inner):
+def test_all_list_types_can_be_nested(folder, outer, inner):
     data_type = LIST_TYPES[outer](LIST_TYPES[inner](pa.int64(), 3), 2)
 
     check(load_one(folder, pa.array(CUBES.tolist(), data_type), row_group_size=3), CUBES)
@@ -121,7 +121,7 @@ def test_every_type_of_list_in_every_other(folder, outer, inner):
 
 @pytest.mark.skipif(not hasattr(pa, "list_view"), reason="this PyArrow has no list views")
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 3), slice(2, 2)])
-def test_list_views_may_overlap_and_lie_in_any_order(rows):
+def test_list_views_may_overlap_and_have_any_order(rows):
     views = pa.ListViewArray.from_arrays([4, 0, 1, 2], [2, 2, 2, 2], pa.array(np.arange(6)))
     expected = np.array([[4, 5], [0, 1], [1, 2], [2, 3]])
     start, stop, _ = rows.indices(4)
@@ -131,18 +131,18 @@ def test_list_views_may_overlap_and_lie_in_any_order(rows):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "float32"])
-def test_dictionary_encoded_numbers_are_as_numbers(folder, dtype):
+def test_dictionary_encoded_numbers_equal_plain_numbers(folder, dtype):
     values = np.array([3, 1, 3, 2], dtype)
     table = pa.table({"c": pa.array(values).dictionary_encode()})
 
     check(load_one(folder, table["c"]), values)
-    # In memory the type is kept, which files of other versions can tell to do.
+    # In memory the dictionary type is kept; files of other versions can request that, too.
     pieces = pa.concat_tables([table, pa.table({"c": pa.array(values[1:]).dictionary_encode()})])
     spec = ColumnSpec("c", "scalar", dtype)
     check(table_to_columns(pieces.slice(1), [spec])["c"], np.append(values[1:], values[1:]))
 
 
-def test_dictionary_encoded_elements_and_bytes_are_as_plain_ones():
+def test_dictionary_encoded_elements_and_bytes_equal_plain_ones():
     numbers = pa.ListArray.from_arrays([0, 2, 4], pa.array([7, 8, 8, 7]).dictionary_encode())
     table = pa.table({"n": numbers, "b": pa.array([b"ab", b"cd"]).dictionary_encode()})
     specs = [ColumnSpec("n", "array", "int64", (2,)), ColumnSpec("b", "array", "uint8", (2,))]
@@ -153,7 +153,7 @@ def test_dictionary_encoded_elements_and_bytes_are_as_plain_ones():
     check(found["b"], np.array([[97, 98], [99, 100]], np.uint8))
 
 
-def test_categories_of_numbers_and_nullable_types_of_pandas(folder):
+def test_pandas_numeric_categories_and_nullable_types(folder):
     frame = pd.DataFrame(
         {
             "category": pd.Categorical([20, 10, 20]),
@@ -175,7 +175,7 @@ def test_categories_of_numbers_and_nullable_types_of_pandas(folder):
 
 
 @pytest.mark.skipif(PYARROW < (15, 0), reason="this PyArrow writes no 16-bit floats")
-def test_16_bit_floats_of_polars_and_pyarrow(folder):
+def test_polars_and_pyarrow_16_bit_floats(folder):
     values = np.array([[0.5, -1], [65504, 6e-8]], np.float16)
     pl.DataFrame({"x": values[:, 0], "y": values}).write_parquet(folder / "polars.parquet")
     lists = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 2)
@@ -189,7 +189,7 @@ def test_16_bit_floats_of_polars_and_pyarrow(folder):
 
 
 @pytest.mark.parametrize("make", [pa.decimal128, pa.decimal256])
-def test_decimals_become_64_bit_floats_also_in_lists(folder, make):
+def test_decimals_become_64_bit_floats_even_in_lists(folder, make):
     values = [[decimal.Decimal("1.25"), decimal.Decimal("-3")], [decimal.Decimal(0)] * 2]
     expected = np.array([[1.25, -3.0], [0, 0]])
 
@@ -212,7 +212,7 @@ if hasattr(pa, "binary_view"):
 
 
 @pytest.mark.parametrize("data_type", BYTE_TYPES, ids=str)
-def test_bytes_of_one_length_become_arrays_of_bytes(folder, data_type):
+def test_bytes_of_equal_length_become_arrays(folder, data_type):
     rows = pa.array([image.tobytes() for image in IMAGES], data_type)
 
     check(load_one(folder, rows, row_group_size=3), IMAGES)
@@ -232,7 +232,7 @@ def test_bytes_of_a_slice_or_of_several_chunks(data_type, rows):
         check(table_to_columns(table, [spec])["c"], expected)
 
 
-def test_bytes_of_polars_and_duckdb(folder):
+def test_polars_and_duckdb_bytes(folder):
     images = [image.tobytes() for image in IMAGES]
     pl.DataFrame({"x": images}).write_parquet(folder / "polars.parquet")
     text = " union all ".join(f"select unhex('{image.hex()}') as x" for image in images)
@@ -265,12 +265,12 @@ def test_bytes_of_unequal_lengths_are_ragged(folder):
         (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "map<.*separate columns"),
     ],
 )
-def test_other_types_are_refused_with_the_type_and_a_remedy(folder, values, words):
+def test_errors_about_other_types_name_the_type_and_a_remedy(folder, values, words):
     with pytest.raises(ColumnError, match=rf"Column 'c' has type {words}.*or leave it out"):
         load_one(folder, values)
 
 
-def test_categories_of_polars_are_refused_with_a_remedy(folder):
+def test_polars_categories_are_rejected_with_a_remedy(folder):
     values = pl.Series(["a", "b"], dtype=pl.Categorical)
     pl.DataFrame({"c": values}).write_parquet(folder / "a.parquet")
 
@@ -306,7 +306,7 @@ def test_arrays_of_any_shape_in_any_lists_survive_slices_and_chunks(
 
 
 @given(st.lists(st.binary(min_size=3, max_size=3)), st.integers(0, 5), st.booleans())
-def test_bytes_are_what_numpy_makes_of_them(rows, start, fixed):
+def test_bytes_agree_with_numpy(rows, start, fixed):
     column = pa.array(rows, pa.binary(3) if fixed else pa.binary())
     spec = ColumnSpec("c", "array", "uint8", (3,))
 

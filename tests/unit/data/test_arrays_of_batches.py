@@ -1,4 +1,4 @@
-"""Arrow columns as arrays, beside Arrow's own conversion of each value."""
+"""Arrow columns as arrays, compared with Arrow's conversion of each value."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_arrays_of_other_lengths_are_ragged(values: Any, data_type: pa.DataType)
         (["a", None], pa.string()),
     ],
 )
-def test_rows_with_nulls_are_told_from_those_with_nan(values: Any, data_type: pa.DataType) -> None:
+def test_nulls_are_distinguished_from_nan(values: Any, data_type: pa.DataType) -> None:
     def holds_null(value: Any) -> bool:
         return value is None or (isinstance(value, list) and any(map(holds_null, value)))
 
@@ -150,9 +150,7 @@ STRUCTS = pa.struct([("kind", pa.int8()), ("values", pa.list_(pa.field("element"
         ),
     ],
 )
-def test_some_rows_of_a_column_are_those_of_arrows_filter(
-    values: Any, data_type: pa.DataType
-) -> None:
+def test_selected_rows_agree_with_arrows_filter(values: Any, data_type: pa.DataType) -> None:
     wanted = np.array([False, True, False, True, True, False])
     for column in (pa.array(values, data_type), pa.array([None, *values], data_type)[1:]):
         found = rows_of(column, wanted)
@@ -175,7 +173,7 @@ def arrays(column: pa.Array, **options: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 3), (2, 1, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
-def test_arrays_of_rows_become_one(shape: tuple[int, ...], dtype: str) -> None:
+def test_arrays_of_rows_are_stacked(shape: tuple[int, ...], dtype: str) -> None:
     rows = np.arange(5 * np.prod(shape)).reshape(5, *shape).astype(dtype)
     data_type = pa.from_numpy_dtype(rows.dtype)
     for _ in shape:
@@ -200,7 +198,7 @@ def test_ragged_arrays_and_nulls_within_are_rejected(rows: Any, message: str) ->
         arrays(pa.array(rows))
 
 
-def test_rows_with_nulls_are_left_out_if_they_are_kept_as_null_predictions() -> None:
+def test_rows_with_nulls_are_skipped_if_kept_as_null_predictions() -> None:
     found, valid = arrays(pa.array([1.0, None, float("nan")]), keeps_nulls=True)
     assert valid.tolist() == [True, False, True]
     np.testing.assert_array_equal(found, [1.0, np.nan])

@@ -1,4 +1,4 @@
-"""Describing Parquet files by their footers."""
+"""Description of Parquet files from their footers."""
 
 import io
 import re
@@ -37,7 +37,7 @@ def placed(split):
     return [(group.file, group.index, group.rows) for group in split.row_groups]
 
 
-def test_row_groups_come_in_the_order_of_file_names(store, folder):
+def test_row_groups_follow_the_order_of_file_names(store, folder):
     write(folder / "part-2.parquet", x=[5.0, 6.0])
     write(folder / "part-1.parquet", row_group_size=2, x=[0.0, 1.0, 2.0, 3.0, 4.0])
 
@@ -48,7 +48,7 @@ def test_row_groups_come_in_the_order_of_file_names(store, folder):
     assert placed(split) == [(first, 0, 2), (first, 1, 2), (first, 2, 1), (second, 0, 2)]
 
 
-def test_files_of_pandas_are_described(store, folder):
+def test_pandas_files_are_described(store, folder):
     columns = {"x": [1.0, 2.0, 3.0], "y": np.array([1, 2, 3], np.int16)}
     frame = pd.DataFrame(columns, index=[7, 8, 9])
     frame.to_parquet(folder / "frame.parquet")
@@ -60,7 +60,7 @@ def test_files_of_pandas_are_described(store, folder):
 
 
 @pytest.mark.parametrize("name", ["_SUCCESS", "._SUCCESS.crc", "_manifest.json", ".hidden", "_t/a"])
-def test_files_and_folders_that_are_hidden_or_marks_are_ignored(store, folder, name):
+def test_hidden_files_and_markers_are_ignored(store, folder, name):
     write(folder / "a.parquet", x=[1.0])
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"not Parquet")
@@ -68,7 +68,7 @@ def test_files_and_folders_that_are_hidden_or_marks_are_ignored(store, folder, n
     assert read_split(store, str(folder), [X]).rows == 1
 
 
-def test_a_hidden_folder_above_the_dataset_hides_nothing(tmp_path):
+def test_hidden_parent_folders_hide_nothing(tmp_path):
     folder = tmp_path / ".cache" / "_data"
     folder.mkdir(parents=True)
     write(folder / "a.parquet", x=[1.0])
@@ -76,7 +76,7 @@ def test_a_hidden_folder_above_the_dataset_hides_nothing(tmp_path):
     assert read_split(LocalStore(str(tmp_path)), str(folder), [X]).rows == 1
 
 
-def test_files_in_folders_below_are_found(store, folder):
+def test_files_in_subfolders_are_found(store, folder):
     (folder / "2024").mkdir()
     write(folder / "2024" / "a.parquet", x=[1.0])
     write(folder / "b.parquet", x=[2.0])
@@ -91,7 +91,7 @@ def test_a_single_file_is_a_dataset(store, folder):
 
 
 @pytest.mark.parametrize("name", ["with space", "a#b?c%20d", "day=2024-01-01", "[1]"])
-def test_paths_with_characters_that_urls_and_globs_treat_specially(tmp_path, name):
+def test_paths_may_have_special_characters_of_urls_and_globs(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     write(folder / "part #1?.parquet", x=[1.0])
@@ -145,14 +145,14 @@ def test_columns_with_a_dot_in_their_name_are_found(store, folder):
     np.testing.assert_array_equal(first_rows(store, found, 5)["a.b"], [1.0, 2.0])
 
 
-def test_a_null_beside_a_column_is_not_taken_for_its_own(store, folder):
-    """Neither in a column whose name starts alike, nor in one that is not needed."""
+def test_nulls_in_other_columns_do_not_matter(store, folder):
+    """The other columns have a name with the same start, or are not needed."""
     write(folder / "a.parquet", **{"x": [1.0, 2.0], "x.y": [1.0, None], "xs": [None, 1.0]})
 
     assert read_split(store, str(folder), [X]).rows == 2
 
 
-def test_first_rows_are_at_most_those_of_the_first_row_group(store, folder):
+def test_first_rows_come_only_from_the_first_row_group(store, folder):
     write(folder / "a.parquet", row_group_size=2, x=[1.0, 2.0, 3.0], y=[[1, 2], [3, 4], [5, 6]])
     found = manifest(store, folder, "x", "y")
 
@@ -160,7 +160,7 @@ def test_first_rows_are_at_most_those_of_the_first_row_group(store, folder):
     np.testing.assert_array_equal(first_rows(store, found, 5)["y"], [[1, 2], [3, 4]])
 
 
-def test_validation_files_are_described_beside_the_training_files(store, folder, tmp_path):
+def test_validation_files_are_described_with_the_training_files(store, folder, tmp_path):
     validation = tmp_path / "validation"
     validation.mkdir()
     write(folder / "a.parquet", x=[1.0, 2.0])
@@ -172,21 +172,21 @@ def test_validation_files_are_described_beside_the_training_files(store, folder,
     assert manifest(store, folder, "x").validation is None
 
 
-def test_files_without_rows_are_passed_over(store, folder):
+def test_files_without_rows_are_skipped(store, folder):
     write(folder / "a.parquet", x=pa.array([], pa.float64()))
     write(folder / "b.parquet", x=[1.0])
 
     assert placed(read_split(store, str(folder), [X])) == [(str(folder / "b.parquet"), 0, 1)]
 
 
-def test_a_missing_column_is_an_error_that_lists_those_that_exist(store, folder):
+def test_errors_about_missing_columns_list_the_existing_ones(store, folder):
     write(folder / "a.parquet", x=[1.0], y=[2.0])
 
     with pytest.raises(ColumnError, match=r"no column 'z'; their columns are x, y"):
         manifest(store, folder, "x", "z")
 
 
-def test_a_column_that_only_some_files_have_is_an_error_that_names_the_file(store, folder):
+def test_errors_name_files_that_lack_a_column(store, folder):
     write(folder / "a.parquet", x=[1.0])
     write(folder / "b.parquet", y=[1.0])
 
@@ -205,7 +205,7 @@ def test_a_column_that_only_some_files_have_is_an_error_that_names_the_file(stor
     ],
     ids=["string", "strings", "struct", "date", "timestamp"],
 )
-def test_columns_that_are_not_numbers_are_an_error_that_names_the_type(store, folder, values):
+def test_errors_about_non_numeric_columns_name_the_type(store, folder, values):
     write(folder / "a.parquet", c=values)
 
     kind = str(values.type).split("<")[0].split("[")[0]
@@ -214,7 +214,7 @@ def test_columns_that_are_not_numbers_are_an_error_that_names_the_type(store, fo
 
 
 @pytest.mark.parametrize("values", [[1.0, None], [[1.0], None], [[1.0], [None]]])
-def test_nulls_are_an_error_that_names_the_column(store, folder, values):
+def test_errors_about_nulls_name_the_column(store, folder, values):
     write(folder / "a.parquet", x=[1.0, 2.0], price=values)
 
     with pytest.raises(DataError, match=r"'price' holds 1 null"):
@@ -239,7 +239,7 @@ def test_a_dataset_without_rows_is_an_error(store, folder):
         manifest(store, folder, "x")
 
 
-def test_a_missing_path_and_an_empty_folder_are_errors(store, folder):
+def test_missing_paths_and_empty_folders_are_errors(store, folder):
     with pytest.raises(StoreError, match=r"no Parquet dataset at .*absent"):
         manifest(store, folder / "absent", "x")
     with pytest.raises(StoreError, match="no Parquet files under"):
@@ -256,7 +256,7 @@ TABLES = {
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "memory"])
 def test_folders_of_table_formats_are_rejected(tmp_path, kind, remote):
-    """Whether the table, what it is in, its partitions, its data or one of its files is named."""
+    """The path may be the table, its parent, a partition, its data or one of its files."""
     root = f"memory://{tmp_path}" if remote else str(tmp_path)
     made = Store.create(root)
     data = f"{root}/outer/table" + ("/data" if kind == "iceberg" else "")
@@ -285,15 +285,15 @@ def test_folders_of_table_formats_are_rejected(tmp_path, kind, remote):
         made.fs.rm(root, recursive=True)
 
 
-def test_a_partition_of_hudi_has_a_mark_of_its_own(store, folder):
+def test_partitions_of_hudi_are_recognized_by_their_marker(store, folder):
     write(folder / "part.parquet", x=[1.0])
     (folder / ".hoodie_partition_metadata").write_text("")
     with pytest.raises(StoreError, match="is a Hudi table"):
         manifest(store, folder, "x")
 
 
-def test_folders_that_only_look_like_those_of_tables_are_read(store, folder):
-    """Their names alone, or files of other kinds in them, make no table."""
+def test_folders_that_only_resemble_tables_are_read(store, folder):
+    """Names alone, or other files in the folders, do not make a table."""
     for name in ("metadata", "data/day=1"):
         (folder / name).mkdir(parents=True)
         write(folder / name / "part.parquet", x=[1.0])

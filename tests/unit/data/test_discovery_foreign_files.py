@@ -1,4 +1,4 @@
-"""Parquet of other writers: names, files that differ, and nulls."""
+"""Parquet files of other writers: names, differing files, and nulls."""
 
 import decimal
 import re
@@ -21,8 +21,8 @@ from hvd_estimators.store import LocalStore
 pytestmark = pytest.mark.versions
 
 
-def test_names_with_dots_spaces_and_unicode_beside_structs_and_lists_of_such_names(folder):
-    """The paths of a struct's fields, and of lists' elements, are names of other columns here."""
+def test_unusual_names_do_not_clash_with_paths_of_structs_and_lists(folder):
+    """Paths of struct fields and list elements equal the names of other columns."""
     table = pa.table(
         {
             "a": [{"b": None, "c": [None]}, {"b": 1, "c": [1]}],
@@ -47,7 +47,7 @@ def test_names_with_dots_spaces_and_unicode_beside_structs_and_lists_of_such_nam
         describe(folder, "Z")
 
 
-def test_nulls_are_counted_in_the_column_that_has_them(folder):
+def test_nulls_are_counted_per_column(folder):
     table = pa.table({"a": [{"b": 1}, {"b": 2}], "a.b": [None, 2], "c": [1, 2]})
     parquet.write_table(table, folder / "a.parquet")
 
@@ -56,7 +56,7 @@ def test_nulls_are_counted_in_the_column_that_has_them(folder):
         describe(folder, "a.b")
 
 
-def test_a_name_that_a_file_has_twice_is_an_error(folder):
+def test_duplicate_names_in_a_file_are_an_error(folder):
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["c", "c"])
     parquet.write_table(table, folder / "a.parquet")
 
@@ -64,7 +64,7 @@ def test_a_name_that_a_file_has_twice_is_an_error(folder):
         describe(folder, "c")
 
 
-def test_files_that_are_no_data_are_passed_over_and_names_do_not_matter(folder):
+def test_files_without_data_are_skipped_whatever_their_names(folder):
     for index, name in enumerate(["part-0", "b.snappy.parquet", "sub/folder/c.PARQUET"]):
         write(folder / name, x=[float(index)])
     marks = ["_SUCCESS", "_metadata", "_common_metadata", ".part-0.crc", "part-0.crc", ".hidden/a"]
@@ -76,7 +76,7 @@ def test_files_that_are_no_data_are_passed_over_and_names_do_not_matter(folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"notes", b"PAR1" * 3, None])
-def test_a_file_that_is_not_parquet_is_an_error_that_says_what_to_do(folder, content):
+def test_errors_about_non_parquet_files_suggest_a_fix(folder, content):
     write(folder / "a.parquet", x=np.arange(1000.0))
     whole = (folder / "a.parquet").read_bytes()
     (folder / "notes.txt").write_bytes(whole[: len(whole) // 2] if content is None else content)
@@ -85,7 +85,7 @@ def test_a_file_that_is_not_parquet_is_an_error_that_says_what_to_do(folder, con
         describe(folder, "x")
 
 
-def test_a_thousand_files_are_described_in_seconds_and_each_time_anew(folder):
+def test_a_thousand_files_are_described_in_seconds_without_a_cache(folder):
     table = pa.table({f"x{i}": [1.0, 2.0] for i in range(20)})
     for index in range(1000):
         parquet.write_table(table, folder / f"{index:04}.parquet")
@@ -118,7 +118,7 @@ def test_first_rows_and_shapes_are_read_without_the_row_group(folder):
 
 
 class Counting(LocalStore):
-    """Counts what is read."""
+    """Filesystem that counts the bytes read."""
 
     bytes_read = 0
 
@@ -144,7 +144,7 @@ class Counting(LocalStore):
 
 
 class Handle:
-    """A file whose reads are counted."""
+    """File whose reads are counted."""
 
     def __init__(self, handle, read):
         self.handle = handle
@@ -160,7 +160,7 @@ class Handle:
         self.handle.close()
 
 
-def test_types_are_those_of_the_first_file_with_rows(folder):
+def test_types_come_from_the_first_file_with_rows(folder):
     """Pandas has no type for the columns of an empty frame, and Spark writes such files first."""
     empty = pd.DataFrame({"x": [], "y": pd.Series([], dtype=object)})
     empty.to_parquet(folder / "a.parquet")
@@ -175,7 +175,7 @@ def test_types_are_those_of_the_first_file_with_rows(folder):
     check(found["y"], np.array([[1, 2], [3, 4]]))
 
 
-def test_row_groups_without_rows_are_passed_over(folder):
+def test_row_groups_without_rows_are_skipped(folder):
     schema = pa.schema([("x", pa.int64()), ("y", pa.list_(pa.int64()))])
     with parquet.ParquetWriter(folder / "a.parquet", schema) as writer:
         writer.write_table(schema.empty_table())
@@ -195,7 +195,7 @@ def test_only_files_without_rows_are_an_error(folder):
         describe(folder, "x")
 
 
-def test_the_order_of_columns_and_others_beside_them_may_differ(folder):
+def test_column_order_and_other_columns_may_differ(folder):
     write(folder / "a.parquet", x=[1], y=[2.0], z=["a"])
     write(folder / "b.parquet", w=[{"y": None}], y=[3.0], x=[4])
 
@@ -231,7 +231,7 @@ def test_kinds_of_lists_and_of_decimals_may_differ(folder):
     ],
 )
 @pytest.mark.parametrize("part", ["data", "validation"])
-def test_files_whose_types_differ_are_an_error_that_names_both(folder, first, other, part):
+def test_errors_about_differing_types_name_both_files(folder, first, other, part):
     one, two = folder / "a.parquet", folder.parent / part / "b.parquet"
     write(one, c=value_of(first))
     write(two, c=value_of(other))
@@ -253,7 +253,7 @@ def value_of(data_type):
     return pa.array([value(data_type)], data_type)
 
 
-def test_a_file_of_nulls_only_is_an_error_that_names_it(folder):
+def test_errors_name_files_that_hold_only_nulls(folder):
     write(folder / "a.parquet", x=[1.0])
     write(folder / "b.parquet", x=[None, None])
 
@@ -277,7 +277,7 @@ SPOILED = [
 
 
 @pytest.mark.parametrize(("data_type", "values"), SPOILED, ids=lambda case: str(case)[:40])
-def test_nulls_without_statistics_are_found_when_rows_are_read(data_type, values):
+def test_nulls_without_statistics_are_found_during_reading(data_type, values):
     table = pa.table({"c": pa.array([*values, values[0]], data_type)})
     shape, value = [], values[0]
     while isinstance(value, list | bytes):
@@ -287,7 +287,7 @@ def test_nulls_without_statistics_are_found_when_rows_are_read(data_type, values
 
     with pytest.raises(DataError, match=r"'c' holds .*null"):
         table_to_columns(table, [spec])
-    # The rows before and after the null are good ones.
+    # The rows before and after the null are valid.
     for good in (table.slice(0, 1), table.slice(2)):
         np.testing.assert_array_equal(table_to_columns(good, [spec])["c"][0], as_array(values[0]))
 
@@ -296,8 +296,8 @@ def as_array(value):
     return np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.array(value, float)
 
 
-def test_what_lies_below_a_null_of_fixed_size_lists_is_not_taken_for_values():
-    """Arrow leaves room for a null's elements, which here look like good ones."""
+def test_values_below_null_fixed_size_lists_are_ignored():
+    """Arrow reserves space for a null's elements, which look valid in this test."""
     values = pa.array(np.arange(6))
     mask = pa.py_buffer(bytes([0b101]))
     lists = pa.Array.from_buffers(pa.list_(pa.int64(), 2), 3, [mask], children=[values])
@@ -308,7 +308,7 @@ def test_what_lies_below_a_null_of_fixed_size_lists_is_not_taken_for_values():
     outer = pa.ListArray.from_arrays([0, 3], lists)
     with pytest.raises(DataError, match=r"'c' holds .*null"):
         table_to_columns(pa.table({"c": outer}), [ColumnSpec("c", "array", "int64", (3, 2))])
-    # A slice that leaves it out is good.
+    # A slice without the null is valid.
     check(table_to_columns(pa.table({"c": lists}).slice(2), [spec])["c"], np.array([[4, 5]]))
 
 
@@ -333,7 +333,7 @@ def test_footers_of_polars_without_statistics_are_accepted(folder):
 
 
 @pytest.mark.parametrize("values", [[None, [1]], [[], [1]], [[None], [1]]])
-def test_a_first_row_without_a_shape_is_an_error(folder, values):
+def test_first_rows_without_a_shape_are_an_error(folder, values):
     rows = pa.array([values], pa.list_(pa.list_(pa.int64())))
 
     with pytest.raises(DataError, match="'c' holds"):

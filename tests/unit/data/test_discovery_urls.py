@@ -1,4 +1,4 @@
-"""A dataset behind a URL of fsspec's: described and read through its store, with each reader."""
+"""Datasets at fsspec URLs, described and read through their store with each reader."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ from hvd_estimators.store import FilesystemStore
 pytestmark = pytest.mark.timeout(60)
 
 READERS = {"arrow": ArrowDataModule}
-with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+with contextlib.suppress(ImportError):  # it cannot be installed with today's PyArrow
     from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
@@ -30,7 +30,7 @@ DAYS, ROWS = 3, 20
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A store in memory with rows in three partitions, and files that are no data."""
+    """Return an in-memory store with rows in three partitions and files without data."""
     root = f"memory://{tmp_path_factory.mktemp('store')}"
     store = FilesystemStore(root)
     path = store.get_train_data_path()
@@ -96,8 +96,8 @@ def test_files_keep_their_scheme_and_partitions_are_columns(store, manifest):
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 @pytest.mark.parametrize("reader", READERS)
-def test_rows_are_read_once_for_training_and_once_for_validation(store, manifest, reader, pool):
-    """By several threads at a time, from files of which each is one object in memory."""
+def test_rows_are_read_once_per_pass_of_training_and_validation(store, manifest, reader, pool):
+    """Several threads read at a time; each file is one object in memory."""
     workers = {"train_reader_worker_count": 4, "val_reader_worker_count": 4}
     with opened(reader, store, manifest, reader_pool_type=pool, **workers) as rows:
         ids = rows["id"]
@@ -115,7 +115,7 @@ def test_rows_are_transformed(store, manifest, reader):
         assert sorted(rows["id"]) == sorted([*range(0, 2 * DAYS * ROWS, 2)] * 2)
 
 
-def test_a_file_that_is_no_parquet_and_a_path_without_any_are_errors_that_name_it(store):
+def test_errors_name_non_parquet_files_and_paths_without_files(store):
     other = f"{store.prefix_path}/other"
     with pytest.raises(StoreError, match=f"no Parquet dataset at '{other}'"):
         read_manifest(store, other, None, ["id"])

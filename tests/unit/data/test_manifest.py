@@ -1,4 +1,4 @@
-"""The manifest as a document."""
+"""Manifests as documents."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ VALIDATION = Split("/data/val", (RowGroup("/data/val/ä ?#.parquet", 0, 2),))
 
 
 @pytest.mark.parametrize("validation", [None, VALIDATION, Split("/data/empty", ())])
-def test_a_manifest_survives_json_and_pickle(validation):
+def test_manifests_survive_json_and_pickle(validation):
     manifest = DatasetManifest(COLUMNS, TRAIN, validation)
 
     assert DatasetManifest.from_json(manifest.to_json()) == manifest
@@ -45,7 +45,7 @@ def test_the_document_is_plain_json():
     assert document["validation"] is None
 
 
-def test_columns_tell_their_width_and_stored_names():
+def test_columns_know_their_width_and_stored_names():
     scalar, array, sparse, partition, renamed = COLUMNS
 
     assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000, 1, 5]
@@ -56,7 +56,7 @@ def test_columns_tell_their_width_and_stored_names():
     assert renamed.stored_names == ("tags__indices_", "tags__values")
 
 
-def test_a_split_adds_up_its_rows_and_a_column_is_found_by_name():
+def test_splits_sum_their_rows_and_columns_are_found_by_name():
     manifest = DatasetManifest(COLUMNS, TRAIN)
 
     assert manifest.train.rows == 15
@@ -74,5 +74,5 @@ def test_a_split_adds_up_its_rows_and_a_column_is_found_by_name():
         (ColumnSpec("x", "text", "object"), 8),
     ],
 )
-def test_a_row_takes_its_elements_bytes(spec, row_bytes):
+def test_the_size_of_a_row_is_the_size_of_its_elements(spec, row_bytes):
     assert spec.row_bytes == row_bytes

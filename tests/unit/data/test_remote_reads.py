@@ -1,4 +1,4 @@
-"""Parquet behind requests: how many there are, of what, and how much is held. No Spark."""
+"""Remote reads of Parquet: the requests, and the memory held. No Spark."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from hvd_estimators.store import Store
 pytestmark = pytest.mark.timeout(60)
 
 READERS = {"arrow": ArrowDataModule}
-with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+with contextlib.suppress(ImportError):  # it cannot be installed with today's PyArrow
     from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 
 FILES, GROUPS, ROWS = 3, 4, 50
-"""Files, row groups of each, and rows of each of those."""
+"""Number of files, of row groups per file, and of rows per row group."""
 
 
 def write(path, first=0, rows=GROUPS * ROWS, group_rows=ROWS, between=8, **options):
-    """Write numbered rows: two columns that are wanted, and bytes between them that are not."""
+    """Write numbered rows: two requested columns with an unrequested one between them."""
     ids = np.arange(first, first + rows)
     table = pa.table({"id": ids, "between": [bytes(between)] * rows, "twice": 2 * ids})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def write(path, first=0, rows=GROUPS * ROWS, group_rows=ROWS, between=8, **optio
 
 @pytest.fixture
 def between():
-    """Bytes per row between the columns."""
+    """Bytes per row between the requested columns."""
     return 8
 
 
@@ -66,7 +66,7 @@ def manifest(counted):
     store, requests = counted
     path = store.get_train_data_path()
     found = read_manifest(store, path, path, ["id", "twice"])
-    # The driver reads each footer once as well, of both parts of the dataset.
+    # The driver also reads each footer once, of both parts of the dataset.
     files = [Path(store.local(path)) for path in store.find(store.prefix_path)]
     ends = [min(file.stat().st_size, footers.TAIL_BYTES) for file in files]
     assert sorted(size for _, _, size in requests.take()) == sorted(2 * ends)
@@ -84,14 +84,14 @@ def manifest(counted):
         ([(0, 9), (2, 4), (12, 13)], 2, [(0, 9), (12, 13)]),
     ],
 )
-def test_neighbours_are_fetched_together(ranges, hole, runs):
+def test_adjacent_ranges_are_fetched_together(ranges, hole, runs):
     assert joined(ranges, hole) == runs
 
 
 FAR_APART = 2 * remote_reads.HOLE_BYTES // ROWS
-"""Bytes per row between columns that are not fetched in one request."""
+"""Bytes per row between columns, too many to fetch both columns in one request."""
 
-# Processes of Petastorm's pool take seconds to start.
+# Petastorm's pool processes take seconds to start.
 WAYS = [
     *itertools.product(READERS, ["thread", "dummy"], [8, FAR_APART]),
     *(("petastorm", "process", FAR_APART) for _ in range("petastorm" in READERS)),
@@ -99,10 +99,8 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("reader", "pool", "between"), WAYS)
-def test_a_row_group_takes_a_request_per_run_of_columns_and_a_file_one_more(
-    counted, manifest, reader, pool, between, monkeypatch
-):
-    """Over all epochs of a run, validation included."""
+def test_requests_per_row_group_and_file(counted, manifest, reader, pool, between, monkeypatch):
+    """One per adjacent columns of a row group, one per file; over all epochs, with validation."""
     monkeypatch.setenv("PYTHONPATH", str(Path(counted_reads.__file__).parent), prepend=":")
     store, requests = counted
     epochs = 2
@@ -135,14 +133,12 @@ def test_a_row_group_takes_a_request_per_run_of_columns_and_a_file_one_more(
     stored = [(parquet.read_metadata(store.local(g.file)), g.index) for g in groups]
     columns = [footer.row_group(index).column(i) for footer, index in stored for i in range(3)]
     wanted = [c for c in columns if runs == 1 or c.path_in_schema != "between"]
-    # PyArrow writes some bytes of its own behind each chunk.
+    # PyArrow writes some extra bytes after each chunk.
     size = 2 * epochs * sum(c.total_compressed_size for c in wanted)
     assert size <= sum(chunks) <= size + 2 * epochs * len(groups) * 2 * 100
 
 
-def test_a_long_footer_takes_a_second_request_and_is_read_once_by_many_threads(
-    counted, monkeypatch
-):
+def test_a_long_footer_needs_two_requests_shared_by_all_threads(counted, monkeypatch):
     store, requests = counted
     path = store.find(store.get_train_data_path())[0]
     whole = Path(store.local(path)).read_bytes()
@@ -173,8 +169,8 @@ def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, group_size):
-    """Of each column, so that no more is held than there is room for, and a piece more of each."""
+def test_large_row_groups_are_fetched_in_pieces(tmp_path, monkeypatch, group_size):
+    """At most the memory limit plus one piece per column is held."""
     store, requests = counted_reads.make_store(tmp_path)
     rows = 40_000
     write(Path(store.local(f"{store.prefix_path}/a.parquet")), 0, rows, rows, data_page_size=2000)
@@ -212,7 +208,7 @@ def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, grou
 
 
 class Gate:
-    """Holds back requests until it is opened, and counts those that wait."""
+    """Gate that blocks requests until it opens, and counts the waiting ones."""
 
     def __init__(self, store, monkeypatch):
         self.open = threading.Event()
@@ -228,9 +224,7 @@ class Gate:
         monkeypatch.setattr(type(store), "read_ranges", read_ranges)
 
 
-def test_the_next_ranges_are_fetched_before_they_are_asked_for_as_long_as_there_is_room(
-    counted, manifest, monkeypatch
-):
+def test_upcoming_ranges_are_prefetched_up_to_the_memory_limit(counted, manifest, monkeypatch):
     store, requests = counted
     gate = Gate(store, monkeypatch)
     parts = [RangeRead(part) for part in plan_shards(manifest.train.row_groups, 1).shards[0]]
@@ -249,12 +243,12 @@ def test_the_next_ranges_are_fetched_before_they_are_asked_for_as_long_as_there_
             with files.open(read) as file:
                 tables = [table for table, _ in range_tables(file, read, manifest.columns)]
             assert pa.concat_tables(tables)["twice"][0].as_py() == 2 * ROWS * parts.index(read)
-    # Each once, and the footers of both files.
+    # Each range once, besides the footers of both files.
     assert len([start for _, start, _ in requests.take() if start >= 0]) == 6
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_request_that_fails_is_the_readers_error(counted, manifest, reader, monkeypatch):
+def test_failed_requests_raise_in_the_reader(counted, manifest, reader, monkeypatch):
     store, _ = counted
     read = type(store).read_ranges
 
@@ -277,7 +271,7 @@ def test_a_request_that_fails_is_the_readers_error(counted, manifest, reader, mo
         list(itertools.islice(module.train_data(), FILES * GROUPS * ROWS))
 
 
-def test_a_file_that_has_become_shorter_is_an_error_that_says_so(counted, manifest):
+def test_truncated_files_are_reported(counted, manifest):
     store, _ = counted
     part = plan_shards(manifest.train.row_groups, 1).shards[0][-1]
     with RangeFiles(store, manifest.columns) as files:
@@ -291,7 +285,7 @@ def test_a_file_that_has_become_shorter_is_an_error_that_says_so(counted, manife
             list(range_tables(file, RangeRead(part), manifest.columns))
 
 
-def test_a_file_without_suffix_requests_is_asked_for_its_size(counted, manifest, monkeypatch):
+def test_the_size_is_requested_without_suffix_requests(counted, manifest, monkeypatch):
     store, requests = counted
     path = manifest.train.row_groups[0].file
     expected = store.read_ranges(path, [(-10, None), (4, 6), (-(10**9), None)])
@@ -302,7 +296,7 @@ def test_a_file_without_suffix_requests_is_asked_for_its_size(counted, manifest,
     requests.take()
 
 
-def test_what_a_model_is_tried_on_is_some_pages(counted, manifest):
+def test_dry_runs_read_only_some_pages(counted, manifest):
     store, requests = counted
     assert first_rows(store, manifest, 2)["twice"].tolist() == [0, 2]
     assert all(size <= 2**16 for _, _, size in requests.take())

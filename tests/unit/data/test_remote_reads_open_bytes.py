@@ -1,4 +1,4 @@
-"""What footers tell of the memory that reading takes, and of whether rows can be mixed."""
+"""Memory use of reading, and shuffle quality, estimated from footers."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ SPECS = [ColumnSpec("x", "vector", "float32", (64,))]
 
 
 def open_bytes(folder, **options):
-    """Write two million bytes in one row group, and return what it takes to have it open."""
+    """Write two million bytes in one row group, and return its memory use when open."""
     folder.mkdir()
     values = np.random.default_rng(0).standard_normal(500_000, np.float32)
     table = pa.table({"x": values, "unused": values})
@@ -24,7 +24,7 @@ def open_bytes(folder, **options):
     return group.open_bytes
 
 
-def test_an_open_row_group_takes_a_page_and_a_dictionary_of_each_column(tmp_path):
+def test_an_open_row_group_holds_a_page_and_a_dictionary_per_column(tmp_path):
     plain = {"use_dictionary": False, "compression": None}
     assert open_bytes(tmp_path / "plain", **plain) == MIB + FETCHED_BYTES
     with_dictionary = open_bytes(tmp_path / "dictionary", compression=None)
@@ -42,12 +42,12 @@ def layout(groups, rows_each):
         (8, 128, 2, False),
         (1, 1024, 2, True),
         (4, 256, 1, True),
-        (1, 256, 1, False),  # a buffer that holds half of it mixes it well enough
-        (1, 1024, 8, False),  # each rank has an eighth, which its buffer holds
-        (1, 8192, 8, False),  # eight places at a time
+        (1, 256, 1, False),  # a buffer of half the rows mixes them well enough
+        (1, 1024, 8, False),  # each rank has an eighth, which fits its buffer
+        (1, 8192, 8, False),  # reads at eight positions at a time
     ],
 )
-def test_files_whose_rows_cannot_be_mixed_are_told_of(groups, group_mib, ranks, warns):
+def test_poorly_shuffled_files_cause_a_warning(groups, group_mib, ranks, warns):
     row_groups = layout(groups, group_mib * MIB // 256)
     plan = plan_shards(row_groups, ranks, seed=0, open_bytes=128 * MIB)
 
@@ -61,7 +61,7 @@ def test_files_whose_rows_cannot_be_mixed_are_told_of(groups, group_mib, ranks, 
         assert "hvd_estimators.prepare_data" in warning
 
 
-def test_a_buffer_that_holds_the_rows_is_all_that_it_takes():
+def test_a_buffer_for_all_rows_avoids_the_warning():
     row_groups = layout(1, 1024 * MIB // 256)
     plan = plan_shards(row_groups, 1, seed=0, open_bytes=1024 * MIB)
 

@@ -1,4 +1,4 @@
-"""Parquet on a real S3 and a real HDFS: what readers deliver, and what they request. No Spark."""
+"""Parquet on a real S3 and a real HDFS: delivered rows and requests. No Spark."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hvd_estimators.store import Store
 pytestmark = pytest.mark.timeout(180)
 
 READERS = {"arrow": ArrowDataModule}
-with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+with contextlib.suppress(ImportError):  # it cannot be installed with today's PyArrow
     from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 
 FILES, GROUPS, ROWS, EPOCHS = 2, 3, 40, 2
 RUNS = 2
-"""Of neighbouring columns in a row group: two columns, and one behind a wide one."""
+"""Runs of adjacent columns per row group: two columns, and one after a wide column."""
 
 
 def make_dataset(store):
-    """Write files that have more than a footer's request, and describe them."""
+    """Write files larger than a footer request, and describe them."""
     for number in range(FILES):
         ids = np.arange(number * GROUPS * ROWS, (number + 1) * GROUPS * ROWS)
         wide = [bytes(2 * HOLE_BYTES // ROWS)] * len(ids)
@@ -65,7 +65,7 @@ def read_epochs(reader, store, manifest):
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_s3_gets_a_request_per_run_of_columns_and_one_per_footer_and_no_other(s3, reader):
+def test_s3_gets_one_request_per_run_of_columns_and_per_footer(s3, reader):
     store = Store.create(f"{s3.new_bucket()}/data", storage_options=s3.storage_options)
     manifest = make_dataset(store)
     before = len(s3.requests())
@@ -79,7 +79,7 @@ def test_s3_gets_a_request_per_run_of_columns_and_one_per_footer_and_no_other(s3
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_read_from_hdfs(hdfs, reader):
+def test_reads_from_hdfs(hdfs, reader):
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     manifest = make_dataset(store)
     ids = read_epochs(reader, store, manifest)

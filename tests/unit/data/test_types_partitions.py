@@ -1,4 +1,4 @@
-"""Columns whose values stand in the files' paths."""
+"""Partition columns, whose values are in the files' paths."""
 
 from urllib.parse import quote
 
@@ -20,7 +20,7 @@ from hvd_estimators.exceptions import ColumnError, DataError
 pytestmark = pytest.mark.versions
 
 
-def test_partitions_of_duckdb_pandas_and_polars_are_columns(tmp_path):
+def test_duckdb_pandas_and_polars_partitions_are_columns(tmp_path):
     frame = pd.DataFrame({"x": np.arange(12.0), "day": np.arange(12) % 3, "k": np.arange(12) / 4})
     roots = {name: tmp_path / name / "data" for name in ("duckdb", "pandas", "polars")}
     for root in roots.values():
@@ -45,7 +45,7 @@ def test_partitions_of_duckdb_pandas_and_polars_are_columns(tmp_path):
             check(found[name][order], frame[name].to_numpy())
 
 
-def test_a_partition_is_an_integer_only_if_all_of_its_values_are(folder, tmp_path):
+def test_partitions_are_integers_only_if_all_values_are(folder, tmp_path):
     write(folder / "day=1" / "a.parquet", x=[1.0])
     write(folder / "day=-02" / "a.parquet", x=[2.0])
     validation = tmp_path / "validation"
@@ -69,34 +69,34 @@ def test_names_and_values_of_partitions_are_decoded(folder):
     check(load(folder, "a/b", "x")["a/b"], np.array([-1.5]))
 
 
-def test_partitions_alone_have_as_many_rows_as_the_files(folder):
+def test_partition_columns_alone_have_the_files_rows(folder):
     write(folder / "k=1" / "x.parquet", x=[1.0, 2.0])
     write(folder / "k=2" / "x.parquet", x=[3.0])
 
     check(load(folder, "k")["k"], np.array([1, 1, 2]))
 
 
-def test_a_column_of_the_file_goes_before_the_one_of_its_path(folder):
+def test_columns_of_the_file_take_precedence_over_partitions(folder):
     write(folder / "k=1" / "x.parquet", k=[5.0])
 
     assert describe(folder, "k").columns == (ColumnSpec("k", "scalar", "float64"),)
     check(load(folder, "k")["k"], np.array([5.0]))
 
 
-def test_a_folder_above_the_dataset_is_no_partition(tmp_path):
+def test_parent_folders_are_not_partitions(tmp_path):
     write(tmp_path / "k=1" / "data" / "x.parquet", x=[5.0])
 
     with pytest.raises(ColumnError, match="no column 'k'; their columns are x "):
         describe(tmp_path / "k=1" / "data", "k")
 
 
-def test_the_deepest_folder_of_a_name_counts_and_underscores_do_not_hide_it(tmp_path):
+def test_the_deepest_folder_wins_even_with_an_underscore(tmp_path):
     write(tmp_path / "_k=1" / "data" / "_k=2" / "x.parquet", x=[5.0])
 
     check(load(tmp_path / "_k=1" / "data", "_k")["_k"], np.array([2]))
 
 
-def test_partitions_that_are_no_numbers_are_refused(folder):
+def test_non_numeric_partitions_are_rejected(folder):
     write(folder / "day=1" / "x.parquet", x=[1.0])
     write(folder / "day=2024-01-01" / "x.parquet", x=[1.0])
 
@@ -116,7 +116,7 @@ def test_the_null_partition_is_an_error(folder):
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-def test_files_that_have_a_partition_in_the_path_and_inside_are_an_error(folder, order):
+def test_partitions_that_are_columns_in_some_files_are_an_error(folder, order):
     outside, inside = order
     write(folder / outside / "day=1" / "x.parquet", x=[1.0])
     write(folder / inside / "x.parquet", x=[1.0], day=[1])
@@ -124,7 +124,7 @@ def test_files_that_have_a_partition_in_the_path_and_inside_are_an_error(folder,
         describe(folder, "day")
 
 
-def test_a_file_beside_the_partitions_is_an_error(folder):
+def test_files_outside_the_partitions_are_an_error(folder):
     write(folder / "day=1" / "x.parquet", x=[1.0])
     write(folder / "x.parquet", x=[1.0])
 
@@ -143,7 +143,7 @@ def test_a_file_beside_the_partitions_is_an_error(folder):
     ),
     st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda name: "=" not in name),
 )
-def test_numbers_survive_the_way_through_a_path(values, name):
+def test_numbers_survive_a_round_trip_through_paths(values, name):
     files = {f"/data/{quote(name, safe='')}={quote(str(v), safe='')}/f": v for v in values}
 
     spec = partition_spec(name, {file: partition_values(file)[name] for file in files})

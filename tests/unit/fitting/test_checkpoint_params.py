@@ -1,4 +1,4 @@
-"""When checkpoints are written and which are kept, as users set it: errors come before ranks."""
+"""Checkpoint params of estimators; wrong values fail before the ranks start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = list(ESTIMATORS)
 
 
 def start(store: Any, framework: str, monkeypatch: pytest.MonkeyPatch, **params: Any) -> Any:
-    """Fit up to the start of the ranks, and return which checkpoints they would keep."""
+    """Fit up to the start of the ranks, and return their checkpoint options."""
     told = []
     cls, given = ESTIMATORS[framework]
     make = cls._make_spec
@@ -43,7 +43,7 @@ def start(store: Any, framework: str, monkeypatch: pytest.MonkeyPatch, **params:
 
 
 @pytest.mark.parametrize("framework", ALL)
-def test_ranks_are_told_which_are_kept(
+def test_ranks_get_the_checkpoint_options(
     store: Any, framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = start(store, framework, monkeypatch)
@@ -76,20 +76,20 @@ def test_ranks_are_told_which_are_kept(
         ({"checkpoint_monitor": "odd"}, "checkpoint_mode: .*'odd'.*Set checkpoint_mode to 'min'"),
     ],
 )
-def test_what_does_not_go_is_told(
+def test_invalid_checkpoint_params_are_rejected(
     store: Any, framework: str, params: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ParamError, match=message):
         start(store, framework, monkeypatch, **params)
 
 
-def test_torch_knows_beforehand_what_is_measured(
+def test_torch_validates_the_monitored_metric_before_training(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = {"metrics": [torch.nn.L1Loss()], "checkpoint_mode": "min"}
     with pytest.raises(ParamError, match=r"'group_0_x', which is not measured.*'L1Loss', 'loss'"):
         start(store, "torch", monkeypatch, checkpoint_monitor="group_0_x", **params)
-    # The second is the name in horovod.spark, and in earlier versions.
+    # The second name is that of horovod.spark and of earlier versions.
     for name in ("L1Loss", "group_0_y"):
         told = start(store, "torch", monkeypatch, checkpoint_monitor=name, **params)
         assert told.monitor == "L1Loss"
@@ -100,18 +100,18 @@ def test_torch_knows_beforehand_what_is_measured(
     [
         *((name, "min") for name in ("loss", "val_loss", "train_loss", "mae", "val_mean_error")),
         *((name, "max") for name in ("val_acc", "accuracy", "binary_accuracy", "val/AUC", "f1")),
-        # Classes of torchmetrics.
+        # torchmetrics classes.
         *((name, "max") for name in ("val_MulticlassAUROC", "BinaryF1Score", "R2Score")),
         *((name, "min") for name in ("MeanSquaredError", "L1Loss", "y_MeanAbsoluteError")),
     ],
 )
-def test_the_name_tells_whether_less_is_better(name: str, expected: str) -> None:
+def test_the_mode_follows_from_the_metrics_name(name: str, expected: str) -> None:
     assert mode_of(name, "auto") == expected
     assert mode_of(name, "min") == "min"
 
 
 @pytest.mark.parametrize("name", ["odd", "accuracy_loss", "val_"])
-def test_a_name_that_tells_nothing_is_refused(name: str) -> None:
+def test_ambiguous_metric_names_need_a_mode(name: str) -> None:
     with pytest.raises(ParamError, match="checkpoint_mode"):
         mode_of(name, "auto")
     assert mode_of(name, "max") == "max"

@@ -1,4 +1,4 @@
-"""Rows of a history, on their way to somebody slow."""
+"""Feeding rows of a history to a slow consumer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows(number: int) -> list[Any]:
     return [(number, "train", "loss", 1.0)]
 
 
-def test_what_comes_while_it_is_taken_is_taken_together_and_nobody_waits() -> None:
+def test_rows_that_arrive_meanwhile_are_batched_without_blocking() -> None:
     taken: queue.Queue[Any] = queue.Queue()
     go_on = threading.Event()
 
@@ -37,7 +37,7 @@ def test_what_comes_while_it_is_taken_is_taken_together_and_nobody_waits() -> No
     assert taken.empty()
 
 
-def test_failures_are_logged_once_and_later_rows_are_passed_on(
+def test_failures_are_logged_once_and_later_rows_are_delivered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(feed_module, "_SECONDS_BETWEEN", 0.0)
@@ -61,7 +61,7 @@ def test_failures_are_logged_once_and_later_rows_are_passed_on(
     )
 
 
-def test_without_anything_to_take_there_is_no_thread() -> None:
+def test_without_rows_no_thread_starts() -> None:
     before = threading.active_count()
     assert EpochFeed(lambda found: None, "test").close()
     assert threading.active_count() == before

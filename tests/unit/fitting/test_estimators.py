@@ -1,4 +1,4 @@
-"""Params of the torch estimator and model, as far as they need no Spark session."""
+"""Params of the torch estimator and model that need no Spark session."""
 
 import inspect
 
@@ -16,7 +16,7 @@ from hvd_estimators.torch import TorchEstimator, TorchModel
 
 @pytest.fixture
 def params(tmp_path):
-    """Return params with which an estimator can train."""
+    """Return valid params of an estimator."""
     module = torch.nn.Linear(2, 1)
     return {
         "store": Store.create(str(tmp_path)),
@@ -29,7 +29,7 @@ def params(tmp_path):
 
 
 def check(params):
-    """Make an estimator and let it check its params, as `fit` does first."""
+    """Create an estimator and check its params, as `fit` does first."""
     estimator = TorchEstimator(**params)
     estimator._check_params()
     return estimator
@@ -40,7 +40,7 @@ def test_the_params_of_the_example_are_accepted(params):
 
 
 @pytest.mark.parametrize("name", ["store", "model", "feature_cols", "label_cols"])
-def test_a_required_param_that_is_not_set_is_named(params, name):
+def test_errors_name_the_missing_param(params, name):
     with pytest.raises(ParamError, match=f"^{name} is not set"):
         check({**params, name: None})
 
@@ -64,12 +64,12 @@ def test_a_required_param_that_is_not_set_is_named(params, name):
         ({"sample_weight_col": "w", "loss": lambda o, y: o.sum()}, r"cannot be weighted by sample"),
     ],
 )
-def test_params_that_do_not_go_together_are_refused(params, changes, message):
+def test_inconsistent_params_are_rejected(params, changes, message):
     with pytest.raises(ParamError, match=message):
         check({**params, **changes})
 
 
-def test_an_optimizer_that_steps_with_a_closure_alone_is_refused(params):
+def test_optimizers_that_need_a_closure_are_rejected(params):
     optimizer = torch.optim.LBFGS(params["model"].parameters())
     message = r"optimizer: LBFGS\.step\(\) needs closure.* train_minibatch_fn that calls"
     with pytest.raises(ParamError, match=message):
@@ -78,7 +78,7 @@ def test_an_optimizer_that_steps_with_a_closure_alone_is_refused(params):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_that_a_scheduler_has_is_taken(params, kind, caplog):
+def test_optimizers_with_a_scheduler_are_accepted(params, kind, caplog):
     optimizer = kind(params["model"].parameters(), lr=0.1)
     check({**params, "optimizer": optimizer})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
@@ -111,7 +111,7 @@ class Any:
         pass
 
 
-def test_callbacks_that_cannot_be_called_as_documented_are_refused(params):
+def test_callbacks_with_wrong_signatures_are_rejected(params):
     import keras
     from pytorch_lightning.callbacks import EarlyStopping
 
@@ -130,7 +130,7 @@ def test_callbacks_that_cannot_be_called_as_documented_are_refused(params):
             check({**params, "callbacks": [callback]})
 
 
-def test_lightning_callbacks_go_with_any_module(params):
+def test_lightning_callbacks_work_with_any_module(params):
     from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor
 
     given = {**params, "callbacks": [EarlyStopping("val_loss"), LearningRateMonitor()]}
@@ -154,19 +154,19 @@ def test_lightning_callbacks_go_with_any_module(params):
         ("loss_weights", "heavy"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_when_it_is_set(name, value):
+def test_values_of_wrong_types_are_rejected_when_set(name, value):
     with pytest.raises(ParamError, match=f"^{name}: expected"):
         TorchEstimator(**{name: value})
 
 
-def test_an_optimizer_of_another_model_is_refused(params):
+def test_optimizers_of_another_model_are_rejected(params):
     other = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
 
     with pytest.raises(ParamError, match="not one of the model's"):
         check({**params, "optimizer": other})
 
 
-def test_ranks_are_counted_on_the_backend_or_by_num_proc_but_not_both(params):
+def test_backend_and_num_proc_are_exclusive(params):
     backend = LocalBackend(2)
 
     assert TorchEstimator(**params, backend=backend)._ready_backend() is backend
@@ -175,7 +175,7 @@ def test_ranks_are_counted_on_the_backend_or_by_num_proc_but_not_both(params):
 
 
 @pytest.mark.parametrize("validation", [0.2, "held_out"])
-def test_a_dataset_without_a_validation_part_is_refused_if_one_is_wanted(params, validation):
+def test_validation_needs_a_validation_part(params, validation):
     store = params["store"]
     split = Split(store.get_train_data_path("abc"), (RowGroup("a.parquet", 0, 5),))
     manifest = DatasetManifest((ColumnSpec("features", "vector", "float32", (2,)),), split)
@@ -192,8 +192,8 @@ def test_column_dtypes_are_kept_as_names():
     assert estimator.getColumnDtypes() == {"a": "int64", "b": "float16", "c": "bool"}
 
 
-def test_the_accessors_of_horovod_spark_exist():
-    """Their spelling is irregular there; code that calls them migrates as it is."""
+def test_accessors_of_horovod_spark_exist():
+    """Their spelling is irregular; code that calls them migrates unchanged."""
     estimator = TorchEstimator()
 
     estimator.setShufflingBufferSize(2**21).setTrainReaderNumWorker(3).setValReaderNumWorker(4)
@@ -213,7 +213,7 @@ def test_the_accessors_of_horovod_spark_exist():
     ("cls", "own", "inherited"),
     [(TorchEstimator, "input_shapes", "batch_size"), (TorchModel, "optimizer", "label_columns")],
 )
-def test_signature_and_docstring_tell_own_and_inherited_params(cls, own, inherited):
+def test_signature_and_docstring_list_own_and_inherited_params(cls, own, inherited):
     parameters = inspect.signature(cls).parameters
 
     assert {own, inherited} <= set(parameters)
@@ -221,13 +221,13 @@ def test_signature_and_docstring_tell_own_and_inherited_params(cls, own, inherit
     assert f"\n{own} : default None\n" in inspect.getdoc(cls)
 
 
-def test_output_columns_are_named_after_labels_unless_they_are_set():
+def test_output_columns_are_named_after_labels_by_default():
     assert TorchModel(label_columns=["a", "b"]).getOutputCols() == ["a__output", "b__output"]
     assert TorchModel(label_columns=["a"], outputCols=["p"]).getOutputCols() == ["p"]
     assert TorchModel().getOutputCols() == []
 
 
-def test_a_subclass_keeps_the_signature_of_its_own_constructor():
+def test_subclasses_keep_the_signature_of_their_constructor():
     class Small(TorchEstimator):
         def __init__(self, width: int) -> None:
             super().__init__(batch_size=width)

@@ -1,4 +1,4 @@
-"""When and with how many ranks those of a fit are launched again; no rank runs here."""
+"""Relaunches of a fit's ranks: when, and with how many ranks. No rank runs here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lost(cause: str | None = "killed", error_type: str = "", message: str = "") 
 
 
 class FakeBackend:
-    """Launches that end as they are told to; the last one returns how many ranks it had."""
+    """Backend whose launches fail as configured; the last returns its number of ranks."""
 
     def __init__(self, *ends: Any, slots: tuple[int | None, ...] = (None,), ranks: int = 2) -> None:
         self.ends = list(ends)
@@ -70,7 +70,7 @@ class FakeBackend:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that would have been made; they take no time."""
+    """Record pauses instead of sleeping."""
     slept: list[float] = []
     monkeypatch.setattr(restarts, "time", SimpleNamespace(sleep=slept.append, monotonic=_clock()))
     monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.001)
@@ -85,7 +85,7 @@ def _clock() -> Callable[[], float]:
 
 
 class Fit:
-    """What `Restarts` needs to know of a fit, and what it has noted."""
+    """Stub of a fit for `Restarts`, with the notes that `Restarts` writes."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         store = Store.create(str(folder / "store"))
@@ -109,7 +109,7 @@ class Fit:
         return self.restarts.launch(backend, backend.launch)  # type: ignore[arg-type]
 
 
-def test_what_may_pass_is_tried_again_and_what_comes_back_is_not() -> None:
+def test_transient_errors_are_retried_and_recurring_ones_are_not() -> None:
     for cause in ("killed", "stalled", "lost"):
         assert not would_recur(lost(cause))
     for error_type in (
@@ -125,7 +125,7 @@ def test_what_may_pass_is_tried_again_and_what_comes_back_is_not() -> None:
     assert would_recur(lost(None))
 
 
-def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
+def test_lost_ranks_are_relaunched_and_lost_steps_are_logged(
     tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     fit = Fit(tmp_path, max_restarts=3)
@@ -154,25 +154,25 @@ def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
         (1, 4, 3),
         (1, 4, None),
     ]
-    # After a new checkpoint there is no pause, and then they begin anew.
+    # After a new checkpoint there is no pause, and the pauses start over.
     assert pauses == [1.0, 0.0, 1.0]
 
 
-def test_pauses_grow_while_nothing_is_won(tmp_path: Path, pauses: list[float]) -> None:
+def test_pauses_grow_without_progress(tmp_path: Path, pauses: list[float]) -> None:
     leaving = lost("raised", "TrainingInterruptedError")
     failures = [*[lost()] * 3, leaving, *[lost()] * 4]
     assert Fit(tmp_path).fit(FakeBackend(*failures)) == [2]
-    # The fourth waits for the machine of its ranks to go.
+    # The fourth waits until the machine of its ranks is gone.
     assert pauses == [1.0, 2.0, 4.0, 10.0, 16.0, 32.0, 60.0, 60.0]
 
 
-def test_errors_that_come_back_end_the_fit_as_they_are(tmp_path: Path, pauses: list[float]) -> None:
+def test_recurring_errors_end_the_fit_unchanged(tmp_path: Path, pauses: list[float]) -> None:
     first = lost("raised", "ValueError")
     for error in (first, JobCancelledError("cancelled"), SlotsError("few"), UnreachableError("")):
         with pytest.raises(type(error)) as caught:
             Fit(tmp_path).fit(FakeBackend(error))
         assert caught.value is error
-    # Without restarts everything is as it was.
+    # Without restarts, nothing changes.
     killed = lost()
     with pytest.raises(WorkerFailedError) as unlimited:
         Fit(tmp_path, max_restarts=0).fit(FakeBackend(killed))
@@ -182,7 +182,7 @@ def test_errors_that_come_back_end_the_fit_as_they_are(tmp_path: Path, pauses: l
     assert pauses == []
 
 
-def test_the_last_error_tells_what_was_lost_before(tmp_path: Path, pauses: list[float]) -> None:
+def test_the_last_error_describes_earlier_failures(tmp_path: Path, pauses: list[float]) -> None:
     with pytest.raises(WorkerFailedError, match="Rank 1 on far was lost") as caught:
         Fit(tmp_path, max_restarts=1).fit(FakeBackend(lost("lost"), lost()))
     assert "launched again 1 times, and max_restarts=1 allows no more" in str(caught.value)
@@ -192,7 +192,7 @@ def test_the_last_error_tells_what_was_lost_before(tmp_path: Path, pauses: list[
         Fit(tmp_path).fit(FakeBackend(lost(), lost("raised", "ValueError")))
     assert (raised.value.relaunches, raised.value.error_type) == (1, "ValueError")
 
-    # Somebody else took the run from a driver that slept.
+    # Another process took over the run of a suspended driver.
     fit = Fit(tmp_path)
     fit.run.lost = True
     with pytest.raises(WorkerFailedError, match="another process trains this run"):
@@ -205,12 +205,12 @@ def test_the_last_error_tells_what_was_lost_before(tmp_path: Path, pauses: list[
         ((4,), None, [4, 4, 4]),
         ((9,), 2, [4, 4, 4]),
         ((3,), 2, [4, 3, 3]),
-        ((2, 2, 4), 2, [4, 4, 4]),  # others come soon
+        ((2, 2, 4), 2, [4, 4, 4]),  # more slots appear soon
         ((1, 2, 4), None, [4, 4, 4]),  # waits for all
         ((None,), 2, [4, 4, 4]),
     ],
 )
-def test_as_many_ranks_start_again_as_have_slots(
+def test_the_relaunch_uses_the_available_slots(
     tmp_path: Path,
     pauses: list[float],
     slots: tuple[int | None, ...],
@@ -222,7 +222,9 @@ def test_as_many_ranks_start_again_as_have_slots(
     assert backend.launches == launches
 
 
-def test_ranks_come_back_with_their_slots(tmp_path: Path, pauses: list[float]) -> None:
+def test_the_number_of_ranks_grows_again_with_the_slots(
+    tmp_path: Path, pauses: list[float]
+) -> None:
     fit = Fit(tmp_path, min_num_proc=2)
     backend = FakeBackend(lost("lost"), ranks=4)
 
@@ -236,15 +238,13 @@ def test_ranks_come_back_with_their_slots(tmp_path: Path, pauses: list[float]) -
     assert [note["num_ranks"] for note in fit.notes] == [2, 4]
 
 
-def test_a_backend_of_one_size_waits_for_all_of_its_slots(
-    tmp_path: Path, pauses: list[float]
-) -> None:
+def test_a_backend_of_fixed_size_waits_for_all_slots(tmp_path: Path, pauses: list[float]) -> None:
     backend: Any = FakeBackend(lost("lost"), slots=(2, 3, 4), ranks=4)
     backend.resized = lambda num_proc: None
     assert Fit(tmp_path, min_num_proc=2).fit(backend) == [4]
 
 
-def test_too_few_slots_are_told_after_a_while(
+def test_too_few_slots_fail_after_a_timeout(
     tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.05")
@@ -252,13 +252,13 @@ def test_too_few_slots_are_told_after_a_while(
         Fit(tmp_path, min_num_proc=2).fit(FakeBackend(lost("lost"), slots=(1,), ranks=4))
     assert "2 task slots (min_num_proc)" in str(caught.value)
     assert isinstance(caught.value.__cause__, WorkerFailedError)
-    # Slots that were there when they were counted, and had gone when the ranks came.
+    # Slots that disappear between the count and the launch.
     backend = FakeBackend(lost(), *itertools.repeat(SlotsError("gone"), 3), slots=(2,))
     assert Fit(tmp_path).fit(backend) == [2]
     assert len(backend.launches) == 5
 
 
-def test_a_store_that_was_gone_is_waited_for(
+def test_relaunches_wait_for_an_unavailable_store(
     tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[Any] = [StoreUnavailableError("gone"), StoreUnavailableError("gone"), []]
@@ -275,7 +275,7 @@ def test_a_store_that_was_gone_is_waited_for(
     assert answers == []
 
 
-def test_nothing_that_was_shown_is_shown_again() -> None:
+def test_progress_is_not_shown_twice() -> None:
     reached, handled = ProgressAcrossLaunches(), list[Event]()
     handle = reached.handler(handled.append)
     first = [

@@ -1,4 +1,4 @@
-"""What the driver shows while ranks train: in a notebook, on a terminal, elsewhere."""
+"""The driver's progress output in notebooks, on terminals and in files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PLACES = pytest.mark.parametrize("place", ["notebook", "terminal", "file"])
 
 @contextlib.contextmanager
 def showing_in(place: str) -> Iterator[None]:
-    """Let this process's standard error be a notebook's, a terminal or a file."""
+    """Replace standard error by a notebook's, a terminal or a file."""
     shell = types.SimpleNamespace(config={"IPKernelApp": {}}) if place == "notebook" else None
     with pytest.MonkeyPatch.context() as patch:
-        # In the test itself, since pytest's own capturing changes these before it.
+        # Within the test, because pytest's capturing changes the streams before it.
         patch.setattr(sys, "stderr", Terminal() if place == "terminal" else io.StringIO())
         patch.setattr(sys, "stdout", io.StringIO())
         ipython = types.SimpleNamespace(get_ipython=lambda: shell)
@@ -40,7 +40,7 @@ def showing_in(place: str) -> Iterator[None]:
 
 
 def spec(run_id: str = "mine", verbose: int = 1, epochs: int = 3) -> Any:
-    """Return what progress needs of a training job."""
+    """Return a training job's spec for progress output."""
     return types.SimpleNamespace(
         verbose=verbose,
         epochs=epochs,
@@ -56,12 +56,12 @@ def progress(epoch: int, step: int, epochs: int = 3) -> RankProgress:
 
 
 def shown() -> str:
-    """Return the standard error, each state of a bar on a line of its own."""
+    """Return the standard error, with each state of a bar on a separate line."""
     return sys.stderr.getvalue().replace("\r", "\n")  # type: ignore[attr-defined]
 
 
 @PLACES
-def test_epochs_are_shown_to_their_end(place: str) -> None:
+def test_epochs_are_shown_until_complete(place: str) -> None:
     with showing_in(place):
         with show_progress(spec()) as handle:
             for epoch in range(3):
@@ -84,7 +84,7 @@ def test_epochs_are_shown_to_their_end(place: str) -> None:
 
 
 @PLACES
-def test_a_run_that_is_gone_on_with_begins_where_it_was(place: str) -> None:
+def test_resumed_runs_start_the_bar_at_their_position(place: str) -> None:
     with showing_in(place):
         with show_progress(spec()) as handle:
             handle(progress(2, 2))
@@ -107,7 +107,7 @@ def test_a_failure_ends_the_bar(place: str) -> None:
 
 
 @PLACES
-def test_lines_and_messages_go_between(place: str) -> None:
+def test_lines_and_messages_appear_between_bars(place: str) -> None:
     with showing_in(place):
         with show_progress(spec()) as handle:
             handle(progress(0, 1))
@@ -120,7 +120,7 @@ def test_lines_and_messages_go_between(place: str) -> None:
 
 
 @PLACES
-def test_fits_that_run_at_once_tell_their_names(place: str) -> None:
+def test_concurrent_fits_show_their_names(place: str) -> None:
     with showing_in(place):
         with contextlib.ExitStack() as stack:
             handlers = [stack.enter_context(show_progress(spec(name, epochs=1))) for name in "AB"]
@@ -133,7 +133,7 @@ def test_fits_that_run_at_once_tell_their_names(place: str) -> None:
 
 
 @PLACES
-def test_who_is_silent_hears_messages_and_lines_alone(place: str) -> None:
+def test_without_verbosity_only_messages_and_lines_are_shown(place: str) -> None:
     with showing_in(place):
         with show_progress(spec(verbose=0)) as handle:
             handle(progress(0, 4))
@@ -145,7 +145,7 @@ def test_who_is_silent_hears_messages_and_lines_alone(place: str) -> None:
 
 
 @PLACES
-def test_a_line_names_where_a_run_resumes(place: str) -> None:
+def test_a_line_names_the_resume_position(place: str) -> None:
     expected = {
         Position(2): "Resuming run 'mine' at epoch 3 of 3.",
         Position(1, 50): "Resuming run 'mine' at epoch 2 of 3, after step 2.",

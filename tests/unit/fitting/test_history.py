@@ -1,4 +1,4 @@
-"""What was measured, as rows: the histories of three frameworks, written by hand."""
+"""Histories of three frameworks, converted to rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(model: Any) -> list[tuple[Any, ...]]:
     return list(frame.itertuples(index=False, name=None))
 
 
-def test_keras_has_lists_by_name() -> None:
+def test_keras_histories_hold_lists_by_name() -> None:
     assert rows_of(KerasModel(history=KERAS)) == [
         (0, "train", "loss", 0.5),
         (0, "train", "accuracy", 0.75),
@@ -53,7 +53,7 @@ def test_keras_has_lists_by_name() -> None:
     ]
 
 
-def test_torch_has_a_dict_per_epoch_with_groups_of_metrics() -> None:
+def test_torch_histories_hold_a_dict_per_epoch_with_groups_of_metrics() -> None:
     assert rows_of(TorchModel(history=TORCH)) == [
         (0, "train", "loss", 0.5),
         (0, "train", "group_0_a", 1.0),
@@ -65,7 +65,7 @@ def test_torch_has_a_dict_per_epoch_with_groups_of_metrics() -> None:
     ]
 
 
-def test_lightning_has_a_dict_per_epoch_with_what_is_logged() -> None:
+def test_lightning_histories_hold_a_dict_of_logged_values_per_epoch() -> None:
     assert rows_of(LightningModel(history=LIGHTNING)) == [
         (0, "train", "loss", 0.5),
         (0, "train", "train_acc", 0.75),
@@ -76,11 +76,11 @@ def test_lightning_has_a_dict_per_epoch_with_what_is_logged() -> None:
 
 @pytest.mark.parametrize("model", [KerasModel, TorchModel, LightningModel])
 @pytest.mark.parametrize("history", [None, [], {}])
-def test_a_model_without_a_history_has_no_rows(model: Any, history: Any) -> None:
+def test_models_without_a_history_have_no_rows(model: Any, history: Any) -> None:
     assert rows_of(model(history=history)) == []
 
 
-def test_arrays_are_numbers_of_their_own_and_what_is_no_number_is_left_out() -> None:
+def test_arrays_become_several_numbers_and_other_values_are_skipped() -> None:
     """Keras's F1Score has one value per class; a callback may log anything."""
     history = {"f1": [np.array([0.5, 0.25])], "note": ["late"], "rate": [np.float32(0.5)]}
 
@@ -91,11 +91,11 @@ def test_arrays_are_numbers_of_their_own_and_what_is_no_number_is_left_out() -> 
     ]
 
 
-def test_a_resumed_epoch_keeps_its_number() -> None:
+def test_resumed_epochs_keep_their_number() -> None:
     assert history_rows([{"epoch": 7, "train": {"loss": 1.0}}]) == [(7, "train", "loss", 1.0)]
 
 
-def test_both_forms_of_the_same_epochs_have_the_same_rows() -> None:
+def test_both_forms_of_a_history_have_the_same_rows() -> None:
     epochs = [
         EpochMetrics(0, {"loss": 0.5, "mae": 2.0}, {"loss": 1.5}),
         EpochMetrics(1, {"loss": 0.25, "mae": 1.0}, {"loss": 0.75}),

@@ -1,4 +1,4 @@
-"""The hooks of an estimator: one signature each, and a contract, whatever the framework."""
+"""Hooks of estimators: one signature and one contract for all frameworks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def parameters(function: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_has_one_signature_and_a_contract(name: str) -> None:
+def test_hooks_have_one_signature_and_a_docstring(name: str) -> None:
     assert inspect.getdoc(HOOKS[name])
     for estimator in ESTIMATORS:
         assert parameters(getattr(estimator, name)) == parameters(HOOKS[name]), estimator
 
 
-def test_frameworks_leave_the_recipe_as_it_is() -> None:
+def test_estimators_do_not_override_the_steps_of_fit() -> None:
     recipe = {
         name
         for name in vars(HorovodEstimator)
         if inspect.isfunction(getattr(HorovodEstimator, name))
     }
-    # Keras's checks what needs no rows first.
+    # Keras's estimator first checks everything that needs no rows.
     recipe -= {"_try_frame"}
     assert {"_fit", "_train", "_launch", "_wrap", "fit_on_parquet"} <= recipe
     for estimator in ESTIMATORS:
@@ -47,7 +47,7 @@ def test_frameworks_leave_the_recipe_as_it_is() -> None:
             assert getattr(estimator, name) is getattr(HorovodEstimator, name), (estimator, name)
 
 
-def test_the_model_hook_is_that_of_horovod_spark() -> None:
+def test_the_model_hook_has_horovod_sparks_signature() -> None:
     names = [name for name, _ in parameters(HOOKS["_create_model"])]
     assert names == ["self", "run_results", "run_id", "metadata"]
 
@@ -68,7 +68,7 @@ def test_results_are_a_sequence_with_the_state_of_rank_0() -> None:
     assert results.history == (EpochMetrics(0, {"loss": 1.0}),)
 
 
-def test_ranks_that_end_with_different_weights_have_no_state() -> None:
+def test_results_with_different_weights_have_no_state() -> None:
     with pytest.raises(HvdEstimatorsError, match="ended with different weights"):
         _ = RunResults([result(), result("b")], None).state
     with pytest.raises(ResultsError, match="Rank 0 returned no trained state"):

@@ -1,4 +1,4 @@
-"""What the driver does when a fit is interrupted: it waits for ranks that save, and notes how."""
+"""Interrupted drivers wait for ranks that save, and note how the fit ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def short_grace_period(monkeypatch: Any) -> None:
 
 
 def interrupted(error: BaseException | None, seconds: float | None, save_after: float) -> bool:
-    """End a job whose rank asks for so many seconds; return whether the rank had saved by then."""
+    """End a job whose rank asks for some seconds; return if the rank saved in time."""
     saved = threading.Event()
     received: queue.Queue[Any] = queue.Queue()
 
@@ -69,15 +69,15 @@ def interrupted(error: BaseException | None, seconds: float | None, save_after: 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), WorkerFailedError("no")])
-def test_an_interrupted_driver_waits_for_a_rank_that_asks(caplog: Any, error: Any) -> None:
+def test_an_interrupted_driver_waits_for_ranks_that_ask(caplog: Any, error: Any) -> None:
     assert interrupted(error, seconds=600.0, save_after=0.3)
     assert "Waiting until the ranks have saved their state (at most 600 s)" in caplog.text
     assert "not ended in time" not in caplog.text
 
 
-def test_it_does_not_wait_for_others_nor_longer_than_they_ask(caplog: Any) -> None:
+def test_the_driver_waits_no_longer_than_ranks_ask(caplog: Any) -> None:
     assert not interrupted(KeyboardInterrupt(), seconds=None, save_after=60.0)
-    # A job that has ended well has nothing to save.
+    # A successful job has nothing to save.
     assert not interrupted(None, seconds=600.0, save_after=60.0)
     assert caplog.text == ""
     assert not interrupted(KeyboardInterrupt(), seconds=0.2, save_after=60.0)
@@ -97,7 +97,7 @@ def test_it_does_not_wait_for_others_nor_longer_than_they_ask(caplog: Any) -> No
         (None, "finished"),
     ],
 )
-def test_the_state_of_a_run_tells_interrupts_from_failures(
+def test_run_states_distinguish_interrupts_from_failures(
     tmp_path: Path, error: BaseException | None, state: str
 ) -> None:
     document = end_note({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
@@ -109,7 +109,7 @@ def test_the_state_of_a_run_tells_interrupts_from_failures(
         assert [document["fits"][0]["error"][name] for name in told] == expected
 
 
-def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> None:
+def test_sigterm_raises_system_exit_in_the_block_only() -> None:
     cleaned = []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -119,7 +119,7 @@ def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> N
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         finally:
-            # A second one ends the process on the spot.
+            # A second SIGTERM ends the process at once.
             cleaned.append(signal.getsignal(signal.SIGTERM))
 
     with pytest.raises(SystemExit) as raised:
@@ -132,7 +132,7 @@ def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> N
 
 
 @pytest.mark.forks
-def test_who_hangs_while_it_cleans_up_is_ended_by_the_signal(monkeypatch: Any) -> None:
+def test_the_signal_ends_a_process_that_hangs_in_cleanup(monkeypatch: Any) -> None:
     monkeypatch.setattr(restarts, "_EXIT_SECONDS", 0.2)
     pid = os.fork()
     if not pid:
@@ -147,7 +147,7 @@ def test_who_hangs_while_it_cleans_up_is_ended_by_the_signal(monkeypatch: Any) -
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
-def test_a_programs_own_handler_and_other_threads_are_left_alone() -> None:
+def test_existing_handlers_and_other_threads_are_left_alone() -> None:
     def own(number: int, frame: Any) -> None: ...
 
     before = signal.signal(signal.SIGTERM, own)
@@ -170,7 +170,7 @@ def test_a_programs_own_handler_and_other_threads_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_half_written_checkpoints_go_unless_the_run_is_somebody_elses(
+def test_partial_checkpoints_are_deleted_unless_the_lease_is_lost(
     tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(tmp_path))

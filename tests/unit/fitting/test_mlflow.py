@@ -1,4 +1,4 @@
-"""A fit in MLflow: its own file store, and a server that fails."""
+"""Fits logged to MLflow, to a file store and to a failing server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_estimators.torch import TorchEstimator
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """MLflow's client of a folder of the test's own."""
+    """MLflow client of a temporary folder."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
@@ -31,7 +31,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Models that would have been logged, and the run that was active then."""
+    """Record logged models with their active run instead of logging them."""
     logged: list[Any] = []
     monkeypatch.setattr(
         Tracking, "_log_model", lambda self, model, *_: logged.append((model, self._run_id))
@@ -51,7 +51,7 @@ def complete(tracked: Tracking, history: Any = (), model: Any = "model") -> None
     tracked.complete(history, model, "torch", {})
 
 
-def test_without_an_active_run_there_is_nothing(
+def test_nothing_is_logged_without_an_active_run(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert active_run() is None
@@ -61,12 +61,14 @@ def test_without_an_active_run_there_is_nothing(
         assert found.run_id == run.info.run_id
         monkeypatch.setattr(mlflow, "active_run", lambda: 1 / 0)
         assert active_run() is None
-        # Who has not imported MLflow has no run of it.
+        # A program that has not imported MLflow has no active run.
         monkeypatch.delitem(sys.modules, "mlflow")
         assert active_run() is None
 
 
-def test_params_metrics_and_model_go_to_the_active_run(client: Any, models: list[Any]) -> None:
+def test_params_metrics_and_model_are_logged_to_the_active_run(
+    client: Any, models: list[Any]
+) -> None:
     with mlflow.start_run() as run:
         mlflow.log_param("model", "my own")
         params = {"model": "Linear", "batch_size": 8, "list": [1, None], "long": "x" * 900}
@@ -79,7 +81,7 @@ def test_params_metrics_and_model_go_to_the_active_run(client: Any, models: list
         tracked.start()
         tracked.put(rows(0, 0.5))
         tracked.put(rows(1, 0.25))
-        # Epoch 2 was not reported while it was trained.
+        # Epoch 2 was not reported during training.
         complete(tracked, [*rows(0, 0.5), *rows(1, 0.25), *rows(2, 0.125)])
     found = client.get_run(run.info.run_id)
     assert found.data.params["model"] == "my own"
@@ -93,13 +95,13 @@ def test_params_metrics_and_model_go_to_the_active_run(client: Any, models: list
     assert found.info.status == "FINISHED"
 
 
-def test_fits_of_threads_do_not_mix(client: Any, models: list[Any]) -> None:
+def test_fits_in_threads_use_separate_runs(client: Any, models: list[Any]) -> None:
     with mlflow.start_run() as run:
         within = active_run()
         go_on = threading.Barrier(4)
 
         def fit(number: int) -> None:
-            assert active_run() is None  # it is of the thread that has started it
+            assert active_run() is None  # the active run belongs to the thread that started it
             tracked = Tracking(within, f"fit-{number}", {"number": number}, own_run=True)
             tracked.start()
             for epoch in range(5):
@@ -115,10 +117,10 @@ def test_fits_of_threads_do_not_mix(client: Any, models: list[Any]) -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-        # The best one is fitted once more, in the run itself; a second such fit is another one.
+        # The best model is fitted again in the run itself; a second such fit gets a child run.
         complete(Tracking(within, "best", {"number": 9}, own_run=False), rows(0, 9.0), "best")
         complete(Tracking(within, "second", {"number": 10}, own_run=False), rows(0, 10.0), "second")
-        # The first goes on.
+        # The first fit resumes.
         complete(
             Tracking(within, "best", {"number": 9}, own_run=False), [*rows(0, 9.0), *rows(1, 8.0)]
         )
@@ -136,7 +138,7 @@ def test_fits_of_threads_do_not_mix(client: Any, models: list[Any]) -> None:
     assert [model for model, _ in models] == ["best", "second", "model"]
 
 
-def test_a_server_that_fails_costs_a_warning(
+def test_a_failing_server_costs_a_warning(
     client: Any,
     models: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -158,7 +160,7 @@ def test_a_server_that_fails_costs_a_warning(
     assert "https://***@host" in caplog.text
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for(
+def test_fit_does_not_wait_for_an_unresponsive_server(
     client: Any,
     models: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -177,7 +179,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
     assert "lacks metrics of run 'mine'" in caplog.text
 
 
-def test_epochs_that_a_server_did_not_take_are_logged_at_the_end(
+def test_epochs_the_server_rejected_are_logged_at_the_end(
     client: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_batch = mlflow.MlflowClient.log_batch
@@ -200,7 +202,7 @@ def test_epochs_that_a_server_did_not_take_are_logged_at_the_end(
     assert [model for model, _ in models] == ["model"]
 
 
-def test_a_model_that_cannot_be_logged_costs_a_warning(
+def test_failing_to_log_the_model_costs_a_warning(
     client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
@@ -215,20 +217,20 @@ def test_a_model_that_cannot_be_logged_costs_a_warning(
 
 
 class Told(TorchEstimator):
-    """Returns what would log it, instead of being fitted."""
+    """Estimator whose fit only returns its tracking."""
 
     def fit(self, dataset: Any, params: Any = None) -> Any:
         return self._make_tracking("mine", {})
 
 
-def test_fits_of_a_grid_are_below_the_run_that_was_active_where_it_began(client: Any) -> None:
+def test_fits_of_a_grid_are_children_of_the_active_run(client: Any) -> None:
     net = torch.nn.Linear(1, 1)
     estimator = Told(model=net)
     assert estimator.fit(None) is None
     with mlflow.start_run() as run:
         fits = estimator.fitMultiple(None, [{}, {estimator.log_to_mlflow: False}])  # type: ignore[arg-type]
         found: list[Any] = []
-        # As a validator does: in a thread that knows of no run.
+        # As in a validator: a thread without an active run.
         thread = threading.Thread(target=lambda: found.extend(fits))
         thread.start()
         thread.join(30)

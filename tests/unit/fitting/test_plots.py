@@ -1,4 +1,4 @@
-"""Histories of several runs as a picture."""
+"""Plots of the histories of several runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lines(chart: Any) -> dict[tuple[Any, str], list[float]]:
     }
 
 
-def test_a_chart_for_each_metric_a_colour_for_each_run(store: Any, tmp_path: Path) -> None:
+def test_each_metric_has_a_chart_and_each_run_a_colour(store: Any, tmp_path: Path) -> None:
     first = [
         (e, s, n, 1 / (e + k))
         for e in range(3)
@@ -66,7 +66,7 @@ def test_a_chart_for_each_metric_a_colour_for_each_run(store: Any, tmp_path: Pat
     assert list(lines(chart).values()) == [[7.0]]
 
 
-def test_runs_of_many_colours_differ_by_their_markers(store: Any) -> None:
+def test_runs_of_the_same_colour_have_different_markers(store: Any) -> None:
     run_ids = [f"run-{number:02}" for number in range(25)]
     for run_id in run_ids:
         leave(store, run_id, [(0, "train", "loss", 1.0), (1, "train", "loss", 0.5)])
@@ -75,7 +75,9 @@ def test_runs_of_many_colours_differ_by_their_markers(store: Any) -> None:
     assert len(looks) == 25
 
 
-def test_what_cannot_be_plotted_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_histories_that_cannot_be_plotted(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ParamError, match="found no metrics"):
         plot_histories(store)
     leave(store, "mine", [(0, "train", "loss", 1.0)])

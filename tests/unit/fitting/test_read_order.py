@@ -1,4 +1,4 @@
-"""A run that was interrupted within an epoch is gone on with only in the same order of rows."""
+"""Runs interrupted within an epoch resume only with the same order of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_estimators.store.paths import Position
 
 
 class Own(DataModule):
-    """Reads in an order of its own."""
+    """Estimator with a custom read order."""
 
 
 def data(folder: str = "file:/a", stop: int = 5, **changed: Any) -> DataSpec:
@@ -49,21 +49,21 @@ def interrupted(position: Position, **fit: Any) -> Run:
         (data(data_module=Own), r"data_module null \(now .*Own\)"),
     ],
 )
-def test_another_order_within_an_epoch_is_refused(other: DataSpec, told: str) -> None:
+def test_another_order_within_an_epoch_is_rejected(other: DataSpec, told: str) -> None:
     reading = as_json(reading_identity(data()))
     with pytest.raises(ParamError, match=told) as caught:
         interrupted(Position(2, 16), reading=reading).check_reading(other)
     assert "within epoch 3" in str(caught.value)
     assert "runs/mine/checkpoints/checkpoint-000002-16.ckpt" in str(caught.value)
-    # From an epoch's beginning rows may come in any order.
+    # From the start of an epoch, rows may come in any order.
     interrupted(Position(3), reading=reading).check_reading(other)
 
 
-def test_the_same_rows_in_other_files_are_in_the_same_order() -> None:
+def test_other_files_with_the_same_rows_keep_the_order() -> None:
     reading = as_json(reading_identity(data()))
     for same in (data(), data("s3://b"), data(data_module="arrow"), data(cache_size_limit=3)):
         interrupted(Position(2, 16), reading=reading).check_reading(same)
-    # Nothing was noted by an earlier version.
+    # Earlier versions noted nothing.
     interrupted(Position(2, 16)).check_reading(data(stop=6))
     assert data(shuffle=False, shuffle_buffer_size=3) != data(shuffle=False)
     assert reading_identity(data(shuffle=False, shuffle_buffer_size=3)) == reading_identity(

@@ -1,4 +1,4 @@
-"""What the driver notes of a run while ranks train, and what a store tells of its runs."""
+"""The driver's notes of a run during training, and a store's list of runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rows_of(store: Any, run_id: str = "mine") -> list[tuple[Any, ...]]:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
-    """Names of files that are written to local stores, once they are there."""
+    """Queue the names of files after they are written to local stores."""
     written: queue.Queue[str] = queue.Queue()
     real = LocalStore.write_text
 
@@ -76,7 +76,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     return written
 
 
-def test_a_run_is_noted_while_it_goes_on_and_when_it_ends(
+def test_runs_are_noted_during_training_and_at_the_end(
     store: Any, writes: queue.Queue[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Lease(store, store.run_paths("mine")), record(store) as noted:
@@ -92,7 +92,7 @@ def test_a_run_is_noted_while_it_goes_on_and_when_it_ends(
         handle(epoch(1, math.nan))
     assert capsys.readouterr().err == "[1] hello\n"
 
-    # Without its results, as where a rank has returned nothing: what was told is there.
+    # Without results of the ranks, the notes hold the reported epochs.
     (info,) = store.list_runs()
     assert (info.framework, info.state, info.epochs, info.error) == ("torch", "finished", 2, None)
     assert info.ended is not None
@@ -115,12 +115,12 @@ def test_a_run_is_noted_while_it_goes_on_and_when_it_ends(
     assert notes["params"]["model"] == "torch.nn.modules.linear.Linear"
     assert notes["versions"]["torch"] == torch.__version__
     assert [fit["state"] for fit in notes["fits"]] == ["finished"]
-    # Numbers as all readers of JSON take them.
+    # Numbers that all JSON readers accept.
     text = Path(info.path, "history.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"found {name}"))
 
 
-def test_the_whole_history_is_noted_in_the_end_also_where_no_rank_told_it(store: Any) -> None:
+def test_the_complete_history_is_noted_at_the_end(store: Any) -> None:
     history = [EpochMetrics(0, {"loss": 0.5, "m": [1, {"a": 2.0}]}), EpochMetrics(1, {}, {"x": 3})]
     with record(store) as noted:
         noted.complete(history, None)  # type: ignore[arg-type]
@@ -134,14 +134,14 @@ def test_the_whole_history_is_noted_in_the_end_also_where_no_rank_told_it(store:
     assert (info.epochs, info.metrics) == (2, {"validation/x": 3.0})
 
 
-def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None:
+def test_resumed_runs_keep_their_first_notes(store: Any) -> None:
     with record(store, batch_size=8) as noted:
         handle = noted.handler(print_event)
         for number in range(3):
             handle(epoch(number, 1 / (number + 1)))
     first = read_metadata(store, store.run_paths("mine").run_path)
     assert first is not None
-    # Its newest checkpoint is of epoch 2, the third epoch is trained once more.
+    # The newest checkpoint is of epoch 2; the third epoch is trained again.
 
     def fail(noted: RunRecord) -> None:
         noted.handler(print_event)(epoch(2, 0.25))
@@ -158,7 +158,7 @@ def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None
     assert second["error"] == {"class": "RuntimeError", "message": "the rank ended"}
     (info,) = store.list_runs()
     assert (info.state, info.error) == ("failed", "RuntimeError: the rank ended")
-    # One whose driver was killed has not said that it is over.
+    # A killed driver has not noted an end.
     second["fits"][1]["state"] = "running"
     with record(store, before=second):
         pass
@@ -169,7 +169,7 @@ def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None
     assert [fit["state"] for fit in third["fits"]] == ["finished", "interrupted", "finished"]
 
 
-def test_nothing_that_is_noted_is_secret(tmp_path: Path) -> None:
+def test_notes_hold_no_secrets(tmp_path: Path) -> None:
     mark = "MARKED-abc+/="
     store = LocalStore(str(tmp_path), storage_options={"secret": mark, "nested": [{"key": mark}]})
     params = {"custom_objects": {"api_key": mark, "tokenizer": "bert"}, "long": "x" * 5000}
@@ -188,7 +188,7 @@ def test_nothing_that_is_noted_is_secret(tmp_path: Path) -> None:
     assert store.list_runs()[0].error == "OSError: 403 for ***"
 
 
-def test_a_store_that_fails_costs_warnings(
+def test_a_failing_store_costs_warnings(
     store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: Any, path: str, text: str) -> None:
@@ -202,7 +202,7 @@ def test_a_store_that_fails_costs_warnings(
     assert caplog.text.count("The record of run 'mine' is incomplete") == 2
 
 
-def test_a_failed_fit_writes_the_epochs_that_could_not_be_written_before(
+def test_a_failed_fit_writes_the_missing_epochs(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = threading.Event()
@@ -222,7 +222,7 @@ def test_a_failed_fit_writes_the_epochs_that_could_not_be_written_before(
     assert [run.epochs for run in store.list_runs()] == [1]
 
 
-def test_a_store_that_keeps_no_runs_is_left_alone(tmp_path: Path) -> None:
+def test_nothing_is_written_to_stores_without_runs(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path), save_runs=False)
     with record(store) as noted:
         noted.handler(print_event)(epoch(0, 0.5))
@@ -231,7 +231,7 @@ def test_a_store_that_keeps_no_runs_is_left_alone(tmp_path: Path) -> None:
     assert store.list_runs() == []
 
 
-def test_runs_are_listed_the_newest_first_and_what_is_damaged_is_left_out(store: Any) -> None:
+def test_runs_are_listed_newest_first_without_corrupted_ones(store: Any) -> None:
     for number, run_id in enumerate(["b", "a", "c"]):
         with record(store, run_id) as noted:
             noted.handler(print_event)(epoch(number, 0.5))
@@ -242,14 +242,14 @@ def test_runs_are_listed_the_newest_first_and_what_is_damaged_is_left_out(store:
     (folder / "damaged" / "metadata.json").write_text("{")
     (folder / "a" / "history.json").write_text("[")
     assert [(run.run_id, run.epochs) for run in store.list_runs()] == [("c", 3), ("a", 0), ("b", 1)]
-    # What says that it runs, and nobody holds, has ended without a word.
+    # A run noted as running without a lease ended unexpectedly.
     notes = json.loads((folder / "b" / "metadata.json").read_text())
     (folder / "b" / "metadata.json").write_text(json.dumps({**notes, "state": "running"}))
     assert store.list_runs()[-1].state == "interrupted"
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_run_is_deleted_and_nothing_else(tmp_path: Path, remote: bool) -> None:
+def test_deleting_a_run_deletes_nothing_else(tmp_path: Path, remote: bool) -> None:
     store: Any = FilesystemStore(f"memory://{tmp_path}") if remote else LocalStore(str(tmp_path))
     for run_id in ("run", "run-2"):
         with record(store, run_id):
@@ -270,7 +270,7 @@ def test_a_run_is_deleted_and_nothing_else(tmp_path: Path, remote: bool) -> None
     store.delete(store.prefix_path)
 
 
-def test_without_a_history_the_checkpoints_tell_their_epochs(store: Any) -> None:
+def test_checkpoints_provide_epochs_without_a_history(store: Any) -> None:
     run = store.run_paths("mine")
     for epochs, rows in ((2, 0), (3, 0), (3, 16)):
         metrics = {"loss": 1 / epochs, "val_loss": math.inf}

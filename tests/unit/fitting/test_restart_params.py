@@ -1,4 +1,4 @@
-"""What users set about restarts, and what is refused before anything starts."""
+"""Params of restarts; wrong values are rejected before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_estimators.loading.readers import DataModule
 
 
 class Own(DataModule):
-    """Reads one shard on each rank."""
+    """Estimator that reads one shard on each rank."""
 
 
 class TwoRanks(NoRanks):
@@ -23,7 +23,7 @@ class TwoRanks(NoRanks):
 
 
 @pytest.mark.parametrize("framework", list(ESTIMATORS))
-def test_what_cannot_be_is_refused(
+def test_invalid_restart_params_are_rejected(
     store: Any,
     framework: str,
     monkeypatch: pytest.MonkeyPatch,

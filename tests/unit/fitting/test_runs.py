@@ -1,4 +1,4 @@
-"""Which fits go on from a run's checkpoint, and which are refused before a rank starts."""
+"""Fits that resume from a run's checkpoint, and fits rejected before a rank starts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hvd_estimators.training.spec import CheckpointOptions
 
 
 class Started(Exception):
-    """The ranks would have started."""
+    """Raised instead of starting the ranks."""
 
 
 class NoRanks:
-    """A backend that tells that it was called."""
+    """Backend that raises `Started` when called."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
         raise Started
@@ -93,7 +93,7 @@ def start(store: Any, framework: str, **params: Any) -> None:
 
 
 class OneEpoch(NoRanks):
-    """A backend whose ranks fail after an epoch."""
+    """Backend whose ranks fail after an epoch."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -138,14 +138,14 @@ CHANGES: list[Any] = [
 
 
 @pytest.mark.parametrize("framework", ESTIMATORS)
-def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework: str) -> None:
+def test_fits_resume_only_from_checkpoints_of_the_same_settings(store: Any, framework: str) -> None:
     write(store)
     start(store, framework)
     assert [run.state for run in store.list_runs()] == ["failed"]
-    # Nothing was kept: whatever comes next is the first part.
+    # No checkpoint was kept, so the next fit starts from the beginning.
     start(store, framework, batch_size=7)
     leave_checkpoint_of(store, framework)
-    # More epochs; numbers as NumPy has them; more to see; a model that Keras numbers otherwise.
+    # More epochs; NumPy numbers; more output; a model with other names in Keras.
     same = {"keras": keras_params(), "torch": torch_params(np.float64(0.1))}.get(framework, {})
     start(store, framework, epochs=np.int64(5), verbose=1, batch_size=np.int32(32), **same)
     for name, changes, message in CHANGES:
@@ -154,7 +154,7 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework:
                 ParamError, match=rf"run_id: .*'mine' .*{message}.* another run_id"
             ) as raised:
                 start(store, framework, **changes)
-            # Without its notes, too, a run of another network or optimizer cannot be resumed.
+            # Even without notes, a run of another network or optimizer cannot be resumed.
             other_state = ("model: weights", "optimizer torch", "no 0 .*Adam")
             has_other_state = any(part in message for part in other_state)
             assert ("metadata.json" in str(raised.value)) is not has_other_state
@@ -165,8 +165,8 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework:
         start(store, framework)
 
 
-def test_settings_that_later_versions_added_count_only_if_they_are_set(store: Any) -> None:
-    """A run of a version without a setting resumes in one that has it."""
+def test_settings_of_later_versions_count_only_if_set(store: Any) -> None:
+    """A run of a version without a setting resumes in a version with the setting."""
     write(store)
     start(store, "torch")
     leave_checkpoint_of(store, "torch")
@@ -177,7 +177,7 @@ def test_settings_that_later_versions_added_count_only_if_they_are_set(store: An
         start(store, "torch", outputs=[0])
 
 
-def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_warning(
+def test_checkpoints_without_notes_resume_with_a_warning(
     store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(store)
@@ -185,12 +185,12 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_war
     with caplog.at_level(logging.WARNING):
         start(store, "torch")
     assert "resuming 'mine' without a check" in caplog.text
-    # From now on it does.
+    # The resumed run has notes.
     with pytest.raises(ParamError, match=r"batch_size 32 \(now 8\).*delete '.*mine/metadata.json'"):
         start(store, "torch", batch_size=8)
 
 
-def test_checkpoints_that_are_damaged_are_told_before_anything_starts(
+def test_damaged_checkpoints_are_reported_before_anything_starts(
     store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(store)
@@ -207,12 +207,12 @@ def test_checkpoints_that_are_damaged_are_told_before_anything_starts(
         StoreError, match=r"No checkpoint .*'mine' .*3 bytes.*no such file.*another run_id, or none"
     ):
         start(store, "torch")
-    # As the message says.
+    # The remedy in the message.
     store.delete(store.get_checkpoint_path("mine"))
     start(store, "torch")
 
 
-def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) -> None:
+def test_valid_checkpoints_of_other_versions_are_not_skipped(store: Any) -> None:
     write(store)
     leave_checkpoint(store)
     run = store.run_paths("mine")
@@ -225,7 +225,7 @@ def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) ->
         start(store, "torch")
 
 
-def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
+def test_only_one_fit_at_a_time_trains_a_run(store: Any) -> None:
     write(store)
     with (
         Run(store, store.run_paths("mine")),
@@ -236,7 +236,7 @@ def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
 
 
 @pytest.mark.parametrize("save_runs", [True, False])
-def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, save_runs: bool) -> None:
+def test_runs_that_never_started_leave_no_folder(tmp_path: Path, save_runs: bool) -> None:
     store = Store.create(str(tmp_path), save_runs=save_runs)
     run = store.run_paths("mine")
     only_copy = f"{run.run_path}/handover/state"
@@ -256,18 +256,18 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, save_runs: bool
     assert not store.exists(run.run_path)
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_says_so(store: Any) -> None:
+def test_runs_that_fail_before_the_first_checkpoint_are_listed(store: Any) -> None:
     write(store)
     start(store, "torch")
     (run,) = store.list_runs()
     assert (run.run_id, run.state, run.epochs, run.error) == ("mine", "failed", 0, "Started: ")
-    # It begins anew, with other settings, too.
+    # The run starts over, even with other settings.
     start(store, "torch", batch_size=8)
     (run,) = store.list_runs()
     assert run.state == "failed"
 
 
-def test_a_store_that_keeps_no_runs_has_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_stores_without_runs_cannot_resume(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path), save_runs=False)
     write(store)
     start(store, "torch")

@@ -1,4 +1,4 @@
-"""Dry runs judge shapes only, leave all else to the ranks, and leave no trace."""
+"""Dry runs check only shapes, leave all else to the ranks, and have no side effects."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def try_torch(module: torch.nn.Module, loss: Any = torch.nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize("ask", ELSEWHERE)
-def test_what_only_a_rank_can_do_is_left_to_the_ranks_with_a_warning(
+def test_code_that_needs_a_rank_is_skipped_with_a_warning(
     ask: Callable[[], Any], caplog: Any
 ) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011
@@ -120,7 +120,7 @@ def test_what_only_a_rank_can_do_is_left_to_the_ranks_with_a_warning(
     assert all(f"({name}: " in r.message and "dry_run=False" in r.message for r in warned)
 
 
-def test_what_shapes_raise_ends_the_fit_early(caplog: Any) -> None:
+def test_shape_errors_end_the_fit_early(caplog: Any) -> None:
     for error in (
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (11x4 and 5x1)"),
         TypeError("GPUNet.forward() takes 2 positional arguments but 3 were given"),
@@ -142,7 +142,7 @@ def test_what_shapes_raise_ends_the_fit_early(caplog: Any) -> None:
 
 
 class Counting(torch.nn.Module):
-    """Counts its calls, prints, and draws random numbers of all kinds."""
+    """Module that counts its calls, prints, and draws random numbers of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def noisy_keras() -> Any:
     return model, layer
 
 
-def test_a_dry_run_leaves_no_trace(capsys: Any) -> None:
+def test_dry_runs_have_no_side_effects(capsys: Any) -> None:
     module, light = Counting(), NoisyLightning()
     model, layer = noisy_keras()
     trial = DryRun(model, ["x"], ["y"], None, None)
@@ -207,7 +207,7 @@ def test_a_dry_run_leaves_no_trace(capsys: Any) -> None:
     streams = sys.stdout, sys.stderr
     CALLS.clear()
     try_torch(module, noisy_loss)
-    # The test's module travels by value: what its functions count is a copy's.
+    # The test's module is sent by value: its functions count in a copy.
     assert CALLS == []
     check_step(light, {"x": torch.zeros(3, 4)})
     trial.run(COLUMNS)
@@ -221,7 +221,7 @@ def test_a_dry_run_leaves_no_trace(capsys: Any) -> None:
     assert trial.output_shapes == [(1,)]
 
 
-def test_a_few_rows_that_fail_are_tried_again_as_a_batch() -> None:
+def test_dry_runs_retry_a_few_failing_rows_as_a_batch() -> None:
     columns = {"x": np.arange(8.0).reshape(2, 4), "text": np.array(["a", "b"], object)}
     tried: list[int] = []
 
@@ -246,14 +246,14 @@ def test_a_few_rows_that_fail_are_tried_again_as_a_batch() -> None:
                 try_batches(takes(), columns, 6)
             assert isinstance(error.value.__cause__, KeyError)
         assert tried == found
-    # A batch that takes more memory than a trial may have is not made.
+    # No batch is made if it needs more memory than a dry run may use.
     tried.clear()
     with pytest.raises(ShapeError, match="found 11 rows"):
         try_batches(takes(), columns, 2**26)
     assert tried == [11]
 
 
-def test_a_keras_model_that_only_its_own_step_can_call_is_tried_by_that(caplog: Any) -> None:
+def test_keras_models_with_a_custom_step_are_checked_by_that_step(caplog: Any) -> None:
     class Recurrent(keras.Model):
         def __init__(self, rows: int) -> None:
             super().__init__()
@@ -286,7 +286,7 @@ def test_a_keras_model_that_only_its_own_step_can_call_is_tried_by_that(caplog: 
 
 
 @pytest.mark.parametrize("rows", [3, 2])
-def test_a_step_that_compares_other_things_than_outputs_and_labels_is_tried(rows: int) -> None:
+def test_steps_that_compare_other_tensors_are_checked(rows: int) -> None:
     class Pairs(keras.Model):
         def train_step(self, data: Any) -> dict[str, Any]:
             first, second = (self(x) for x in data)
@@ -311,7 +311,7 @@ def test_a_step_that_compares_other_things_than_outputs_and_labels_is_tried(rows
             dry_run.run(columns)
 
 
-def test_other_threads_print_meanwhile(capsys: Any) -> None:
+def test_other_threads_can_print_meanwhile(capsys: Any) -> None:
     with traceless():
         print("ours")
         other = threading.Thread(target=lambda: print("theirs"))
@@ -320,7 +320,7 @@ def test_other_threads_print_meanwhile(capsys: Any) -> None:
     assert capsys.readouterr().out == "theirs\n"
 
 
-def test_keras_models_that_ask_for_their_rank_are_left_to_the_ranks(caplog: Any) -> None:
+def test_keras_models_that_ask_for_their_rank_are_not_checked(caplog: Any) -> None:
     class AsksHorovod(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -354,7 +354,7 @@ def test_keras_models_that_ask_for_their_rank_are_left_to_the_ranks(caplog: Any)
         DryRun(functional, ["x"], ["y"], None, None).run({**COLUMNS, "x": np.ones((3, 5))})
 
 
-def test_a_lightning_step_that_asks_for_its_rank_is_left_to_the_ranks(caplog: Any) -> None:
+def test_lightning_steps_that_ask_for_their_rank_are_not_checked(caplog: Any) -> None:
     class AsksHorovod(LightningModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return batch["x"].mean() * ask_torch_horovod()

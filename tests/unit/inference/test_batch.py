@@ -1,4 +1,4 @@
-"""What the UDF does with a batch, in this process."""
+"""Prediction of the UDF's batches, in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_estimators.inference.batch import BatchPredictor, Resources, check_outp
 
 
 class Predicting:
-    """A predictor that refers to itself."""
+    """Predictor that refers to itself."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -32,7 +32,7 @@ def no_predictors() -> Iterator[None]:
     worker._predictors.clear()
 
 
-def test_garbage_collection_passes_over_a_predictor_until_another_comes(
+def test_garbage_collection_skips_a_predictor_until_it_is_replaced(
     no_predictors: None,
 ) -> None:
     made: list[weakref.ref[Predicting]] = []
@@ -43,7 +43,7 @@ def test_garbage_collection_passes_over_a_predictor_until_another_comes(
         return predictor
 
     worker.cached_predictor("a", b"", load)
-    # All that was imported, and the predictor.
+    # All imported objects, and the predictor.
     assert gc.get_freeze_count() > 10_000
     assert not any(entry is made[0]() for entry in gc.get_objects())
     worker.cached_predictor("a", b"", load)
@@ -56,7 +56,7 @@ def test_garbage_collection_passes_over_a_predictor_until_another_comes(
 
 
 class Queued:
-    """A predictor as on a GPU, which notes what is begun and what is waited for."""
+    """Predictor like one on a GPU; records starts and waits."""
 
     overlaps = True
 
@@ -78,7 +78,7 @@ class Queued:
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_on_a_gpu_the_next_forward_pass_begins_before_outputs_are_waited_for(
+def test_the_next_forward_pass_starts_before_the_wait_for_outputs(
     overlaps: bool,
 ) -> None:
     predictor = Queued()
@@ -109,9 +109,7 @@ def test_on_a_gpu_the_next_forward_pass_begins_before_outputs_are_waited_for(
         ([()], [()], r"shape \(\) for 4 rows"),
     ],
 )
-def test_outputs_that_are_not_as_expected_are_refused(
-    outputs: Any, shapes: Any, message: str
-) -> None:
+def test_unexpected_outputs_are_rejected(outputs: Any, shapes: Any, message: str) -> None:
     made = list(map(np.zeros, outputs))
     with pytest.raises(ShapeError, match=message):
         check_outputs(made, 4, shapes)
@@ -121,13 +119,13 @@ def test_outputs_that_are_not_as_expected_are_refused(
         )
 
 
-def test_outputs_may_have_other_sizes_and_a_number_another_shape() -> None:
+def test_output_sizes_and_shapes_of_numbers_may_differ() -> None:
     check_outputs([np.zeros((4, 3)), np.zeros((4, 1)), np.zeros(4)], 4, [(2,), (), (1,)])
     with pytest.raises(ShapeError, match="Output 0 of the model is object; expected numbers"):
         check_outputs([np.array(["a"], object)], 1, [()])
 
 
-def test_tasks_with_other_resources_have_another_predictor(no_predictors: None) -> None:
+def test_tasks_with_different_resources_have_different_predictors(no_predictors: None) -> None:
     def load(document: bytes, resources: Resources) -> Any:
         return lambda arrays: resources.gpu
 
@@ -135,7 +133,7 @@ def test_tasks_with_other_resources_have_another_predictor(no_predictors: None) 
     assert found == [0, 1, 1, 0]
 
 
-def test_a_batch_without_rows_has_outputs_of_the_right_shapes() -> None:
+def test_empty_batches_have_outputs_of_the_right_shapes() -> None:
     steps = BatchPredictor(("x",), ("x",), shapes=((), (3,), (2, -1)))
     found = steps(lambda arrays: pytest.fail("it has nothing to predict"), {"x": np.zeros(0)})
     assert [output.shape for output in found] == [(0,), (0, 3), (0, 2, 1)]

@@ -1,4 +1,4 @@
-"""Digests of what is sent to executors: of bytes, of files, and of files that are not written."""
+"""Digests of documents for executors: of bytes, of files, and of unwritten files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expected(content: bytes, part_bytes: int) -> tuple[str, ...]:
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 30))
-def test_parts_do_not_depend_on_how_they_are_written(pieces: list[bytes], part_bytes: int) -> None:
+def test_digests_do_not_depend_on_the_sizes_of_writes(pieces: list[bytes], part_bytes: int) -> None:
     digests = Digests(part_bytes)
     digests.write(b"what a first try left")
     digests.seek(0)
@@ -42,7 +42,7 @@ def test_parts_do_not_depend_on_how_they_are_written(pieces: list[bytes], part_b
     assert b"".join(found) == content
 
 
-def test_a_file_and_one_that_is_not_written_have_the_digests_of_their_bytes(tmp_path: Path) -> None:
+def test_bytes_files_and_unwritten_files_have_the_same_digests(tmp_path: Path) -> None:
     content = os.urandom(100_000)
     (tmp_path / "file").write_bytes(content)
 
@@ -60,7 +60,7 @@ def test_a_file_and_one_that_is_not_written_have_the_digests_of_their_bytes(tmp_
 
 
 @pytest.mark.parametrize("is_script", [False, True])
-def test_a_large_module_is_hashed_without_a_file_and_noticed_when_it_changes(
+def test_large_modules_are_hashed_without_a_file_and_changes_detected(
     is_script: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serialization, "_LARGE_BYTES", 0)
@@ -74,20 +74,20 @@ def test_a_large_module_is_hashed_without_a_file_and_noticed_when_it_changes(
     same = Hashed.of(module_payload(module))
     assert same.digest == hashed.digest
 
-    # The bytes are those that were hashed, and a module.
+    # The parts match the digests, and form a module.
     content = b"".join(same.part(index) for index in range(len(same.digests)))
     assert (len(content), expected(content, 50_000)) == (same.size, same.digests)
     loaded = serialization.load_module(content)
     torch.testing.assert_close(loaded.weight, module.weight, rtol=0, atol=0)
 
-    # Not by an assignment: nothing of the tensor tells of it.
+    # A change through NumPy, which the tensor's version counter does not record.
     module.weight.data.numpy()[0, 0] += 1
     assert Hashed.of(module_payload(module)).digest != hashed.digest
     with pytest.raises(PredictionError, match="changed while it was sent"):
         [hashed.part(index) for index in range(len(hashed.digests))]
 
 
-def test_a_file_that_cannot_be_written_is_tried_again() -> None:
+def test_failed_writes_are_retried_at_the_next_use() -> None:
     contents = iter([OSError(28, "No space left on device"), b"content"])
 
     def write(file: IO[bytes]) -> None:
@@ -105,6 +105,6 @@ def test_a_file_that_cannot_be_written_is_tried_again() -> None:
     assert Path(lazy).read_bytes() == b"content"
 
 
-def test_what_was_hashed_cannot_be_read_back() -> None:
+def test_hashed_content_cannot_be_read_back() -> None:
     with pytest.raises(io.UnsupportedOperation):
         Digests(1).seek(1)

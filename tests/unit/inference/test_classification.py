@@ -1,4 +1,4 @@
-"""A classifier's columns, against SciPy-free closed forms."""
+"""Columns of classifiers, compared with closed forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scores(kind: str, output: Any) -> Any:
     return ClassScores(kind, ALL)(np.array(output, np.float32))
 
 
-def test_the_softmax_of_logits_are_probabilities_and_the_highest_is_the_class() -> None:
+def test_logits_become_probabilities_and_the_most_likely_class() -> None:
     made = scores("logits", [[0.0, math.log(3), 0.0], [1000.0, 0.0, 0.0]])
 
     np.testing.assert_allclose(made["probability"], [[0.2, 0.6, 0.2], [1, 0, 0]], atol=1e-6)
@@ -37,7 +37,7 @@ def test_the_softmax_of_logits_are_probabilities_and_the_highest_is_the_class() 
     ],
 )
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_a_single_score_is_that_of_class_1(kind: str, output: float, raw: Any, shape: Any) -> None:
+def test_a_single_score_belongs_to_class_1(kind: str, output: float, raw: Any, shape: Any) -> None:
     made = scores(kind, np.full(shape, output))
 
     np.testing.assert_allclose(made["probability"], [[0.25, 0.75]], atol=1e-6)
@@ -52,19 +52,19 @@ def test_log_probabilities_are_exponentiated() -> None:
     assert made["prediction"].tolist() == [2.0]
 
 
-def test_values_are_predictions_as_they_are() -> None:
+def test_values_become_predictions_unchanged() -> None:
     made = ClassScores("values", ("prediction",))(np.array([[1.5], [-2.0]]))
 
     assert made["prediction"].tolist() == [1.5, -2.0]
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "log_probabilities"])
-def test_what_is_no_probability_is_refused(kind: str) -> None:
+def test_invalid_probabilities_are_rejected(kind: str) -> None:
     with pytest.raises(DataError, match=rf"outputs_are='{kind}'.*found \[1.5, -0.5\] for a row"):
         scores(kind, [[1.5, -0.5]])
 
 
-def test_a_row_of_nan_has_no_class() -> None:
+def test_rows_with_nan_have_no_class() -> None:
     made = scores("logits", [[np.nan, 1.0], [0.0, 1.0]])
 
     assert np.isnan(made["prediction"][0])
@@ -90,12 +90,12 @@ def test_a_row_of_nan_has_no_class() -> None:
         ({"probabilityCol": "p", "outputs_are": "values"}, [()], r"not class scores"),
     ],
 )
-def test_what_cannot_be_made_is_refused(params: Any, shapes: Any, message: str) -> None:
+def test_unavailable_columns_are_rejected(params: Any, shapes: Any, message: str) -> None:
     with pytest.raises(ParamError, match=message):
         TorchModel(**params)._class_scores(shapes)
 
 
-def test_what_cannot_be_made_is_refused_before_anything_is_written(store: Any) -> None:
+def test_estimators_reject_unavailable_columns_before_preparing_data(store: Any) -> None:
     net = torch.nn.Linear(1, 1)
     params = {"store": store, "model": net, "feature_cols": ["x"], "label_cols": ["y"]}
     params["optimizer"] = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -109,7 +109,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is_written(store: Any) -
         TorchEstimator(**two, rawPredictionCol="p")._check_params()
 
 
-def test_estimators_hand_the_columns_to_their_models() -> None:
+def test_estimators_pass_prediction_columns_to_their_models() -> None:
     columns = {"predictionCol": "p", "probabilityCol": "q", "outputs_are": "logits"}
     fitted = {"model": None, "history": None, "run_id": "r", "metadata": {}, "optimizer": None}
 
@@ -122,7 +122,7 @@ def test_estimators_hand_the_columns_to_their_models() -> None:
     )
 
 
-def test_estimators_hand_what_is_set_of_the_inference_to_their_models() -> None:
+def test_estimators_pass_inference_params_to_their_models() -> None:
     given = {"inference_batch_size": 7, "inference_precision": "bfloat16", "handleInvalid": "skip"}
     fitted = {"model": None, "history": None, "run_id": "r", "metadata": {}, "optimizer": None}
 

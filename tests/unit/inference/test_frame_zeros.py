@@ -1,4 +1,4 @@
-"""Rows of zeros that tell the shapes of a model's outputs, so that no row is looked at for that."""
+"""Shapes of a model's outputs from rows of zeros, without reading a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def entry(dtype: str, *shape: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape)}
 
 
-def test_zeros_are_as_training_or_its_transformation_says() -> None:
+def test_zeros_have_the_shapes_and_types_of_training() -> None:
     metadata = {
         "image": entry("uint8", 4, 3),
         "number": entry("int64"),
@@ -42,7 +42,7 @@ def test_zeros_are_as_training_or_its_transformation_says() -> None:
 
 
 class Stepping(pytorch_lightning.LightningModule):
-    """Predicts two outputs, other ones than forward() returns."""
+    """Module whose predict_step returns two outputs, unlike forward()."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1).sum(1)
@@ -71,7 +71,7 @@ class Stepping(pytorch_lightning.LightningModule):
         },
     ],
 )
-def test_the_shapes_of_a_predict_step_need_no_row(known: dict[str, Any]) -> None:
+def test_shapes_of_a_predict_step_need_no_row(known: dict[str, Any]) -> None:
     given = {"model": Stepping(), "feature_columns": ["x"], "label_columns": ["y", "z"], **known}
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -81,12 +81,12 @@ def test_the_shapes_of_a_predict_step_need_no_row(known: dict[str, Any]) -> None
     assert LightningModel(**{**given, "label_columns": ["y"]})._output_shapes_on(None) == [()]
 
 
-def test_without_a_row_shapes_that_are_not_known_have_to_be_set() -> None:
+def test_unknown_shapes_must_be_set() -> None:
     given = {"model": Stepping(), "feature_columns": ["x"], "label_columns": ["y", "z"]}
     odd = {"_metadata": {"x": entry("float32", 5)}, "use_predict_step": True}
     for params in ({}, odd, {"transformation_fn": np.copy, "_metadata": {"x": entry("int8", 6)}}):
         with pytest.raises(ParamError, match="Set output_shapes"):
             LightningModel(**given, **params)._output_shapes_on(None)
-    # What is set counts where nothing tells.
+    # Set shapes are used if the shapes are unknown.
     shaped = LightningModel(**given, **odd, output_shapes=[[3, 2], []])
     assert shaped._output_shapes_on(None) == [(3, 2), ()]

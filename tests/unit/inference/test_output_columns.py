@@ -1,4 +1,4 @@
-"""Predictions in the types of their columns, compared with exact arithmetic."""
+"""Conversion of predictions to column types, compared with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAN = float("nan")
         ("string", OutputType("string"), "string"),
     ],
 )
-def test_types_are_read_as_spark_writes_them(ddl: str, expected: OutputType, shown: str) -> None:
+def test_types_are_parsed_from_sparks_notation(ddl: str, expected: OutputType, shown: str) -> None:
     assert OutputType.parse(ddl) == expected
     assert str(expected) == shown
 
@@ -65,7 +65,7 @@ def test_other_types_are_rejected(ddl: str) -> None:
         ([None, "decimal(4,1)"], r"a row of 'b' is an array of shape \(3,\).* 'array<decimal\(4,1"),
     ],
 )
-def test_types_fit_their_outputs(ddls: Any, told: str) -> None:
+def test_types_must_fit_their_outputs(ddls: Any, told: str) -> None:
     with pytest.raises(ParamError, match=f"output_types: {told}"):
         output_types(ddls, ["a", "b"], [(), (3,)])
 
@@ -75,7 +75,7 @@ doubles = st.floats(width=64, allow_nan=False, allow_infinity=False)
 
 @settings(deadline=None, max_examples=300)
 @given(value=doubles | st.floats(-1000, 1000), precision=st.integers(1, 38), data=st.data())
-def test_decimals_are_rounded_half_up_from_the_shortest_text(
+def test_decimals_are_rounded_half_up_from_the_shortest_representation(
     value: float, precision: int, data: Any
 ) -> None:
     scale = data.draw(st.integers(0, precision))
@@ -96,7 +96,7 @@ def test_decimals_are_rounded_half_up_from_the_shortest_text(
 
 @settings(deadline=None, max_examples=300)
 @given(value=doubles | st.floats(-2e7, 2e7))
-def test_text_has_javas_form_and_tells_the_double(value: float) -> None:
+def test_text_has_javas_form_and_identifies_the_double(value: float) -> None:
     text = java_text(value)
     assert struct.pack("d", float(text)) == struct.pack("d", value)
     digits, _, exponent = text.partition("E")
@@ -112,21 +112,21 @@ def test_text_has_javas_form_and_tells_the_double(value: float) -> None:
     assert fraction == "0" or not fraction.endswith("0")
 
 
-def test_text_is_what_java_writes() -> None:
-    """As written by ``Double.toString``."""
+def test_text_equals_javas() -> None:
+    """Expected texts are from ``Double.toString``."""
     for value, expected in {
         1.0: "1.0", -0.0: "-0.0", 100.0: "100.0", 1234567.0: "1234567.0", 1e7: "1.0E7",
         1.25e-7: "1.25E-7", 0.001: "0.001", 0.00099: "9.9E-4", 1e22: "1.0E22", 123456789.5:
         "1.234567895E8", -5e-324: "-4.9E-324", NAN: "NaN", -math.inf: "-Infinity",
     }.items():  # fmt: skip
-        if value != -5e-324:  # Java 17 writes two digits there, which newer ones do not
+        if value != -5e-324:  # Java 17 writes two digits, unlike newer versions
             assert java_text(value) == expected
 
 
 @pytest.mark.parametrize("valid", [None, np.array([True, False, True, False])])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 1)])
 @pytest.mark.parametrize("element", ["string", "decimal", "boolean", "smallint", "float", "double"])
-def test_columns_of_every_type_and_depth(element: str, shape: Any, valid: Any) -> None:
+def test_columns_of_all_types_and_depths(element: str, shape: Any, valid: Any) -> None:
     kind = OutputType(element, len(shape), 6, 2)
     array = np.array([1.5, NAN, -2.125, 0.0])[: 2 * math.prod(shape)].reshape(2, *shape)
     column = to_column(array, shape, valid, kind, "out")
@@ -175,7 +175,7 @@ def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -
     assert none.type == column.type
 
 
-def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
+def test_outputs_become_integers_on_request() -> None:
     array = np.array([[1.0, np.nan], [2**24 + 1, -3.0]])
     valid = np.array([True, False, True])
     column = to_column(array, (2,), valid, OutputType("bigint", 1))
@@ -188,7 +188,7 @@ def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 0])
-def test_vectors_are_the_struct_that_spark_stores_them_as(size: int) -> None:
+def test_vectors_have_sparks_struct(size: int) -> None:
     values = np.arange(2.0 * size).reshape(2, size).astype(np.float32)
     for valid in (None, np.array([False, True, True, False])):
         column = to_vectors(values, valid)

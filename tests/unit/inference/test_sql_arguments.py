@@ -1,4 +1,4 @@
-"""Arguments of a UDF in SQL, as batches bring them."""
+"""Arguments of a UDF in SQL, in batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_vectors_are_arrays_of_floats_dense_or_sparse() -> None:
         to_array(column(vectors(sparse, {"type": 1, "values": [1.0] * 3})), "a")
 
 
-def test_decimals_are_floats_also_in_arrays_of_arrays() -> None:
+def test_decimals_become_floats_even_in_nested_arrays() -> None:
     found = to_array(column(pa.array([Decimal("0.25")])), "a")
     assert (found.dtype, found.tolist()) == (np.float64, [0.25])
     found = to_array(column(pa.array([[[Decimal(1), Decimal("2.5")]]])), "a")
@@ -69,7 +69,7 @@ def test_other_types_are_rejected(given: Any, message: str) -> None:
         column(pa.array(given))
 
 
-def test_text_passes_where_it_may_be_and_counts_are_checked() -> None:
+def test_text_is_accepted_if_allowed_and_the_count_is_checked() -> None:
     text = pa.array(["text", None])
     assert sql_arguments([text], ["a"], ["a"])[0] is text
     with pytest.raises(ParamError, match="takes 2 columns, a, b, found 1"):

@@ -1,4 +1,4 @@
-"""Rows as users have them: the same arrays whatever they came in, nulls and NaN apart."""
+"""Conversion of rows in any container to arrays, with nulls distinct from NaN."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
         ),
     ],
 )
-def test_all_forms_are_the_same_arrays(rows: Any) -> None:
+def test_all_containers_give_the_same_arrays(rows: Any) -> None:
     found = read_table(rows, ["a", "b"], ["not there"], ())
 
     assert (found.count, found.valid, list(found.columns)) == (3, None, ["a", "b"])
@@ -45,7 +45,7 @@ def test_all_forms_are_the_same_arrays(rows: Any) -> None:
     np.testing.assert_array_equal(found.columns["b"], B)
 
 
-def test_numbers_without_names_are_the_features_in_their_order() -> None:
+def test_numbers_without_names_are_the_features_in_order() -> None:
     by_column = read_table(B, ["a", "b"], [], ()).columns
     np.testing.assert_array_equal(np.column_stack([by_column["a"], by_column["b"]]), B)
     for given in (B, [B], B.tolist(), pd.Series(list(B)), pa.array(list(B))):
@@ -65,7 +65,7 @@ def test_numbers_without_names_are_the_features_in_their_order() -> None:
         pa.array([1, None, 3]),
     ],
 )
-def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any) -> None:
+def test_nulls_are_distinguished_from_nan(column: Any) -> None:
     frame = {"a": column, "b": np.array([NAN, 0, 2])}
     found = read_table(frame, ["a", "b"], [], ())
 
@@ -82,7 +82,7 @@ def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any)
     assert kept["v"].dtype == left["v"].dtype == np.float32
 
 
-def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
+def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
     table = pa.table({"a": [1, None, 3]})
     predicted = {
         "p": (np.array([NAN, 2.7]), (), DOUBLE),
@@ -127,15 +127,15 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
         (None, ParamError, "2 features a, b: .* found NoneType"),
     ],
 )
-def test_what_cannot_be_predicted_on_is_told(rows: Any, error: type, told: str) -> None:
+def test_invalid_inputs_are_reported(rows: Any, error: type, told: str) -> None:
     with pytest.raises(error, match=told):
         read_table(rows, ["a", "b"], [], ())
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_single_rows_are_taken_and_answered_as_such(single: bool) -> None:
+def test_single_rows_give_single_results(single: bool) -> None:
     class Row(tuple):
-        """As Spark's Row."""
+        """Tuple with ``asDict``, like Spark's Row."""
 
         def asDict(self) -> dict[str, Any]:
             return dict(zip("ab", self, strict=True))
@@ -164,7 +164,7 @@ def test_single_rows_are_taken_and_answered_as_such(single: bool) -> None:
         np.testing.assert_array_equal([row["q"] for row in answers], made["q"][: found.count])
 
 
-def test_a_dict_is_one_row_if_its_values_have_a_rows_dimensions() -> None:
+def test_a_dict_is_one_row_if_its_values_have_the_dimensions_of_a_row() -> None:
     for value, dimensions, count in (
         (B, 1, 3),
         (B[0], 1, 1),
@@ -174,11 +174,11 @@ def test_a_dict_is_one_row_if_its_values_have_a_rows_dimensions() -> None:
         (pa.array(B[0]), 1, 2),
     ):
         assert read_table({"b": value}, ["b"], [], (), {"b": dimensions}).count == count
-    # Without training nothing tells, and columns were meant before.
+    # Without training metadata, values are columns, as in earlier versions.
     assert read_table({"b": B[0]}, ["b"], [], ()).count == 2
 
 
-def test_nulls_and_what_is_missing_in_single_rows() -> None:
+def test_nulls_and_missing_values_in_single_rows() -> None:
     rows = [{"a": 1.0, "b": "x"}, {"a": None, "b": "y"}, {"a": 3.0, "b": "z"}]
     found = read_table(rows, ["a", "b"], [], ["b"])
     assert found.columns["a"].tolist() == [1, 3]
@@ -193,8 +193,8 @@ def test_nulls_and_what_is_missing_in_single_rows() -> None:
 
 @pytest.mark.parametrize("form", ["table", "frame", "columns", "records"])
 @pytest.mark.parametrize(("precision", "scale"), [(5, 2), (18, 18), (38, 0), (38, 9), (38, 38)])
-def test_decimals_are_the_nearest_doubles(form: str, precision: int, scale: int) -> None:
-    """Alone and in lists; `float` of a Decimal is correctly rounded."""
+def test_decimals_become_the_nearest_doubles(form: str, precision: int, scale: int) -> None:
+    """Scalars and lists are compared with `float` of a Decimal, which rounds correctly."""
     rng = random.Random(precision)
     context = decimal.Context(prec=80)
     numbers = [
@@ -221,7 +221,7 @@ def test_decimals_are_the_nearest_doubles(form: str, precision: int, scale: int)
 
 
 @pytest.mark.parametrize("form", ["dictionary", "list view", "lists of dictionaries"])
-def test_arrow_columns_of_any_layout_are_taken(form: str) -> None:
+def test_arrow_columns_of_any_layout_are_accepted(form: str) -> None:
     expected: Any = [[1.0, 2.0], [3.0, 4.0]]
     if form == "dictionary":
         column = pa.DictionaryArray.from_arrays(pa.array([1, 0, 2, 1]), pa.array([5.0, 6.0, None]))

@@ -1,4 +1,4 @@
-"""Arrow columns for a UDF, also in a PySpark that would convert them to pandas."""
+"""Arrow columns for a UDF, even in a PySpark that would convert them to pandas."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def convert(column: Any) -> Any:
     return make("UTC", True, True, df_for_struct=True).arrow_to_pandas(column)
 
 
-def test_this_pyspark_passes_arrow_columns_in_one_way_or_the_other() -> None:
+def test_this_pyspark_can_pass_arrow_columns() -> None:
     assert has_arrow_udfs() == hasattr(F, "arrow_udf")
     assert has_arrow_udfs() or callable(udf._serializer().arrow_to_pandas)
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 2])
-def test_columns_are_not_converted_until_the_block_ends(num_chunks: int) -> None:
+def test_columns_are_not_converted_within_the_block(num_chunks: int) -> None:
     column = pa.chunked_array([LISTS] * num_chunks, LISTS.type)
     before = convert(column)
     with udf._unconverted():
@@ -47,7 +47,7 @@ def test_columns_are_not_converted_until_the_block_ends(num_chunks: int) -> None
 
 
 @pytest.mark.parametrize("missing", ["_MODULE", "_SERIALIZER", "_CONVERT"])
-def test_a_pyspark_that_cannot_pass_arrow_columns_is_an_error(
+def test_a_pyspark_without_arrow_columns_is_an_error(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setattr(udf, missing, "there_is_none")

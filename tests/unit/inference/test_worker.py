@@ -1,4 +1,4 @@
-"""Which predictors an executor takes for the same."""
+"""Keys of predictors cached by an executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_estimators.torch import TorchModel
 
 
 def predict(model: Any, *arrays: Any) -> Any:
-    """Predict as an executor's Python worker does, which keeps the predictor of the task before."""
+    """Predict like a Python worker, which caches the previous task's predictor."""
     document, load = model._make_predictor()
     return cached_predictor(predictor_key(Hashed.of(document), load), document, load)(list(arrays))[
         0
@@ -26,7 +26,7 @@ def predict(model: Any, *arrays: Any) -> Any:
 
 
 class Shape(torch.nn.Module):
-    """Tells how it is called."""
+    """Module whose output encodes how it is called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         x = next(iter(kwargs.values())) if kwargs else args[0]
@@ -34,7 +34,7 @@ class Shape(torch.nn.Module):
         return torch.full((len(x),), code)
 
 
-def test_a_torch_module_with_other_settings_is_another_predictor() -> None:
+def test_settings_of_torch_models_are_part_of_the_key() -> None:
     def told(cls: Any, **params: Any) -> float:
         given = {"model": Shape(), "feature_columns": ["a"], "label_columns": ["y"], **params}
         return float(predict(cls(**given), np.ones((3, 4), np.float32))[0])
@@ -63,7 +63,7 @@ class ByRow(LightningModel):
         return lambda module, row: torch.tensor([factor * float(row["a"])])
 
 
-def test_a_lightning_modules_step_and_row_function_are_part_of_the_key() -> None:
+def test_lightning_steps_and_row_functions_are_part_of_the_key() -> None:
     module, ones = Stepping(), np.ones(3, np.float32)
     given = {"model": module, "feature_columns": ["a"], "label_columns": ["y"]}
     by_row = ByRow(**given)
@@ -78,13 +78,13 @@ def test_a_lightning_modules_step_and_row_function_are_part_of_the_key() -> None
 
 
 class FloatType(keras.layers.Layer):
-    """Gives 16 or 32: Keras's float type where it is called."""
+    """Layer that returns the size of Keras's current float type, 16 or 32."""
 
     def call(self, x: Any) -> Any:
         return 0 * x + float(keras.config.floatx().removeprefix("float"))
 
 
-def test_kerass_float_type_is_part_of_the_key() -> None:
+def test_the_keras_float_type_is_part_of_the_key() -> None:
     model = keras.Sequential([keras.Input((1,)), FloatType()])
     before = keras.config.floatx()
 

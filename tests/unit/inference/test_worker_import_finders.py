@@ -1,4 +1,4 @@
-"""What a Python worker forgets of archives that modules were imported from."""
+"""Python workers clear cached finders of archives that they import modules from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_archive(path: Path) -> list[str]:
     return sorted(name for name in sys.path_importer_cache if name.startswith(str(path)))
 
 
-def test_the_archives_own_finder_stays_and_finds_what_comes_later(archive: Path) -> None:
+def test_the_archives_finder_stays_and_finds_later_modules(archive: Path) -> None:
     assert importlib.import_module("archived.inner.first").n == "archived/inner/first"
     folders = [f"{archive}/archived", f"{archive}/archived/inner"]
     assert of_archive(archive) == [str(archive), *folders]
@@ -45,13 +45,13 @@ def test_the_archives_own_finder_stays_and_finds_what_comes_later(archive: Path)
     forget_archives()
 
     assert of_archive(archive) == [str(archive)]
-    # As Spark does at the beginning of a task, to which a file may have been added.
+    # As Spark does at the start of a task, which may have an additional file.
     write(archive, NAMES)
     importlib.invalidate_caches()
     assert importlib.import_module("archived.inner.second").n == "archived/inner/second"
 
 
-def test_javas_archives_go_and_other_finders_stay(archive: Path) -> None:
+def test_finders_of_jars_are_removed_and_others_stay(archive: Path) -> None:
     importlib.import_module("archived.inner")
     jar = archive.rename(archive.with_name("spark-core.jar"))
     of_jar, of_folder = type(sys.path_importer_cache[str(archive)])(str(jar)), object()
@@ -59,7 +59,7 @@ def test_javas_archives_go_and_other_finders_stay(archive: Path) -> None:
     finders = {str(jar): of_jar, "/a/folder": of_folder, "/nothing": None}
     forget_archives(finders)
     assert finders == {"/a/folder": of_folder, "/nothing": None}
-    # Without the archive's own finder nothing else would bring its list up to date.
+    # Without the archive's finder, nothing else would update the list of its files.
     only = {f"{archive}/archived": sys.path_importer_cache[f"{archive}/archived"]}
     forget_archives(only)
     assert len(only) == 1

@@ -1,4 +1,4 @@
-"""The threads and the GPU that a Python worker predicts with."""
+"""Threads and GPU of a Python worker's predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_estimators.inference.worker import task_resources
 
 
 def task(cpus: int = 1, *addresses: str) -> Any:
-    """Return what stands in for a TaskContext."""
+    """Return a stub of a TaskContext."""
     gpus = {"gpu": SimpleNamespace(addresses=list(addresses))} if addresses else {}
     return SimpleNamespace(cpus=lambda: cpus, resources=lambda: gpus)
 
@@ -28,7 +28,9 @@ def task(cpus: int = 1, *addresses: str) -> Any:
         ("2", None, 2),
     ],
 )
-def test_threads_are_as_many_as_the_tasks_cores(variable: Any, given: Any, threads: Any) -> None:
+def test_the_number_of_threads_is_that_of_the_tasks_cores(
+    variable: Any, given: Any, threads: Any
+) -> None:
     env = {"OMP_NUM_THREADS": variable} if variable else {}
     assert task_resources(given, env) == Resources(threads)
 
@@ -37,27 +39,27 @@ def test_threads_are_as_many_as_the_tasks_cores(variable: Any, given: Any, threa
     ("visible", "address", "number"),
     [
         (None, "2", 2),
-        ("3,5", "1", 1),  # addresses count what the executor sees
+        ("3,5", "1", 1),  # addresses are indices of the executor's visible GPUs
         ("-1", "0", None),
         ("", "0", None),
         ("GPU-aa,GPU-bb", "GPU-bb", 1),
-        ("MIG-aa", "MIG-bb", 0),  # an earlier task's; a process has one
+        ("MIG-aa", "MIG-bb", 0),  # set by an earlier task; a process has one
     ],
 )
-def test_the_gpu_is_that_of_sparks_address(visible: Any, address: str, number: Any) -> None:
+def test_the_gpu_follows_sparks_address(visible: Any, address: str, number: Any) -> None:
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     before = dict(env)
     assert task_resources(task(1, address), env).gpu == number
     assert env == before
 
 
-def test_a_gpu_without_a_number_is_shown_alone() -> None:
+def test_a_gpu_named_by_uuid_is_the_only_visible_one() -> None:
     env: dict[str, str] = {}
     assert task_resources(task(1, "GPU-aa"), env).gpu == 0
     assert env == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
 
 
-def test_a_gpu_that_is_not_seen_is_an_error_unless_none_is() -> None:
+def test_invisible_gpus_are_an_error_unless_no_gpu_is_visible() -> None:
     with pytest.raises(GpuError, match="executor sees 2"):
         task_resources(task(1, "2"), {"CUDA_VISIBLE_DEVICES": "3,5"})
     with pytest.raises(GpuError, match=r"GPU 2 to this task.* sees 2"):

@@ -1,4 +1,4 @@
-"""The model that a Keras checkpoint callback keeps, in a run's directory."""
+"""The best model of a Keras checkpoint callback, stored in the run's directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_estimators.keras.best_model import BestModel
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
-def test_it_is_stored_as_it_was_when_the_epoch_ended(
+def test_the_model_is_stored_as_of_the_end_of_the_epoch(
     store: Any, tmp_path: Path, is_remote: bool
 ) -> None:
     if is_remote:
@@ -25,7 +25,7 @@ def test_it_is_stored_as_it_was_when_the_epoch_ended(
     assert kept.upload() is None
     Path(callback.filepath).write_bytes(b"of the first epoch")
     upload = kept.upload()
-    # A store that is elsewhere gets it from a thread, while the callback may write the next one.
+    # A thread uploads to a remote store, while the callback may write the next model.
     assert (upload is not None) == is_remote
     Path(callback.filepath).write_bytes(b"of the second epoch")
     if upload is not None:
@@ -36,5 +36,5 @@ def test_it_is_stored_as_it_was_when_the_epoch_ended(
     later = BestModel(callback, str(tmp_path / "later"), folder, store)
     later.fetch()
     assert Path(callback.filepath).read_bytes() == b"of the first epoch"
-    # It is there already.
+    # The store has the model already.
     assert later.upload() is None

@@ -1,4 +1,4 @@
-"""Weights of classes are those that Keras itself makes of ``class_weight``."""
+"""Class weights, compared with Keras's ``class_weight``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = {2: 0.25, 0: 3.0, 7: 0.0}
 
 
 class Seen(keras.Model):
-    """Keeps the sample weights that `fit` makes."""
+    """Model that records the sample weights of `fit`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def weights_of_keras(labels: np.ndarray) -> np.ndarray:
     ],
     ids=["numbers", "floats", "one-hot", "booleans"],
 )
-def test_weights_are_those_of_keras(labels: np.ndarray) -> None:
+def test_weights_equal_those_of_keras(labels: np.ndarray) -> None:
     columns = {"x": np.zeros(len(labels)), "y": labels}
     expected = weights_of_keras(np.asarray(labels, np.float32))
     spec = TensorSpec(Field("x"), Field("y"), class_weight=WEIGHTS)
@@ -67,7 +67,7 @@ def test_weights_are_those_of_keras(labels: np.ndarray) -> None:
     np.testing.assert_array_equal(both.arrays(columns)[2], product)
     tensors = both.tensors({k: tf.constant(v) for k, v in columns.items()})
     np.testing.assert_array_equal(tensors[2], product)
-    # Keras validates without.
+    # Keras validates without class weights.
     np.testing.assert_array_equal(
         both.for_validation().arrays(columns)[2], columns["w"].astype(np.float32)
     )
@@ -87,18 +87,18 @@ def test_weights_are_those_of_keras(labels: np.ndarray) -> None:
         ({1: "much"}, r"class_weight\[1\]: expected a number"),
     ],
 )
-def test_values_that_are_no_class_weights_are_refused(value: Any, message: str) -> None:
+def test_invalid_class_weights_are_rejected(value: Any, message: str) -> None:
     with pytest.raises(ParamError, match=message):
         KerasEstimator(class_weight=value)
 
 
-def test_numbers_of_numpy_are_taken() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     weights = dict(enumerate(np.array([0.5, 2.0], np.float32)))
     weights[np.int64(4)] = np.float64(3)  # type: ignore[index]
     assert KerasEstimator(class_weight=weights).getClassWeight() == {0: 0.5, 1: 2.0, 4: 3.0}
 
 
-def test_labels_that_are_no_classes_are_refused() -> None:
+def test_labels_that_are_not_classes_are_rejected() -> None:
     check_classes("y", np.array([[0.1, 0.9], [0.8, 0.2]]))  # smoothed
     check_classes("y", np.array([-1, 3]))
     with pytest.raises(DataError, match=r"class_weight: .*'y', found 0\.5.*sample_weight_col"):

@@ -1,4 +1,4 @@
-"""Runs of rows become the same batches as tensors, whatever their sizes and columns."""
+"""Conversion of runs of rows to batches of tensors, for any sizes and columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def runs(sizes: list[int]) -> Iterator[Chunk]:
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [5, 5, 3], [2, 1, 0, 0], [7]])
-def test_batches_are_those_of_the_runs(sizes: list[int]) -> None:
+def test_batches_equal_the_runs_of_rows(sizes: list[int]) -> None:
     expected = [batch for run in runs(sizes) for batch in run.batches()]
     rows = sizes[0] if len(set(sizes)) == 1 else None
     dataset = column_dataset(lambda: runs(sizes), next(runs(sizes)), rows)
@@ -57,7 +57,7 @@ def _shapes(dataset: tf.data.Dataset) -> list[Any]:
 
 
 class OwnModule(DataModule):
-    """A user's own: gives batches only."""
+    """User-written data module that only yields batches."""
 
     def train_data(self) -> Iterator[dict[str, np.ndarray]]:
         while True:
@@ -67,7 +67,7 @@ class OwnModule(DataModule):
         yield from ({"x": np.full(rows, 7.0)} for rows in (2, 1))
 
 
-def test_a_users_data_module_trains_without_end_and_validates_again_and_again() -> None:
+def test_custom_data_modules_train_endlessly_and_validate_repeatedly() -> None:
     datasets = ColumnDatasets(OwnModule(train_dir="", val_dir=""), prefetch=1)
     train = [int(batch["x"][0]) for batch in datasets.train().take(5)]
     assert train == [0, 1, 2, 0, 1]
@@ -75,26 +75,26 @@ def test_a_users_data_module_trains_without_end_and_validates_again_and_again() 
     for _ in range(2):
         assert [len(batch["x"]) for batch in validation] == [2, 1]
     assert len(list(datasets.validation(steps=1))) == 1
-    # Only a pass could tell how many these are.
+    # Their number is unknown before a pass.
     assert datasets.validation(steps=9).cardinality() == tf.data.UNKNOWN_CARDINALITY
     assert datasets.train().cardinality() == tf.data.INFINITE_CARDINALITY
 
 
 class Counted(OwnModule):
-    """Knows its number of validation batches."""
+    """Data module with a known number of validation batches."""
 
     def num_val_batches(self) -> int:
         return 2
 
 
-def test_validation_datasets_state_their_number_of_batches() -> None:
+def test_validation_datasets_know_their_number_of_batches() -> None:
     dataset = ColumnDatasets(Counted(train_dir="", val_dir=""), prefetch=1).validation(steps=9)
     assert dataset.cardinality() == 2
     assert len(list(dataset)) == 2
 
 
 class Guide(keras.Model):
-    """The custom test step of Keras's guide, and a state that no batch takes part in."""
+    """Model with the custom test step of Keras's guide and a counter of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Guide(keras.Model):
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("batches", [0, 1, 3])
-def test_a_step_without_a_batch_changes_nothing(batches: int, steps_per_execution: int) -> None:
+def test_steps_without_a_batch_change_nothing(batches: int, steps_per_execution: int) -> None:
     def generate() -> Iterator[Any]:
         for number in range(batches):
             yield np.full((2, 3), number + 1.0), np.zeros((2, 1))
@@ -127,7 +127,7 @@ def test_a_step_without_a_batch_changes_nothing(batches: int, steps_per_executio
     model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     model(np.zeros((1, 3)))
     model.test_step = reading_first(model.test_step)
-    # Keras does not know how many batches there are.
+    # Keras does not know the number of batches.
     model.evaluate(dataset, verbose=0)
     assert float(model.steps.numpy()) == batches
     assert float(model.loss_tracker.count.numpy()) == batches
@@ -135,7 +135,7 @@ def test_a_step_without_a_batch_changes_nothing(batches: int, steps_per_executio
     assert float(model.loss_tracker.total.numpy()) == sum(squares)
 
 
-def test_columns_take_the_models_shapes_and_types() -> None:
+def test_columns_get_the_models_shapes_and_types() -> None:
     tensors = TensorSpec(
         {"image": Field("vector", (3, 1)), "id": Field("a", (1,), "int32")},
         (Field("count"), Field("b"), Field("flag")),
@@ -150,7 +150,7 @@ def test_columns_take_the_models_shapes_and_types() -> None:
     assert {tuple(tensor.shape) for tensor in y} == {(3, 1)}
     np.testing.assert_array_equal(weight, columns["b"][:3])
     assert last[0]["image"].shape == (2, 3, 1)
-    # In NumPy, as the driver and transform() do it, the same comes out.
+    # Conversion in NumPy, as in the driver and transform(), gives the same result.
     for a, b in zip(
         keras.tree.flatten(tensors.arrays({k: v[:3] for k, v in columns.items()})),
         keras.tree.flatten((x, y, weight)),
@@ -170,9 +170,7 @@ def test_columns_take_the_models_shapes_and_types() -> None:
         ("(x, y, w)", "data = (x, y, sample_weight); its"),
     ],
 )
-def test_an_error_in_a_step_tells_what_it_was_given(
-    given: str, note: str | None, graph: bool
-) -> None:
+def test_errors_in_a_step_describe_its_inputs(given: str, note: str | None, graph: bool) -> None:
     x = tf.zeros((2, 3))
     data = {"x": x, "(x,)": ({"a": x},), "(x, y)": (x, x), "(x, y, w)": (x, x, x)}[given]
 

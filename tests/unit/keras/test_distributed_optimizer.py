@@ -1,4 +1,4 @@
-"""What is refused, and what is turned off, before ranks average gradients."""
+"""Checks and changed settings before ranks average gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_model() -> keras.Model:
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 
 
-def test_an_optimizer_is_wrapped_once_and_with_a_pass_at_least() -> None:
+def test_optimizers_are_wrapped_once_with_at_least_one_pass() -> None:
     optimizer = keras.optimizers.SGD(0.1)
     with pytest.raises(ParamError, match="backward_passes_per_step: expected 1 or more, found 0"):
         DistributedOptimizer(optimizer, backward_passes_per_step=0)
@@ -28,7 +28,7 @@ def test_an_optimizer_is_wrapped_once_and_with_a_pass_at_least() -> None:
         DistributedOptimizer(optimizer)
 
 
-def test_xla_is_turned_off_and_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_xla_is_disabled_with_a_log_message(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     model.compile("sgd", "mse", jit_compile=False)
     with caplog.at_level(logging.WARNING):
@@ -40,11 +40,11 @@ def test_xla_is_turned_off_and_that_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "Horovod's operations cannot be compiled by XLA" in caplog.text
 
 
-def test_the_shapes_of_a_model_are_told_with_their_free_dimensions() -> None:
+def test_shapes_of_a_model_include_free_dimensions() -> None:
     assert KerasEstimator(model=make_model()).get_model_shapes() == ([[-1, 2]], [[-1, 1]])
 
 
-def test_accessors_keep_the_names_that_users_know() -> None:
+def test_accessors_keep_their_familiar_names() -> None:
     estimator = KerasEstimator(custom_objects={"a": print}, backend_env={"A": 1, "B": None})
     assert estimator.getCustomObjects() == {"a": print}
     assert estimator.getBackendEnv() == {"A": "1", "B": None}

@@ -1,4 +1,4 @@
-"""What a Keras checkpoint within an epoch holds, and how an epoch is gone on with."""
+"""Contents of mid-epoch Keras checkpoints, and resuming within an epoch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_metrics_are_built_without_a_step(run_eagerly: bool) -> None:
     assert int(model.optimizer.iterations) == 0
 
 
-def test_fewer_and_more_ranks_go_on_with_what_was_measured() -> None:
+def test_metrics_resume_on_fewer_or_more_ranks() -> None:
     model = made()
     build_metrics(model, SPEC, 99)
     rng = np.random.default_rng(0)
@@ -73,10 +73,10 @@ def test_fewer_and_more_ranks_go_on_with_what_was_measured() -> None:
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_callbacks_of_each_rank_get_their_own_state_back() -> None:
+def test_callback_state_is_restored_per_rank() -> None:
     ranks = [Own([1.0, 2.0], 0.5), Own([3.0], 0.5)]
     states = [CallbackStates([callback], {}, rank, 2) for rank, callback in enumerate(ranks)]
-    # What is large is rank 0's.
+    # Large arrays come from rank 0.
     ranks[1].weights[:] = 7.0
     arrays: list[Any] = []
     document = encode(states[0].parts([state.own() for state in states]), arrays)
@@ -87,7 +87,7 @@ def test_callbacks_of_each_rank_get_their_own_state_back() -> None:
         restored = CallbackStates([anew], parts, rank, 2)
         restored.restore()
         assert (anew.seen, anew.best, anew.weights[0]) == (seen, 0.5, 0.5)
-        # What it adds is not what it gets when that is given back once more.
+        # Later changes do not affect a second restore.
         anew.seen.append(9.0)
         restored.restore()
         assert anew.seen == seen
@@ -96,7 +96,7 @@ def test_callbacks_of_each_rank_get_their_own_state_back() -> None:
     assert alone.seen == [1.0, 2.0]
 
 
-def test_what_callbacks_set_when_they_begin_is_put_back() -> None:
+def test_scalars_set_by_callbacks_are_restored() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     inner = keras.optimizers.SGD(0.1)
     model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", jit_compile=False)
@@ -110,7 +110,7 @@ def test_what_callbacks_set_when_they_begin_is_put_back() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_named(value: float) -> None:
+def test_values_that_are_not_finite_are_named(value: float) -> None:
     model = made()
     looks = NotFinite(model)
     assert looks.after_step({"loss": tf.constant(1.0)}) == (None, [])
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_named(value: float) -> None:
     kernel, bias = model.trainable_variables
     kernel.assign([[0.0], [value], [0.0]])
     assert looks.after_step({}) == (None, [kernel.path])
-    # A sum of these overflows.
+    # The sum of these values overflows.
     kernel.assign(np.full((3, 1), np.finfo("f").max))
     bias.assign([np.finfo("f").max])
     assert looks.after_step({}) == (None, [])
@@ -130,7 +130,7 @@ class Stopped(Exception):
 
 
 class Steps:
-    """Captures a run after a step, and stops it there."""
+    """Callback that captures a run after a step and stops there."""
 
     checks_nan = False
 

@@ -1,4 +1,4 @@
-"""Which inputs models are called with on the driver, and whether they add a loss to learn from."""
+"""Inputs of models called on the driver, and models with added losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEATURES = ["b", "a"]
 
 
 class Weighing(keras.Model):
-    """Returns 10 b + a, whatever form its inputs have."""
+    """Model that returns 10 b + a for inputs in any form."""
 
     def __init__(self, pick: Callable[[Any], tuple[Any, Any]], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -59,7 +59,7 @@ def make(form: str) -> Weighing:
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("built", [False, True])
-def test_subclassed_models_get_their_inputs_in_the_form_that_they_take(
+def test_subclassed_models_get_inputs_in_the_form_they_accept(
     form: str, built: bool, tmp_path: Any
 ) -> None:
     model, by_name = make(form), form in ("index", "method")
@@ -86,8 +86,8 @@ def test_subclassed_models_get_their_inputs_in_the_form_that_they_take(
         np.testing.assert_array_equal(predicted, np.full((3, 1), 107.0))
 
 
-def test_a_functional_model_within_gets_columns_by_name() -> None:
-    # Given a tuple, it would take the first for that of the first key.
+def test_nested_functional_models_get_columns_by_name() -> None:
+    # With a tuple, the inner model would pair the first input with its first key.
     class Around(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -107,7 +107,7 @@ def test_a_functional_model_within_gets_columns_by_name() -> None:
     )
 
 
-def test_inputs_in_a_dict_pair_by_name_or_are_refused() -> None:
+def test_inputs_in_a_dict_pair_by_name_or_are_rejected() -> None:
     a, b = keras.Input((1,), name="a"), keras.Input((2,), name="b")
     functional = keras.Model({"b": b, "a": a}, keras.layers.Dense(1)(b) + a)
     found = input_structure(functional, FEATURES)
@@ -124,7 +124,7 @@ def test_inputs_in_a_dict_pair_by_name_or_are_refused() -> None:
     assert input_structure(single, ["features"])["b"].column == "features"
 
 
-def test_what_fits_neither_form_is_told_both_errors() -> None:
+def test_the_error_for_inputs_of_neither_form_shows_both_errors() -> None:
     def pick(inputs: Any) -> tuple[Any, Any]:
         return inputs["b"], inputs["missing"]
 
@@ -135,7 +135,7 @@ def test_what_fits_neither_form_is_told_both_errors() -> None:
         DryRun(copy(), FEATURES, ["y"], None, None, copy=copy).run(COLUMNS)
 
 
-def test_without_a_call_the_form_has_to_be_known() -> None:
+def test_without_a_call_the_form_must_be_known() -> None:
     model = make("index")
     model.many.build((None, 2))
     model.one.build((None, 1))
@@ -148,7 +148,7 @@ def test_without_a_call_the_form_has_to_be_known() -> None:
 
 
 def titled(structure: Callable[[Any, Any], Any]) -> keras.Model:
-    """Return 10 title + body, of inputs in a structure."""
+    """Return a model of 10 title + body, with inputs in a structure."""
     title, body = keras.Input((1,), name="title"), keras.Input((1,), name="body")
     return keras.Model(structure(title, body), 10 * title + body)
 
@@ -161,14 +161,14 @@ STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("form", STRUCTURES)
-def test_inputs_pair_by_name_if_each_has_the_name_of_a_column(form: str) -> None:
+def test_inputs_pair_by_name_if_all_names_are_columns(form: str) -> None:
     model = titled(STRUCTURES[form])
 
     def pairs(columns: list[str]) -> list[str]:
         return [field.column for field in keras.tree.flatten(input_structure(model, columns))]
 
     assert pairs(["body", "title"]) == pairs(["title", "body"]) == ["title", "body"]
-    # One of the names is no column: position.
+    # One name is not a column: pair by position.
     assert pairs(["body", "text"]) == ["body", "text"]
     columns = {"title": np.ones(3, np.float32), "body": np.full(3, 5.0), "y": np.ones(3)}
     model.compile("sgd", "mse")
@@ -179,7 +179,7 @@ def test_inputs_pair_by_name_if_each_has_the_name_of_a_column(form: str) -> None
 
 
 @pytest.mark.usefixtures("spark")
-def test_saved_models_predict_by_name_and_those_of_earlier_versions_by_position(
+def test_saved_models_pair_by_name_and_earlier_versions_by_position(
     tmp_path: Path,
 ) -> None:
     model = KerasModel(
@@ -199,7 +199,7 @@ def test_saved_models_predict_by_name_and_those_of_earlier_versions_by_position(
     path, again = f"{tmp_path / 'model'}", f"{tmp_path / 'again'}"
     model.save(path)
     assert predicted(model, path) == predicted(KerasModel.load(path), path) == [15.0, 15.0]
-    # Earlier versions saved the same without the way in which inputs pair.
+    # Earlier versions saved no input pairing.
     (part,) = (tmp_path / "model" / "metadata").glob("part-*")
     metadata = json.loads(part.read_text())
     del metadata["defaultParamMap"]["_input_pairing"]
@@ -211,7 +211,7 @@ def test_saved_models_predict_by_name_and_those_of_earlier_versions_by_position(
     assert predicted(KerasModel.load(again), again) == [51.0, 51.0]
 
 
-def test_the_dry_run_notes_sizes_that_the_model_does_not_declare() -> None:
+def test_the_dry_run_finds_undeclared_output_sizes() -> None:
     words = keras.Input((None,), dtype="int32")
     model = keras.Model(words, keras.layers.Embedding(9, 4)(words))
     model.compile("sgd", "mse")
@@ -220,13 +220,13 @@ def test_the_dry_run_notes_sizes_that_the_model_does_not_declare() -> None:
     assert trial.output_shapes == [(None, 4)]
     trial.run(columns)
     assert trial.output_shapes == [(5, 4)]
-    # A label of as many numbers takes the output's shape.
+    # A label of the same size gets the output's shape.
     _, label = trial.tensors.arrays(columns)
     assert label.shape == (3, 5, 4)
 
 
 class AddsLoss(keras.Model):
-    """Rebuilds its input: nothing is compared to its labels."""
+    """Autoencoder that compares nothing with labels."""
 
     def __init__(self, only_in_training: bool = False, by_row: bool = False) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class AddsLoss(keras.Model):
 
 
 class Regularized(keras.Model):
-    """Has losses of its weights and of nothing else."""
+    """Model with losses of its weights only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,16 +260,16 @@ def try_uncompared(model: keras.Model) -> DryRun:
 
 
 @pytest.mark.parametrize("only_in_training", [False, True])
-def test_added_losses_stand_for_a_loss(only_in_training: bool) -> None:
+def test_added_losses_suffice_as_a_loss(only_in_training: bool) -> None:
     trial = try_uncompared(AddsLoss(only_in_training))
-    # Outputs and labels are not as many, and need not be.
+    # The numbers of outputs and labels may differ.
     assert trial.output_shapes == [(2,), (2,)]
     assert trial.outputs is None
     with pytest.raises(ShapeError, match=r"2 outputs.*1 label"):
         DryRun(AddsLoss(), ["b"], ["y"], None, None).run(COLUMNS)
 
 
-def test_there_has_to_be_a_loss_that_is_a_number() -> None:
+def test_the_loss_must_be_a_number() -> None:
     with pytest.raises(ParamError, match=r"loss is not set.*compile the model.*add_loss"):
         try_uncompared(Regularized())
     dense = keras.layers.Dense(1, kernel_regularizer="l2")
@@ -296,7 +296,7 @@ class _OfKeras2:
         ({"loss": None}, "loss is not set.*compile the model.*add_loss"),
     ],
 )
-def test_messages_say_what_to_do_instead(
+def test_errors_suggest_alternatives(
     tmp_path: Any, monkeypatch: Any, params: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(_OfKeras2, "__module__", "tf_keras.src.models.sequential")
@@ -314,7 +314,7 @@ def test_messages_say_what_to_do_instead(
         KerasEstimator(**given).fit_on_parquet()
 
 
-def test_a_model_without_a_call_says_so_when_it_is_to_predict() -> None:
+def test_models_without_a_call_fail_in_prediction_with_a_clear_error() -> None:
     class Trainer(keras.Model):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What crosses to the ranks and comes back holds each variable once, and is not held in memory."""
+"""Models sent to the ranks and back hold each variable once, outside of memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hvd_estimators.keras.serialization import (
 
 ROWS = 2**13
 WEIGHTS = 4 * (ROWS * 64 + 64 + 1)
-"""Bytes of the model's weights; an embedding of 2 MiB is nearly all of them."""
+"""Bytes of the model's weights, mostly an embedding of 2 MiB."""
 
 OVERHEAD = 2**17
-"""What config, compile settings and file formats take."""
+"""Bytes of config, compile settings and file formats."""
 
 
 def make_model(trained: bool) -> keras.Model:
@@ -41,7 +41,7 @@ def make_model(trained: bool) -> keras.Model:
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=[keras.metrics.MeanAbsoluteError()])
     model.optimizer.build(model.trainable_variables)
     if trained:
-        # An update of the whole table, as a regularizer makes one.
+        # An update of the whole table, as from a regularizer.
         gradients = [np.full(v.shape, 0.5, "float32") for v in model.trainable_variables]
         model.optimizer.apply(gradients)
     return model
@@ -57,7 +57,7 @@ def assert_same(model: keras.Model, expected: list[np.ndarray[Any, Any]]) -> Non
 
 
 def peak(function: Callable[[], Any]) -> int:
-    """Return the bytes that Python and NumPy hold at most while a function runs."""
+    """Return the peak memory of Python and NumPy in bytes while a function runs."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -69,7 +69,7 @@ def peak(function: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_what_is_pickled_holds_each_variable_once(trained: bool) -> None:
+def test_pickles_hold_each_variable_once(trained: bool) -> None:
     model = make_model(trained)
     # Adam has two slots for every weight, which are zero before its first step.
     expected = (3 if trained else 1) * WEIGHTS
@@ -80,7 +80,7 @@ def test_what_is_pickled_holds_each_variable_once(trained: bool) -> None:
     assert WEIGHTS < len(dump_model(model)) < WEIGHTS + OVERHEAD
 
 
-def test_little_is_held_in_memory_on_the_way(tmp_path: Path) -> None:
+def test_serialization_needs_little_memory(tmp_path: Path) -> None:
     model = make_model(trained=True)
     expected = variables(model)
     path = tmp_path / "call"
@@ -89,9 +89,9 @@ def test_little_is_held_in_memory_on_the_way(tmp_path: Path) -> None:
         with open(path, "wb") as file:
             cloudpickle.dump(ModelPayload(model), file)
 
-    # Keras and TensorFlow hold up to three copies of the variable that is read or written. A file
-    # of all three states, held in memory beside these, would be two copies too many. The rest is
-    # what is imported at first use.
+    # Keras and TensorFlow hold up to three copies of the variable they read or write. A file
+    # of all three states, also held in memory, would be two copies too many. The rest is
+    # imports at first use.
     most = 4 * WEIGHTS + 4 * OVERHEAD
     assert peak(put) < most
     with open(path, "rb") as file:
@@ -107,22 +107,22 @@ def test_little_is_held_in_memory_on_the_way(tmp_path: Path) -> None:
     assert_same(other, expected)
 
 
-def test_weights_are_compared_and_written_where_they_are(
+def test_weights_are_compared_and_written_without_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model(trained=True)
     monkeypatch.setattr(serialization, "_LARGE_BYTES", WEIGHTS // 2)
-    # The first file imports modules, whose memory counts, too.
+    # Writing the first file imports modules, whose memory would count.
     model_payload(make_model(trained=True))
     files: list[Any] = []
-    # NumPy counts the unwritten memory of the copy that the file is checked with.
+    # NumPy counts the unwritten memory of the copy that checks the file.
     assert peak(lambda: files.append(model_payload(model))) < 1.5 * WEIGHTS
     loaded = load_model(files[0].path, mapped=True)
     for found, variable in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(found.numpy(), variable.numpy())
 
 
-def test_checkpoints_are_files_of_keras_and_hold_each_variable_once(tmp_path: Path) -> None:
+def test_checkpoints_are_keras_files_and_hold_each_variable_once(tmp_path: Path) -> None:
     model = make_model(trained=True)
     buffer = io.BytesIO()
     save_file(model, buffer)
@@ -132,7 +132,7 @@ def test_checkpoints_are_files_of_keras_and_hold_each_variable_once(tmp_path: Pa
     loaded = keras.saving.load_model(path)
     assert_same(loaded, variables(model))
     assert type(loaded.optimizer) is keras.optimizers.Adam
-    # What Keras itself has written is read, too.
+    # Files written by Keras itself can be read, too.
     model.save(tmp_path / "own.keras")
     model.save_weights(tmp_path / "own.weights.h5")
     plain = save_plainly(model, str(tmp_path))
@@ -142,7 +142,7 @@ def test_checkpoints_are_files_of_keras_and_hold_each_variable_once(tmp_path: Pa
         assert_same(other, variables(model))
 
 
-def test_a_model_that_is_saved_stays_as_it_is_and_the_driver_gets_it_back() -> None:
+def test_saving_does_not_change_the_model_and_the_driver_reuses_it() -> None:
     model = make_model(trained=True)
     expected, optimizer = variables(model), model.optimizer
     metric = model._compile_config.config["metrics"][0]
@@ -155,12 +155,12 @@ def test_a_model_that_is_saved_stays_as_it_is_and_the_driver_gets_it_back() -> N
     assert document.load() is model
     assert model.optimizer is optimizer
     assert_same(model, expected)
-    # What it is compiled with is the caller's.
+    # The compile arguments stay the caller's objects.
     assert model._compile_config.config["metrics"][0] is not metric
 
 
 class Own(keras.Model):
-    """Has no config, and keeps its argument in an attribute of its name."""
+    """Model without a config that stores its argument in an attribute of the same name."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Own(keras.Model):
         return self.dense(x)
 
 
-def test_a_model_without_a_config_travels_as_others_do() -> None:
+def test_models_without_a_config_can_be_serialized() -> None:
     model = Own(3)
     model.compile("adam", "mse")
     model.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)

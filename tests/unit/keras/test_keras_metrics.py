@@ -1,4 +1,4 @@
-"""Metrics over ranks say what they say in one process, or are refused."""
+"""Metrics over ranks equal those of one process, or are rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Largest(keras.metrics.Metric):
 
 
 class Smallest(Largest):
-    """The smallest output; begins with a large number."""
+    """The smallest output; starts with a large number."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.most.assign(keras.ops.minimum(self.most, keras.ops.min(y_pred)))
@@ -43,7 +43,7 @@ class Smallest(Largest):
 
 
 class KeptMean(Largest):
-    """A mean that is kept as a mean."""
+    """Mean metric whose state is the mean itself."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -55,7 +55,7 @@ class KeptMean(Largest):
 
 
 class Merged(Largest):
-    """Says how states are merged."""
+    """Metric that defines how to merge states."""
 
     def merge_state(self, metrics: Any) -> None:
         for metric in metrics:
@@ -64,14 +64,14 @@ class Merged(Largest):
 
 
 class Counted(Largest):
-    """Outputs above a half, which can be added up."""
+    """Count of outputs above a half; counts can be added."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.most.assign_add(keras.ops.sum(keras.ops.cast(y_pred > 0.5, "float32")))
 
 
 def of_the_batch(y_true: Any, y_pred: Any) -> Any:
-    """Return one number for a batch, of which Keras makes the mean over batches."""
+    """Return one number per batch, which Keras averages over batches."""
     return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
 
 
@@ -82,23 +82,23 @@ def model_with(metrics: list[Any]) -> keras.Model:
 
 
 def check(metrics: list[Any], rows: int = 5) -> None:
-    # As of a model on zeros.
+    # Inputs, labels and outputs are zeros.
     zeros = np.zeros((rows, 1), np.float32)
     check_metrics(model_with(metrics), np.zeros((rows, 2)), zeros, zeros)
 
 
 @pytest.mark.parametrize("metric", [Largest(), Smallest(), KeptMean()])
-def test_states_that_cannot_be_added_are_refused(metric: Any) -> None:
+def test_states_that_cannot_be_added_are_rejected(metric: Any) -> None:
     with pytest.raises(ParamError, match=rf"'{metric.name}'.*merge_state.*aggregation='mean'"):
         check(["mae", metric])
 
 
-def test_states_that_can_or_that_say_how_are_taken() -> None:
+def test_states_that_can_be_added_or_merged_are_accepted() -> None:
     check([Counted(), of_the_batch, Merged(), Largest(aggregation="mean"), "mae"])
     check([Largest()], rows=1)
 
 
-def test_what_cannot_be_called_on_the_driver_is_left_to_the_ranks(
+def test_metrics_that_fail_on_the_driver_are_left_to_the_ranks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Fails(Largest):
@@ -109,7 +109,7 @@ def test_what_cannot_be_called_on_the_driver_is_left_to_the_ranks(
     assert "only there" in caplog.text
 
 
-def test_states_are_merged_by_the_metric_itself() -> None:
+def test_metrics_merge_their_states() -> None:
     model = model_with([Merged(), "mae"])
     ones = np.ones((2, 1), np.float32)
     states = []
@@ -126,7 +126,7 @@ def test_states_are_merged_by_the_metric_itself() -> None:
 
 
 def keras_metrics() -> list[keras.metrics.Metric]:
-    """Return one of each of Keras's own, for labels of two classes and outputs in [0, 1]."""
+    """Return each of Keras's metrics, for labels of two classes and outputs in [0, 1]."""
     given: dict[str, dict[str, Any]] = {
         "MeanIoU": {"num_classes": 2},
         "IoU": {"num_classes": 2, "target_class_ids": [0]},
@@ -152,9 +152,9 @@ def keras_metrics() -> list[keras.metrics.Metric]:
 
 
 @pytest.mark.parametrize("metric", keras_metrics(), ids=lambda metric: type(metric).__name__)
-def test_keras_own_states_can_be_added(metric: keras.metrics.Metric) -> None:
+def test_states_of_keras_metrics_can_be_added(metric: keras.metrics.Metric) -> None:
     rng = np.random.default_rng(0)
-    # A row in each state of the two classes, one-hot.
+    # One-hot labels of the two classes.
     labels = np.eye(2, dtype=np.float32)[rng.integers(0, 2, 40)]
     outputs = rng.uniform(0.05, 0.95, (40, 2)).astype(np.float32)
     if type(metric).__name__ in ("MeanIoU", "IoU"):
@@ -173,11 +173,11 @@ def test_keras_own_states_can_be_added(metric: keras.metrics.Metric) -> None:
     np.testing.assert_allclose(np.asarray(metric.result()), expected, rtol=1e-5)
 
 
-def test_leaves_are_those_given_to_compile_and_the_models_own() -> None:
+def test_leaf_metrics_come_from_compile_and_the_model() -> None:
     model = model_with([Counted(), "mae"])
     check_metrics(model, np.zeros((4, 2)), np.zeros((4, 1)), np.zeros((4, 1)))
     assert [type(metric).__name__ for metric in leaf_metrics(model)] == [
         *("Mean", "Counted", "MeanAbsoluteError"),
     ]
-    # Nothing of the check is left.
+    # The check leaves nothing behind.
     assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)

@@ -1,4 +1,4 @@
-"""What a Keras model predicts in a worker: precision, outputs of any kind, failures, devices."""
+"""Keras predictions in a worker: precision, forms of outputs, failures and devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Both(NamedTuple):
 
 @keras.saving.register_keras_serializable("test_keras_predictor")
 class Returning(keras.Model):
-    """Gives the first two numbers of a row in some form, and doubles of them."""
+    """Model that returns the first two numbers of a row, doubled, in some form."""
 
     def __init__(self, form: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -64,7 +64,7 @@ def net() -> keras.Model:
 
 
 @pytest.mark.parametrize(("precision", "digits"), [("bfloat16", 2**-8), ("float16", 2**-11)])
-def test_half_precision_is_float32_within_its_rounding(precision: str, digits: float) -> None:
+def test_half_precision_agrees_with_float32_within_rounding(precision: str, digits: float) -> None:
     model = net()
     exact = model.predict_on_batch(ROWS)
 
@@ -75,7 +75,7 @@ def test_half_precision_is_float32_within_its_rounding(precision: str, digits: f
     assert digits / 64 < error < 8 * digits
     (same,) = predictor(model)([ROWS])
     np.testing.assert_array_equal(same, exact)
-    # The model itself, which the driver has, stays as it is.
+    # The driver's model does not change.
     assert {layer.compute_dtype for layer in model.layers} == {"float32"}
 
 
@@ -99,9 +99,9 @@ def test_inputs_are_normalized_before_they_are_rounded() -> None:
 
 @pytest.mark.parametrize("form", ["dict", "list", "tuple", "named"])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_outputs_of_any_form_are_those_of_the_labels(form: str, overlaps: bool) -> None:
+def test_outputs_of_any_form_match_the_labels(form: str, overlaps: bool) -> None:
     returning = predictor(Returning(form), label_columns=["a", "b"])
-    # As on a GPU: two batches are begun before one is waited for.
+    # As on a GPU: two batches start before the first wait.
     returning.overlaps = overlaps
     begun = [returning.begin([ROWS]), returning.begin([ROWS[:3]])]
     for finish, rows in zip(begun, (ROWS, ROWS[:3]), strict=True):
@@ -110,7 +110,7 @@ def test_outputs_of_any_form_are_those_of_the_labels(form: str, overlaps: bool) 
         np.testing.assert_array_equal(b, 2 * rows[:, :2])
 
 
-def test_numbers_of_any_type_are_kept_and_text_is_refused() -> None:
+def test_numbers_of_any_type_are_kept_and_text_is_rejected() -> None:
     whole, half = predictor(Returning("types"), label_columns=["a", "b"])([ROWS])
     np.testing.assert_array_equal(whole, np.trunc(100 * ROWS[:, 0]))
     assert half.dtype == np.float32
@@ -119,7 +119,7 @@ def test_numbers_of_any_type_are_kept_and_text_is_refused() -> None:
         predictor(Returning("text"), label_columns=["a", "b"])([ROWS])
 
 
-def test_a_model_that_fails_tells_what_it_was_called_with_and_what_it_takes() -> None:
+def test_errors_in_a_call_describe_given_and_expected_inputs() -> None:
     failing = predictor(net())
     with pytest.raises(PredictionError) as failed:
         failing([ROWS[:, :5]])
@@ -129,7 +129,7 @@ def test_a_model_that_fails_tells_what_it_was_called_with_and_what_it_takes() ->
 
 
 class Config:
-    """Stands in for ``tf.config``: two GPUs, and notes what it is told."""
+    """Fake ``tf.config`` with two GPUs that records calls."""
 
     def __init__(self, gpus: int, begun: bool = False) -> None:
         self.gpus, self.begun, self.told = gpus, begun, dict[str, Any]()
@@ -160,19 +160,19 @@ class Config:
         (2, Resources(gpu=1), "/GPU:1", {"gpu 0": True, "gpu 1": True}),
     ],
 )
-def test_tensorflow_predicts_on_the_tasks_gpu_or_cores(
+def test_tensorflow_uses_the_tasks_gpu_or_cores(
     monkeypatch: pytest.MonkeyPatch, gpus: int, resources: Resources, device: str, told: Any
 ) -> None:
     config = Config(gpus)
     monkeypatch.setattr(predictor_module, "tf", SimpleNamespace(config=config))
     assert choose_device(resources) == device
     assert config.told == told
-    # Later tasks of the worker, when nothing can be told any more.
+    # Later tasks of the worker, when the configuration is final.
     config.begun = True
     assert choose_device(resources) == device
 
 
-def test_a_gpu_that_tensorflow_does_not_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invisible_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor_module, "tf", SimpleNamespace(config=Config(1)))
     with pytest.raises(GpuError, match=r"GPU 1 to this task.* sees 1"):
         choose_device(Resources(gpu=1))

@@ -1,4 +1,4 @@
-"""Keras objects cross to processes that know none of their classes."""
+"""Keras objects sent to processes that lack their classes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_model() -> keras.Model:
     return model
 
 
-def test_a_model_comes_back_compiled_in_a_process_that_lacks_its_classes(tmp_path: Path) -> None:
+def test_models_load_compiled_in_a_process_without_their_classes(tmp_path: Path) -> None:
     model = make_model()
     (tmp_path / "model.pkl").write_bytes(dump(model))
     script = (
@@ -70,7 +70,7 @@ def test_a_model_comes_back_compiled_in_a_process_that_lacks_its_classes(tmp_pat
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     iterations, *weights = done.stdout.split()[-3:]
-    # One more step of the same optimizer, with the slots that it had.
+    # Another step of the same optimizer, with its slots.
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     assert iterations == "2"
     np.testing.assert_allclose(
@@ -78,13 +78,13 @@ def test_a_model_comes_back_compiled_in_a_process_that_lacks_its_classes(tmp_pat
     )
 
 
-def test_a_model_is_written_as_the_same_bytes_at_another_time() -> None:
+def test_serialized_bytes_do_not_depend_on_the_time() -> None:
     document = dump_model(make_model())
     assert b"metadata.json" in document
     assert b"date_saved" not in document
 
 
-def test_losses_metrics_and_optimizers_come_back_with_their_settings() -> None:
+def test_losses_metrics_and_optimizers_keep_their_settings() -> None:
     values = [
         keras.losses.Huber(delta=3.0),
         keras.metrics.AUC(num_thresholds=7),
@@ -107,7 +107,7 @@ def test_an_optimizers_state_is_restored_for_other_variables() -> None:
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-def test_another_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_an_unsupported_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     require_tensorflow()
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(DependencyError, match=r"'jax'.*KERAS_BACKEND=tensorflow"):
@@ -115,7 +115,7 @@ def test_another_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Layered(keras.Model):
-    """Makes its layers in its constructor, of the policy that is set there."""
+    """Model that creates its layers in its constructor, with the global policy."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -131,7 +131,7 @@ class Layered(keras.Model):
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
-def test_layers_keep_the_policy_that_was_set_globally(policy: str) -> None:
+def test_layers_keep_the_global_dtype_policy(policy: str) -> None:
     keras.config.set_dtype_policy(policy)
     try:
         model = Layered()
@@ -152,8 +152,8 @@ def test_layers_keep_the_policy_that_was_set_globally(policy: str) -> None:
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_functions_of_keras_ops_come_back() -> None:
-    """Keras writes their names, and finds them under none."""
+def test_functions_of_keras_ops_are_restored() -> None:
+    """Keras writes their names, but cannot look them up."""
     x = keras.Input((3,))
     output = keras.layers.Dense(2, activation=keras.ops.square)(x)
     output = keras.layers.Lambda(keras.ops.sum, arguments={"axis": 1})(output)

@@ -1,4 +1,4 @@
-"""Random numbers of a rank's own, from whatever source."""
+"""Per-rank random numbers from all sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_estimators.training.shard_state import ShardStates
 
 
 class Draws(keras.layers.Layer):
-    """Adds numbers of one source, and keeps them."""
+    """Layer that adds random numbers of one source, and records them."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Draws(keras.layers.Layer):
 
 
 def drawn(source: str, rank: int, first_epoch: int = 0) -> list[tuple[float, ...]]:
-    """Return what is drawn in two steps of each epoch of a part of a run."""
+    """Return the numbers drawn in two steps per epoch of a part of a run."""
     keras.utils.set_random_seed(1)
     layer = Draws(source)
     model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
@@ -70,19 +70,19 @@ def drawn(source: str, rank: int, first_epoch: int = 0) -> list[tuple[float, ...
 @pytest.mark.parametrize(
     "source", ["own", "keras", "generator", "global", "tensorflow", "numpy", "python"]
 )
-def test_ranks_steps_and_epochs_differ_and_a_resumed_run_draws_the_same(source: str) -> None:
+def test_draws_differ_between_steps_and_are_reproduced_on_resume(source: str) -> None:
     ranks = [drawn(source, rank) for rank in (0, 1)]
     assert len({*ranks[0], *ranks[1]}) == 2 * 3 * 2
     assert drawn(source, 1) == ranks[1]
     resumed = drawn(source, 1, first_epoch=2)
     if source == "tensorflow":
-        # Its state cannot be set; at least nothing comes twice.
+        # The state cannot be set; at least no draw repeats.
         assert not set(resumed) & {*ranks[0], *ranks[1]}
     else:
         assert resumed == ranks[1][4:]
 
 
-def test_generators_of_one_seed_draw_the_same_and_of_others_do_not() -> None:
+def test_only_generators_with_the_same_seed_draw_the_same() -> None:
     layers = [keras.layers.Dropout(0.5, seed=seed) for seed in (1, 1, 2, None)]
     model = keras.Sequential([keras.Input((1,)), *layers])
     streams = RandomStreams(model, 9, 0)

@@ -1,4 +1,4 @@
-"""Keras objects travel completely if a config or constructor arguments recreate them."""
+"""Serialization of Keras objects from a config or from constructor arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = np.linspace(-1.0, 1.0, 12, dtype="float32").reshape(4, 3)
 
 
 class Power(keras.losses.Loss):
-    """Has no get_config: Keras would make another one with power 2."""
+    """Loss without get_config: Keras would create another one with power 2."""
 
     def __init__(self, power: float = 2.0) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Penalty(keras.regularizers.Regularizer):
 
 
 class Wrapping(keras.Model):
-    """Takes a model, has no get_config, and is told something after it was made."""
+    """Model that wraps a model, has no get_config, and is changed after construction."""
 
     def __init__(self, inner: keras.Model, extra: list[Any]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Wrapping(keras.Model):
         return x / self.temperature
 
 
-def test_losses_metrics_and_schedules_keep_what_they_were_made_with() -> None:
+def test_losses_metrics_and_schedules_keep_their_arguments() -> None:
     loss, metric, schedule = load(dump([Power(3.0), Above(0.5), Steps(0.25)]))
     assert float(loss(np.array([[2.0]]), np.array([[0.0]]))) == pytest.approx(8.0)
     metric.update_state(np.zeros(4), np.array([0.2, 0.7, 0.9, 0.4]))
@@ -119,7 +119,7 @@ def test_losses_metrics_and_schedules_keep_what_they_were_made_with() -> None:
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_optimizers_keep_what_their_config_leaves_out(built: bool) -> None:
+def test_optimizers_keep_settings_missing_from_their_config(built: bool) -> None:
     variable = keras.Variable(np.zeros(2, "float32"))
     optimizer = SignedSGD(Steps(1.0), sign=-1.0)
     if built:
@@ -129,7 +129,7 @@ def test_optimizers_keep_what_their_config_leaves_out(built: bool) -> None:
     document.restore(other, [target])
     for made, of in [(other, target), (optimizer, variable)]:
         made.apply([np.array([1.0, 2.0], "float32")], [of])
-    # Uphill, at a rate that falls, with the momentum of the step before.
+    # Uphill, at a falling rate, with the momentum of the previous step.
     np.testing.assert_allclose(target.numpy(), variable.numpy())
     assert target.numpy().tolist() == ([2.0, 2.5] if built else [1.0, 2.0])
 
@@ -153,7 +153,7 @@ def test_layers_keep_initializers_constraints_and_regularizers() -> None:
     assert float(copy.losses[0]) == pytest.approx(0.125 * 9 * 6)
 
 
-def test_models_without_a_config_come_back_with_what_was_set(
+def test_models_without_a_config_keep_their_attributes(
     tmp_path: Path,
 ) -> None:
     keras.utils.set_random_seed(0)
@@ -170,10 +170,10 @@ def test_models_without_a_config_come_back_with_what_was_set(
     assert len(copy.inner.weights) == len(inner.weights)
     assert [v.path for v in copy.variables] == [v.path for v in model.variables]
     np.testing.assert_array_equal(copy.predict(ROWS, verbose=0), model.predict(ROWS, verbose=0))
-    # What TensorFlow has compiled for that does not travel.
+    # TensorFlow's compiled functions are not serialized.
     later = load_model(dump_model(model))
     np.testing.assert_array_equal(later.predict(ROWS, verbose=0), model.predict(ROWS, verbose=0))
-    # Both go on in the same way, dropout included, and each by itself.
+    # Both continue identically, dropout included, and independently.
     before = [variable.numpy() for variable in model.variables]
     copy.fit(ROWS, ROWS[:, :1], verbose=0)
     for variable, value in zip(model.variables, before, strict=True):
@@ -181,7 +181,7 @@ def test_models_without_a_config_come_back_with_what_was_set(
     model.fit(ROWS, ROWS[:, :1], verbose=0)
     for a, b in zip(copy.variables, model.variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, err_msg=a.path)
-    # Its functional part can still tell its config, and weights can be saved.
+    # The functional part still has a config, and weights can be saved.
     again = keras.Model.from_config(copy.inner.get_config())
     assert again.count_params() == inner.count_params()
     copy.save_weights(tmp_path / "copy.weights.h5")
@@ -189,7 +189,7 @@ def test_models_without_a_config_come_back_with_what_was_set(
 
 
 class Caller(keras.layers.Layer):
-    """As in Keras's ViT example: a config without an argument, and no name for the constructor."""
+    """Layer as in Keras's ViT example: an argument missing from the config, and no name."""
 
     def __init__(self, units: int, depth: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Caller(keras.layers.Layer):
 
 
 class Bare(keras.Model):
-    """As in tutorials: a constructor without arguments, and a loss that call() adds."""
+    """Model as in tutorials: a constructor without arguments, and a loss added in call()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Bare(keras.Model):
 
 
 class Functional(keras.Model):
-    """Builds its graph in its constructor, and keeps an argument."""
+    """Model that builds its graph in its constructor and stores its arguments."""
 
     def __init__(self, width: int = 2, parts: Any = ()) -> None:
         x = y = keras.Input((3,))
@@ -244,7 +244,7 @@ class Rejected(keras.Model):
     [Bare, lambda: Functional(5), lambda: Functional(4, [keras.layers.Dense(6)])],
     ids=["bare", "functional", "functional with layers"],
 )
-def test_classes_without_a_complete_config_come_back_after_they_were_traced(make: Any) -> None:
+def test_traced_models_with_incomplete_configs_are_restored(make: Any) -> None:
     model = make()
     model.compile("sgd", "mse")
     expected = model.predict(ROWS, verbose=0)
@@ -258,7 +258,7 @@ def test_classes_without_a_complete_config_come_back_after_they_were_traced(make
     assert [float(v) for v in copy.losses] == [float(v) for v in model.losses]
 
 
-def test_what_makes_no_equal_copy_is_named() -> None:
+def test_errors_name_objects_without_an_equal_copy() -> None:
     shared = keras.layers.Dense(3)
     shared.build((None, 3))
     with pytest.raises(ValueError, match="could not be loaded"):
@@ -277,7 +277,7 @@ def built(model: keras.Model) -> keras.Model:
 
 
 class Renamed(keras.metrics.Metric):
-    """Keeps an argument in an attribute of another name."""
+    """Metric that stores an argument in an attribute of another name."""
 
     def __init__(self, limit: float = 0.0, name: str = "renamed") -> None:
         super().__init__(name=name)
@@ -288,7 +288,7 @@ class Renamed(keras.metrics.Metric):
 
 
 class Uphill(keras.optimizers.SGD):
-    """Keeps an argument in an attribute of another name."""
+    """Optimizer that stores an argument in an attribute of another name."""
 
     def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0, **kwargs: Any) -> None:
         super().__init__(learning_rate, **kwargs)
@@ -306,7 +306,7 @@ def test_lost_settings_of_metrics_and_optimizers_are_named() -> None:
         dump(Uphill(sign=-1.0))
 
 
-def test_the_estimator_names_the_param_that_lost_a_setting() -> None:
+def test_estimator_errors_name_the_param_that_lost_a_setting() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     common: dict[str, Any] = {
         "model": model,
@@ -323,7 +323,7 @@ def test_the_estimator_names_the_param_that_lost_a_setting() -> None:
             KerasEstimator(**common, **params)._compile_settings()
 
 
-def test_files_that_hold_pickled_attributes_load() -> None:
+def test_files_with_pickled_attributes_load() -> None:
     """Earlier versions pickled losses, metrics and incomplete optimizers by their attributes."""
     document = Path(__file__).with_name("saved").joinpath("attributes.pkl").read_bytes()
     assert b"hvd_estimators.keras.states" in document
@@ -337,7 +337,7 @@ def test_files_that_hold_pickled_attributes_load() -> None:
     assert load(dump(model)).optimizer.sign == -1.0
 
 
-def test_deep_models_with_a_part_without_config_come_back() -> None:
+def test_deep_models_with_a_part_without_config_are_restored() -> None:
     x = y = keras.Input((2,))
     for _ in range(150):
         y = keras.layers.Add()([keras.layers.Activation("tanh")(y), x])

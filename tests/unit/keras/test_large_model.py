@@ -1,4 +1,4 @@
-"""Large Keras models: their weights stay in the file they come in, and all else is as ever."""
+"""Large Keras models, whose weights stay in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from hvd_estimators.keras.serialization import (
 )
 
 layers = keras.layers
-# A matrix of them is large enough to be mapped.
+# A square matrix of this width is large enough to be mapped.
 UNITS = 256
 
 
 @keras.saving.register_keras_serializable("test_keras_mapped")
 class Tower(keras.Model):
-    """Layers of one shape, which only their names and places tell apart."""
+    """Model of layers of one shape, which differ only in names and positions."""
 
     def __init__(self, depth: int = 3, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -45,7 +45,7 @@ class Tower(keras.Model):
         return {**super().get_config(), "depth": self.depth}
 
     def call(self, x: Any) -> Any:
-        # Not in the order in which they were made.
+        # Not in the order of creation.
         x = self.first(x)
         for block in reversed(self.blocks):
             x = block(x)
@@ -54,7 +54,7 @@ class Tower(keras.Model):
 
 @keras.saving.register_keras_serializable("test_keras_mapped")
 class Scaled(layers.Layer):
-    """Loads more than its variables."""
+    """Layer that loads more than its variables."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], UNITS), name="kernel")
@@ -70,7 +70,7 @@ class Scaled(layers.Layer):
 
 @keras.saving.register_keras_serializable("test_keras_mapped")
 class NoConfig(keras.Model):
-    """Has an argument that its config does not tell."""
+    """Model with an argument missing from its config."""
 
     def __init__(self, units: int = 3) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_plain_models_are_mapped(spark: Any, kind: str) -> None:
     python, numpy = random.getstate(), np.random.get_state()
     document = model_payload(model)
     assert isinstance(document, LocalFile)
-    # The user's numbers are not drawn.
+    # Loading draws no numbers from the user's generators.
     assert random.getstate() == python
     assert np.array_equal(np.random.get_state()[1], numpy[1])
     for copy in (
@@ -185,14 +185,14 @@ def test_plain_models_are_mapped(spark: Any, kind: str) -> None:
         assert_alike(copy, model)
     copy = load_model(document, mapped=True)
     document.close()
-    # What is mapped outlives the file, and may be changed.
+    # Mapped weights outlive the file, and can be changed.
     copy.weights[0].assign(copy.weights[0] * 2)
     model.weights[0].assign(model.weights[0] * 2)
     assert_alike(copy, model)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_others_are_loaded_by_keras(spark: Any, kind: str) -> None:
+def test_other_models_are_loaded_by_keras(spark: Any, kind: str) -> None:
     model = with_random_weights(PLAIN[kind]())
     document = model_payload(model)
     assert isinstance(document, bytes)
@@ -206,7 +206,7 @@ def address(variable: Any) -> int:
 
 
 @pytest.mark.parametrize("changes", ["copy", "original"])
-def test_a_copy_shares_memory_until_one_of_the_models_changes(changes: str) -> None:
+def test_copies_share_memory_until_a_model_changes(changes: str) -> None:
     model = with_random_weights(MAPPED["nested"]())
     weights = model.get_weights()
     copy = copy_model(model)
@@ -234,12 +234,12 @@ def test_ranks_get_equal_models(kind: str) -> None:
     assert_alike(received, model)
     assert type(received.optimizer) is keras.optimizers.Adam
     for ours, theirs in zip(received.variables, model.variables, strict=True):
-        # Also the states of random generators.
+        # Including the states of random generators.
         assert np.array_equal(ours.numpy(), theirs.numpy())
         assert ours.trainable == theirs.trainable
 
 
-def test_slots_of_zeros_take_no_memory_until_they_are_written() -> None:
+def test_zero_slots_use_no_memory_until_written() -> None:
     kernel = keras.Variable(np.ones((2**11, 2**12), np.float32))
     size = 2**25
     made = {
@@ -263,27 +263,27 @@ def test_slots_of_zeros_take_no_memory_until_they_are_written() -> None:
 
 
 def anonymous_bytes() -> int:
-    """Return how much memory of this process is not that of files."""
+    """Return the anonymous memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def test_weights_are_not_read_before_they_are_used(spark: Any) -> None:
+def test_weights_are_read_at_first_use(spark: Any) -> None:
     model = keras.Sequential([keras.Input((1,)), layers.Embedding(2**18, 128), layers.Flatten()])
     size = 2**27
     document = model_payload(model)
     few, many = np.array([[5.0], [2**18 - 1.0]]), np.arange(0.0, 2**18, 8)[:, None]
     copy = load_model(document, mapped=True)
     assert np.array_equal(copy.predict_on_batch(few), model.predict_on_batch(few))
-    # A copy would have been made of all pages.
+    # A copy would have read all pages.
     assert mapped_bytes(document) < size / 4
-    # Of which each has eight rows.
+    # Each page has eight rows.
     assert np.array_equal(copy.predict_on_batch(many), model.predict_on_batch(many))
     assert mapped_bytes(document) > size / 2
 
 
 def mapped_bytes(document: LocalFile) -> int:
-    """Return how much of a file is in the memory of this process."""
+    """Return the number of bytes of a file mapped into this process's memory."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if line.endswith(document.path))
     return next(int(line.split()[1]) * 1024 for line in lines[place:] if line.startswith("Rss:"))

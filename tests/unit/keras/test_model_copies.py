@@ -1,4 +1,4 @@
-"""The dry run compares a model with the copy that ranks would get."""
+"""The dry run's comparison of a model with the ranks' copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = {
 
 
 class Shifted(keras.layers.Layer):
-    """Its from_config() makes another layer than it was."""
+    """Layer whose from_config() creates a different layer."""
 
     def __init__(self, shift: float = 0.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,24 +48,24 @@ def run(*layers: Any) -> None:
     estimator._dry_run(COLUMNS)
 
 
-def test_a_copy_that_returns_the_same_is_taken() -> None:
+def test_copies_with_equal_outputs_are_accepted() -> None:
     run(keras.layers.Dense(2), keras.layers.Dropout(0.5))
 
 
-def test_outputs_that_are_random_compare_to_nothing() -> None:
+def test_random_outputs_are_not_compared() -> None:
     def noisy(x: Any) -> Any:
         return x + keras.random.normal(ops.shape(x))
 
     run(keras.layers.Lambda(noisy))
 
 
-def test_a_lambda_that_lacks_its_module_stops_on_the_driver() -> None:
+def test_lambdas_that_lack_a_module_fail_on_the_driver() -> None:
     with pytest.raises(ParamError, match=r"name 'ops' is not defined.*named function"):
         run(keras.layers.Lambda(lambda x: ops.square(x)))
 
 
-def test_a_copy_that_returns_something_else_is_rejected() -> None:
-    # As if Keras had lost what no check of attributes sees.
+def test_copies_with_other_outputs_are_rejected() -> None:
+    # As if Keras had lost something that no check of attributes finds.
     model = keras.Sequential([keras.Input((3,)), Shifted(), keras.layers.Dense(1)])
     copy = copy_model(model)
     model.layers[0]._hidden = keras.ops.convert_to_tensor(2.0)

@@ -1,4 +1,4 @@
-"""A copy of a Keras model is written as the model was, while that trains on."""
+"""Snapshots of a Keras model, written while the model keeps training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvd_estimators.keras.model_file import load_weights, snapshot
 
 @keras.saving.register_keras_serializable("copies")
 class Counting(keras.layers.Layer):
-    """Saves what is in no variable."""
+    """Layer that saves state outside of variables."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.count = np.zeros(1)
 
     def call(self, x: Any) -> Any:
-        self.count += 1  # when it is traced
+        self.count += 1  # during tracing
         return x
 
     def load_own_variables(self, store: Any) -> None:
@@ -39,7 +39,7 @@ class WithFiles(keras.layers.Identity):
 
 
 class Plain(keras.Model):
-    """Without a config that Keras could make it from."""
+    """Model without a config."""
 
     def __init__(self, net: keras.Model) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def values(model: keras.Model) -> list[Any]:
     kept = [*model.variables]
     for optimizer in model_optimizers(model):
         kept += optimizer.variables
-    # Metrics begin anew with each epoch; what they have measured is saved by other means.
+    # Metrics start over with each epoch; their states are saved separately.
     measured = {id(v) for v in model.metrics_variables}
     own = [layer.count.copy() for layer in model.layers if isinstance(layer, Counting)]
     # Nor does Keras save its generators of random numbers.
@@ -85,7 +85,7 @@ def values(model: keras.Model) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "schedule", "mixed", "subclass", "own"])
-def test_another_thread_writes_what_there_was(kind: str) -> None:
+def test_another_thread_writes_the_snapshot_during_training(kind: str) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(8, 3)).astype("f"), rng.normal(size=(8, 1)).astype("f")
     model, again = network(kind), network(kind)
@@ -98,7 +98,7 @@ def test_another_thread_writes_what_there_was(kind: str) -> None:
 
     def write() -> None:
         try:
-            for _ in range(3):  # while the model trains, as far as two threads do
+            for _ in range(3):  # while the model trains, as far as two threads overlap
                 file.seek(0)
                 file.truncate()
                 made.save(file)
@@ -115,7 +115,7 @@ def test_another_thread_writes_what_there_was(kind: str) -> None:
         model.train_on_batch(x, y)
     thread.join()
     assert not errors
-    # The model trained on, undisturbed by the values that the other thread has seen.
+    # The model kept training, undisturbed by the other thread.
     assert not np.array_equal(values(model)[0], before[0])
     again.train_on_batch(x, y)
     file.seek(0)
@@ -125,7 +125,7 @@ def test_another_thread_writes_what_there_was(kind: str) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_layer_that_saves_files_is_not_copied() -> None:
+def test_models_with_layers_that_save_files_have_no_snapshot() -> None:
     assert snapshot(network("plain")) is not None
     assert snapshot(network("own")) is not None
     assert snapshot(network("files")) is None

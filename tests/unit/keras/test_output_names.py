@@ -1,4 +1,4 @@
-"""Which output a label is compared to, and what cannot be told is refused."""
+"""Matching of labels to outputs; ambiguous names are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def functional(names: list[str], keys: list[str] | None = None) -> keras.Model:
 
 
 def widths(model: keras.Model, labels: list[str]) -> list[int]:
-    """Return the width of the output of each label, which tells the outputs apart."""
+    """Return the width of each label's output; widths identify the outputs."""
     flat = keras.tree.flatten(model.output)
     return [tensor.shape[-1] for tensor in Outputs.of(model, model.output, labels).select(flat)]
 
@@ -36,7 +36,7 @@ def widths(model: keras.Model, labels: list[str]) -> list[int]:
         (["p"], ["out"], ["y"], [1]),
     ],
 )
-def test_labels_belong_to_outputs_by_name_and_else_by_position(
+def test_labels_match_outputs_by_name_or_else_by_position(
     names: list[str], keys: list[str] | None, labels: list[str], expected: list[int]
 ) -> None:
     assert widths(functional(names, keys), labels) == expected
@@ -56,7 +56,7 @@ def test_labels_belong_to_outputs_by_name_and_else_by_position(
         (["p"], None, ["a", "b"], "1 outputs.*2 label columns: a, b"),
     ],
 )
-def test_what_names_do_not_tell_is_refused(
+def test_ambiguous_names_are_rejected(
     names: list[str], keys: list[str] | None, labels: list[str], message: str
 ) -> None:
     with pytest.raises(ShapeError, match=message):
@@ -83,7 +83,7 @@ def test_outputs_are_selected_by_position_and_by_name() -> None:
             labels_of(["a"], [wrong])
 
 
-def test_outputs_in_structures_without_names_go_by_position() -> None:
+def test_outputs_in_structures_without_names_match_by_position() -> None:
     model = keras.Sequential()
     one = np.zeros((1, 1))
     assert Outputs.of(model, (one, [one, one]), ["c", "a", "b"]).labels == ("c", "a", "b")
@@ -96,7 +96,7 @@ class Pair(NamedTuple):
     a: Any
 
 
-def test_outputs_in_a_named_tuple_belong_to_labels_by_their_fields_or_else_go_by_position() -> None:
+def test_named_tuple_outputs_match_by_field_or_position() -> None:
     model, outputs = keras.Model(), Pair(np.zeros((3, 1)), np.zeros((3, 2)))
 
     def found(*labels: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Callbacks in one process: which are called, what they report, what rates they set."""
+"""Callbacks in one process: their calls, reports and learning rates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
 
 
 def linear(optimizer: keras.optimizers.Optimizer) -> keras.Model:
-    """Return a model whose gradient is the same in every step."""
+    """Return a model with the same gradient in every step."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, name="d")])
     model.compile(optimizer, lambda y, output: output, metrics=["mae"], jit_compile=False)
     return model
@@ -45,7 +45,7 @@ def micro_batches(model: Any, num_shards: int, steps_per_call: int = 1) -> Micro
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_where_a_rank_plays_several_shards_callbacks_see_steps(steps_per_call: int) -> None:
+def test_callbacks_see_steps_if_a_rank_runs_several_shards(steps_per_call: int) -> None:
     called: list[Any] = []
     given = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: called.append(batch),
@@ -53,7 +53,7 @@ def test_where_a_rank_plays_several_shards_callbacks_see_steps(steps_per_call: i
     )
     model = linear(keras.optimizers.SGD(0.0))
     model.layers[0].set_weights([np.ones((1, 1))])
-    # Rows are their own labels twice over: the (absolute) error of a row is its value.
+    # Labels are rows times two: the (absolute) error of a row is its value.
     rows = np.array([1.0, 2.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0])[:, None]
     callbacks = RankCallbacks([given], End(), model, 1, 4, micro_batches(model, 2, steps_per_call))
     model.fit(rows, 2 * rows, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
@@ -65,7 +65,7 @@ def test_where_a_rank_plays_several_shards_callbacks_see_steps(steps_per_call: i
     assert called == expected
 
 
-def test_functions_of_an_instance_are_called_as_those_of_a_class_are() -> None:
+def test_functions_set_on_an_instance_are_called() -> None:
     called: list[str] = []
 
     class Own(keras.callbacks.Callback):
@@ -120,7 +120,7 @@ def test_a_slow_first_batch_is_not_reported() -> None:
 
 
 @pytest.mark.parametrize("correction", [True, False])
-def test_velocity_follows_the_rate(correction: bool) -> None:
+def test_velocity_scales_with_the_rate(correction: bool) -> None:
     model = linear(keras.optimizers.SGD(0.1, momentum=0.5))
     model.layers[0].set_weights([np.zeros((1, 1))])
     callback = LearningRateScheduleCallback(
@@ -129,7 +129,7 @@ def test_velocity_follows_the_rate(correction: bool) -> None:
     logs = model.fit(
         np.ones((2, 1)), ROWS[:2], batch_size=1, epochs=2, verbose=0, callbacks=[callback]
     ).history
-    # Worked out by hand: the gradient is 1.
+    # Computed by hand: the gradient is 1.
     weight = velocity = 0.0
     for rate, factor in [(0.1, 1.0), (0.1, 1.0), (0.01, 0.1), (0.01, 1.0)]:
         velocity = velocity * (factor if correction else 1.0) * 0.5 - rate
@@ -138,7 +138,7 @@ def test_velocity_follows_the_rate(correction: bool) -> None:
     np.testing.assert_allclose(logs["learning_rate"], [0.1, 0.01], rtol=1e-6)
 
 
-def test_averages_of_gradients_hold_no_rate_and_are_left_alone() -> None:
+def test_gradient_averages_do_not_scale_with_the_rate() -> None:
     found = []
     for factor in (1.0, 0.5):
         model = linear(keras.optimizers.Adam(0.1))
@@ -157,7 +157,7 @@ def multi_optimizer() -> keras.optimizers.Optimizer:
     )
 
 
-def test_each_inner_optimizer_has_its_own_multiple() -> None:
+def test_each_inner_optimizer_has_a_scaled_rate() -> None:
     model = linear(keras.optimizers.LossScaleOptimizer(multi_optimizer()))
     logs = model.fit(
         ROWS, ROWS, epochs=2, verbose=0, callbacks=[LearningRateScheduleCallback(None, 0.5)]
@@ -167,7 +167,7 @@ def test_each_inner_optimizer_has_its_own_multiple() -> None:
     np.testing.assert_allclose(sorted(values[1] for values in rates.values()), [0.05, 0.1])
 
 
-def test_copies_assign_the_same_variables_to_the_same_optimizers() -> None:
+def test_copies_map_variables_to_the_same_inner_optimizers() -> None:
     model = keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(1, name="c"), keras.layers.Dense(1, name="d")],
         name="net",
@@ -182,7 +182,7 @@ def test_copies_assign_the_same_variables_to_the_same_optimizers() -> None:
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
 
 
-def test_relative_paths_are_below_the_logs_of_the_run(tmp_path: Path) -> None:
+def test_relative_paths_are_below_the_runs_logs(tmp_path: Path) -> None:
     given: list[Any] = [
         *(keras.callbacks.CSVLogger(path) for path in ("own/log.csv", "/tmp/log.csv", "gs://b/c")),
         *(keras.callbacks.ModelCheckpoint(path) for path in ("of {epoch}/m.keras", "/a/m.keras")),
@@ -196,7 +196,7 @@ def test_relative_paths_are_below_the_logs_of_the_run(tmp_path: Path) -> None:
     assert for_rank(given, 1, None) == []
 
 
-def test_a_csv_log_that_a_resumed_run_appends_to_has_one_header(tmp_path: Path) -> None:
+def test_a_csv_log_of_a_resumed_run_has_one_header(tmp_path: Path) -> None:
     state: Any = None
     for epoch in range(2):
         log = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"), append=True)
@@ -211,7 +211,7 @@ def test_a_csv_log_that_a_resumed_run_appends_to_has_one_header(tmp_path: Path) 
     assert [line.partition(",")[0] for line in lines] == ["epoch", "0", "1"]
 
 
-def test_a_list_of_callbacks_is_asked_for() -> None:
+def test_callbacks_must_be_a_list() -> None:
     callbacks: Any = keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()])
     with pytest.raises(ParamError, match="callbacks: expected a list of callbacks"):
         check_callbacks(callbacks)
@@ -220,10 +220,10 @@ def test_a_list_of_callbacks_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("per_batch", [False, True])
-def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
+def test_only_rank_0_reports_metrics(
     per_batch: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The loss is weight * mean of the rows, so that each step takes a tenth of that mean away.
+    # The loss is weight * mean of the rows, so each step subtracts a tenth of that mean.
     model = linear(keras.optimizers.SGD(0.1))
     fit = {"epochs": 2, "batch_size": 4, "shuffle": False, "verbose": 0}
     events._forget()
@@ -236,7 +236,7 @@ def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
     model.fit(ROWS, ROWS, **fit, callbacks=[LogCallback(per_batch)])
     events._forget()
 
-    # Without a driver that listens, messages are printed. Each begins with the date and the time.
+    # Without a driver, messages are printed. Each starts with the date and the time.
     told = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
     losses = [re.sub(r", mae=.*", "", line) for line in told]
     batches = [
@@ -254,7 +254,7 @@ def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
     assert sum("mae=" in line for line in told) == (6 if per_batch else 2)
 
 
-def test_monitors_that_keras_can_judge_pass_and_others_name_the_mode() -> None:
+def test_monitors_unknown_to_keras_need_a_mode() -> None:
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
     names = ["mae", "accuracy", "binary_crossentropy"]

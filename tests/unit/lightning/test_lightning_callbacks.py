@@ -67,7 +67,7 @@ def train(module: Steps, folder: Path, loaders: int) -> Trainer:
     return trainer
 
 
-def test_hooks_get_what_steps_returned_in_the_order_of_lightning_1(tmp_path: Path) -> None:
+def test_hooks_get_outputs_of_steps_in_the_order_of_lightning_1(tmp_path: Path) -> None:
     module = Legacy()
     trainer = train(module, tmp_path, loaders=1)
 
@@ -77,7 +77,7 @@ def test_hooks_get_what_steps_returned_in_the_order_of_lightning_1(tmp_path: Pat
         "after",
     ]
     (_, validated), (_, trained), _ = module.calls[3:]
-    # The second batch's None is left out.
+    # The second batch's None is omitted.
     assert [float(value) for value in validated] == [1.0, 9.0]
     with torch.no_grad():
         losses = [float(module.linear(X[i : i + 2]).square().mean()) for i in (0, 2, 4)]
@@ -85,19 +85,19 @@ def test_hooks_get_what_steps_returned_in_the_order_of_lightning_1(tmp_path: Pat
     assert [float(output["twice"]) for output in trained] == pytest.approx([2 * x for x in losses])
     assert not any(output["twice"].requires_grad for output in trained)
     assert float(trainer.callback_metrics["mean_loss"]) == pytest.approx(sum(losses) / 3)
-    # The module is as it was.
+    # The module is unchanged.
     assert "training_epoch_end" not in vars(module)
     assert has_epoch_ends(module)
 
 
-def test_several_loaders_make_a_list_each(tmp_path: Path) -> None:
+def test_each_loader_has_a_list_of_outputs(tmp_path: Path) -> None:
     module = Legacy()
     train(module, tmp_path, loaders=2)
     outputs = next(call[1] for call in module.calls if call[0] == "val")
     assert [[float(value) for value in of_loader] for of_loader in outputs] == 2 * [[1.0, 9.0]]
 
 
-def test_a_hook_of_an_instance_stays_its_own(tmp_path: Path) -> None:
+def test_hooks_set_on_an_instance_are_kept(tmp_path: Path) -> None:
     module = Steps()
     assert not has_epoch_ends(module)
     seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the driver makes sure of before any rank starts."""
+"""Checks on the driver before any rank starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plain(LightningModule):
         return self(batch["x"]).mean()
 
 
-def test_a_step_that_cannot_run_is_told_with_the_batch() -> None:
+def test_errors_in_a_step_describe_the_batch() -> None:
     check_step(Plain(), {"x": torch.zeros(3, 2)})
     with pytest.raises(ShapeError, match=r"batch of y \(3, 2\) float32 with KeyError: 'x'"):
         check_step(Plain(), {"y": torch.zeros(3, 2)})
@@ -40,9 +40,9 @@ def test_a_step_that_cannot_run_is_told_with_the_batch() -> None:
         check_step(Plain(), {"x": torch.zeros(3, 2, dtype=torch.float64)})
 
 
-def test_a_step_for_batches_of_one_size_is_tried_with_that_size() -> None:
+def test_steps_for_a_fixed_batch_size_are_checked_with_that_size() -> None:
     class Energy(Plain):
-        """Compares real rows to as many that it makes, as a published energy model does."""
+        """Module that compares real rows with 8 generated ones, like a published energy model."""
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             real, made = self(torch.cat([batch["x"], torch.rand(8, 2)])).chunk(2)
@@ -57,7 +57,7 @@ def test_a_step_for_batches_of_one_size_is_tried_with_that_size() -> None:
         try_batches(dry_run, columns, 5)
 
 
-def test_modules_whose_weights_are_computed_are_tried() -> None:
+def test_modules_with_computed_weights_are_checked() -> None:
     class Normalized(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -71,7 +71,7 @@ def test_modules_whose_weights_are_computed_are_tried() -> None:
         check_step(module, {"x": torch.zeros(3, 5)})
 
 
-def test_batch_normalization_tells_whether_one_row_can_train() -> None:
+def test_modules_with_batch_normalization_cannot_train_on_one_row() -> None:
     class Normalizing(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -89,7 +89,7 @@ def test_batch_normalization_tells_whether_one_row_can_train() -> None:
         (lambda batch: batch[0].mean(), {"x": 2, "y": 1}),
     ],
 )
-def test_a_step_that_takes_the_batch_for_a_tuple_is_told_the_line_to_write(
+def test_errors_in_steps_that_unpack_the_batch_suggest_a_line(
     take: Any, batch: dict[str, int]
 ) -> None:
     class Unpacks(Plain):
@@ -108,7 +108,7 @@ def _unpacked(batch: Any) -> Any:
     return x, y
 
 
-def test_kinds_of_callbacks_that_are_disabled_are_rejected() -> None:
+def test_callbacks_of_disabled_kinds_are_rejected() -> None:
     flavor = default_flavor()
     check_trainer_args({}, flavor, [RichProgressBar(), ModelCheckpoint()])
     for name, callback in (
@@ -120,7 +120,7 @@ def test_kinds_of_callbacks_that_are_disabled_are_rejected() -> None:
                 check_trainer_args({name: False, **arguments}, flavor, callbacks)
 
 
-def test_what_a_trainer_or_a_hook_provides_is_no_error() -> None:
+def test_missing_trainers_and_hooks_are_not_an_error() -> None:
     class NeedsTrainer(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.trainer.max_epochs
@@ -136,7 +136,7 @@ def test_what_a_trainer_or_a_hook_provides_is_no_error() -> None:
         check_step(module, {"x": torch.zeros(3, 2)})
 
 
-def test_a_check_leaves_module_and_random_state_alone() -> None:
+def test_checks_do_not_change_the_module_or_the_random_state() -> None:
     module = Plain()
     before = module.linear.weight.clone()
     state = torch.get_rng_state()
@@ -147,7 +147,7 @@ def test_a_check_leaves_module_and_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: Any) -> None:
+def test_arguments_of_older_trainers_are_reported_with_replacements(caplog: Any) -> None:
     given = {"gpus": 1, "terminate_on_nan": True, "stochastic_weight_avg": True, "max_time": None}
     with caplog.at_level(logging.WARNING):
         adapted = adapted_trainer_args(given, default_flavor())
@@ -161,7 +161,7 @@ def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: An
 
 
 class Batches:
-    """Windows of batches of 4, 1 and no rows, which count for what they say."""
+    """Windows of batches of 4, 1 and no rows, with given factors."""
 
     def __init__(self) -> None:
         self.rows = iter([4, 1, 0, 4, 1, 0])
@@ -171,7 +171,7 @@ class Batches:
         return [({"x": torch.arange(size)}, size / 10) for size in sizes]
 
 
-def test_a_rank_without_rows_goes_along_with_some_that_count_for_nothing() -> None:
+def test_ranks_without_rows_take_part_with_rows_of_weight_zero() -> None:
     batches: Any = Batches()
     loader = TrainLoader(
         batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)

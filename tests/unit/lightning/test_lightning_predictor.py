@@ -1,4 +1,4 @@
-"""What a LightningModule predicts in a worker: by forward, by predict_step and row by row."""
+"""LightningModule predictions in a worker: by forward, by predict_step and by row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def linear() -> Any:
         return Module().net(torch.from_numpy(ROWS)).numpy()
 
 
-def test_outputs_with_names_are_those_of_the_labels() -> None:
+def test_named_outputs_follow_the_labels() -> None:
     y, z = predict(LightningModel, ROWS)
     np.testing.assert_array_equal(y, linear())
     np.testing.assert_array_equal(z, ROWS[:, 0])
@@ -64,7 +64,7 @@ def test_outputs_with_names_are_those_of_the_labels() -> None:
     ("cls", "by_step"), [(LightningModel, False), (LightningModel, True), (ByRow, False)]
 )
 @pytest.mark.parametrize(("precision", "digits"), [("bfloat16", 2**-8), ("float16", 2**-11)])
-def test_half_precision_is_float32_within_its_rounding(
+def test_half_precision_agrees_with_float32_within_rounding(
     cls: type[LightningModel], by_step: bool, precision: str, digits: float
 ) -> None:
     given = {"use_predict_step": by_step, "label_columns": ["y"]}
@@ -74,7 +74,7 @@ def test_half_precision_is_float32_within_its_rounding(
     assert digits / 64 < error < 8 * digits
 
 
-def test_a_module_that_fails_tells_what_it_was_called_with() -> None:
+def test_errors_in_a_module_describe_the_inputs() -> None:
     with pytest.raises(PredictionError, match=r"called with x \(64, 5\) float32\. It raised"):
         predict(LightningModel, ROWS[:, :5])
     with pytest.raises(PredictionError, match=r"called with x \(64, 5\) float32\. It raised"):

@@ -34,7 +34,7 @@ def make_module(package: str) -> Any:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_strategy_works_in_the_trainer_of_either_package(package: str) -> None:
+def test_the_strategy_works_with_either_packages_trainer(package: str) -> None:
     module = make_module(package)
     strategy = HorovodStrategy()
     trainer = importlib.import_module(package).Trainer(
@@ -55,7 +55,7 @@ def test_the_strategy_works_in_the_trainer_of_either_package(package: str) -> No
     assert module.layer.weight.item() == 3.0
 
 
-def test_a_strategy_with_an_object_of_lightnings_is_of_its_package() -> None:
+def test_the_strategys_package_is_that_of_its_plugin() -> None:
     for package in PACKAGES:
         plugin = importlib.import_module(f"{package}.plugins").MixedPrecision("bf16-mixed", "cpu")
         strategy = HorovodStrategy(precision_plugin=plugin)
@@ -63,7 +63,7 @@ def test_a_strategy_with_an_object_of_lightnings_is_of_its_package() -> None:
         assert strategy.precision_plugin is plugin
 
 
-def test_objects_of_both_packages_are_refused_and_both_are_named() -> None:
+def test_mixed_packages_are_rejected_and_named() -> None:
     modules = {package: make_module(package) for package in PACKAGES}
     for package, flavor in zip(PACKAGES, FLAVORS, strict=True):
         callback = importlib.import_module(f"{package}.callbacks").EarlyStopping("loss")
@@ -107,13 +107,13 @@ assert loaded == {{"{package}".partition(".")[0]}}, loaded
         ("pytorch_lightning", ("lightning",)),
     ],
 )
-def test_one_package_alone_is_enough(package: str, hidden: tuple[str, ...]) -> None:
+def test_one_package_suffices(package: str, hidden: tuple[str, ...]) -> None:
     script = SCRIPT.format(package=package, hidden=hidden)
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_without_lightning_the_command_that_installs_it_is_told() -> None:
+def test_the_error_without_lightning_names_the_install_command() -> None:
     script = (
         "import sys\n"
         "sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"

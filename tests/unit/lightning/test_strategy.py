@@ -1,4 +1,4 @@
-"""HorovodStrategy by itself, in the ranks of a LocalBackend, against one process with torch."""
+"""HorovodStrategy in the ranks of a LocalBackend, compared with one process in torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_net() -> torch.nn.Module:
 
 
 class Module(LightningModule):
-    """One optimizer, with a scheduler that changes the rate in every epoch."""
+    """Module with one optimizer, and a scheduler that changes the rate in every epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,25 +57,25 @@ class Module(LightningModule):
 
 
 class Contrastive(Module):
-    """Tells the rows of all ranks apart, from two views of each."""
+    """Module with a contrastive loss over two views of the rows of all ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         views = [self.net(batch[0]), self.net(batch[0] * 1.5)]
         return contrast(*(self.all_gather(v, sync_grads=True).flatten(0, 1) for v in views))
 
     def configure_optimizers(self) -> Any:
-        # Adam's steps would not tell a gradient from half of it.
+        # Adam's steps are equal for a gradient and half of it.
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def contrast(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return the InfoNCE loss: each row of one view is to find its own in the other."""
+    """Return the InfoNCE loss, which matches each row of one view with its other view."""
     scores = first @ second.T
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
 
 
 class FirstRankReader(Callback):
-    """Reads what was measured on the first rank only, as a progress bar does, and pickles."""
+    """Callback that reads metrics only on the first rank, like a progress bar, and copies."""
 
     def __init__(self) -> None:
         self.read: dict[str, Any] = {}
@@ -101,7 +101,7 @@ class FirstRankReader(Callback):
 
 
 class Measured(Module):
-    """Logs in every way."""
+    """Module that logs in every way."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -109,7 +109,7 @@ class Measured(Module):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        # While the other rank is here, one that reads must not wait for it somewhere else.
+        # A rank that reads metrics must not wait elsewhere for the other rank.
         self.all_gather(torch.tensor(1.0))
         self.log("hook", float(self.trainer.global_rank), sync_dist=True)
         if self.trainer.is_global_zero:
@@ -120,7 +120,7 @@ class Measured(Module):
 
 
 class Alternating(Module):
-    """Two optimizers, stepped by hand; the second loss depends on what the first step changed."""
+    """Module with two manual optimizers; the second loss depends on the first step."""
 
     def __init__(self, plain_backward: bool = False) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def alternate(net: Any, critic: Any, first: Any, second: Any, batch: Any, backwa
 
 
 class Watcher(Callback):
-    """Notes what a callback sees."""
+    """Callback that records rates and norms of gradients."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -168,7 +168,7 @@ class Watcher(Callback):
 
 
 def loader(rank: int, size: int, rows: Any = None) -> Any:
-    """Return batches of which all ranks together make one batch of BATCH * size rows."""
+    """Return batches that over all ranks form batches of BATCH * size rows."""
     x, y = make_data()
     indices = rows if rows is not None else torch.arange(rank, len(x), size)
     dataset = torch.utils.data.TensorDataset(x[indices], y[indices])
@@ -203,7 +203,7 @@ def fit(
 
 
 def run_all(directory: str) -> dict[str, Any]:
-    """Train in every way on this rank, and return what came out; one start pays for all."""
+    """Train in every way on this rank, in a single launch, and return all results."""
     import warnings
 
     import horovod.torch as hvd
@@ -299,7 +299,7 @@ def run_all(directory: str) -> dict[str, Any]:
     leaf = torch.ones(2, requires_grad=True)
     (strategy.all_gather(leaf * (rank + 1), sync_grads=True)[0].sum()).backward()
     found["gradient"] = leaf.grad.tolist()
-    # Tensors by value: the processes share no memory with the test's.
+    # Tensors by value: the processes share no memory with the test's process.
     buffer = io.BytesIO()
     torch.save(found, buffer)
     return {"document": buffer.getvalue()}
@@ -390,25 +390,25 @@ def test_two_ranks_train_as_one_process(ranks: Any, name: str, arguments: Any) -
 
 
 @pytest.mark.integration
-def test_a_loss_over_gathered_rows_has_the_gradient_of_one_process(ranks: Any) -> None:
+def test_losses_over_gathered_rows_have_the_gradient_of_one_process(ranks: Any) -> None:
     assert_trained_as(ranks[0]["contrastive"], prefixed(contrast_alone()))
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["manual", "plain backward"])
-def test_two_optimizers_stepped_by_hand_train_as_in_one_process(ranks: Any, name: str) -> None:
+def test_two_manual_optimizers_train_as_in_one_process(ranks: Any, name: str) -> None:
     assert_trained_as(ranks[0][name], alternate_alone())
 
 
 @pytest.mark.integration
-def test_ranks_end_with_the_same_bits(ranks: Any) -> None:
+def test_ranks_end_with_identical_weights(ranks: Any) -> None:
     for name in ("automatic", "accumulated", "clipped", "manual", "bf16", "scaled", "resumed"):
         for key, value in ranks[0][name].items():
             assert torch.equal(value, ranks[1][name][key]), (name, key)
 
 
 @pytest.mark.integration
-def test_bfloat16_trains_about_as_float32(ranks: Any) -> None:
+def test_bfloat16_trains_about_like_float32(ranks: Any) -> None:
     expected = prefixed(train_alone())
     for name, value in expected.items():
         torch.testing.assert_close(ranks[0]["bf16"][name], value, rtol=0.1, atol=0.03)
@@ -416,28 +416,28 @@ def test_bfloat16_trains_about_as_float32(ranks: Any) -> None:
 
 
 @pytest.mark.integration
-def test_a_parameter_without_a_gradient_is_left_alone(ranks: Any) -> None:
+def test_parameters_without_a_gradient_do_not_change(ranks: Any) -> None:
     torch.manual_seed(1)
     fresh = Module().unused.weight
-    # Weight decay would move it if it had a gradient of zeros.
+    # Weight decay would change the parameter if it had a gradient of zeros.
     assert torch.equal(ranks[0]["automatic"]["unused.weight"], fresh)
 
 
 @pytest.mark.integration
-def test_callbacks_see_averaged_gradients_and_rates_as_given(ranks: Any) -> None:
+def test_callbacks_see_averaged_gradients_and_unscaled_rates(ranks: Any) -> None:
     assert ranks[0]["norms"] == ranks[1]["norms"]
     assert max(ranks[0]["norms"]) > 0.5
     assert ranks[0]["rates"] == [0.01, 0.005, 0.0025]
 
 
 @pytest.mark.integration
-def test_nothing_is_left_on_optimizer_and_parameters(ranks: Any) -> None:
+def test_optimizer_and_parameters_are_restored_after_training(ranks: Any) -> None:
     assert [rank["class"] for rank in ranks] == [True, True]
     assert [rank["hooks"] for rank in ranks] == [False, False]
 
 
 @pytest.mark.integration
-def test_a_checkpoint_of_rank_0_is_restored_on_all(ranks: Any) -> None:
+def test_a_checkpoint_of_rank_0_is_restored_on_all_ranks(ranks: Any) -> None:
     for rank in ranks:
         for name, value in rank["whole"].items():
             assert torch.equal(value, rank["resumed"][name]), name
@@ -455,7 +455,7 @@ def test_logged_values_are_reduced_by_rows(ranks: Any) -> None:
 
 
 @pytest.mark.integration
-def test_one_rank_may_read_what_was_measured_wherever_it_likes(ranks: Any) -> None:
+def test_a_single_rank_may_read_metrics_in_any_hook(ranks: Any) -> None:
     x, y = make_data()
     read = ranks[0]["read"]
     net = make_net()
@@ -470,8 +470,8 @@ def test_one_rank_may_read_what_was_measured_wherever_it_likes(ranks: Any) -> No
     assert read["epoch"]["train_loss"] == read["end"]["train_loss"]
     assert read["end"]["train_loss"] == ranks[1]["read"]["end"]["train_loss"]
     assert read["end"]["train_loss"] != read["end"]["train_loss_step"]
-    # What hooks log is reduced, too, before a callback monitors it; it does not get better.
-    # Ranks weigh as many rows as they have had: 5 and 3 in validation, equally many in training.
+    # Values logged in hooks are also reduced before a callback monitors them.
+    # Ranks are weighted by their rows: 5 and 3 in validation, equally many in training.
     assert read["validation"]["validation hook"] == 3 / 8
     assert read["end"]["hook"] == 0.5
     assert [rank["stopped"] for rank in ranks] == [2, 2]
@@ -494,5 +494,5 @@ def test_collectives(ranks: Any) -> None:
             "any": True,
             "all": False,
         }
-        # Rank 0's row went to both ranks, and the gradients of both add up there.
+        # Both ranks received rank 0's row, so the gradients of both are summed on rank 0.
         assert found["gradient"][0] == (2.0 if rank == 0 else 0.0)

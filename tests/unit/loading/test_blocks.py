@@ -10,7 +10,7 @@ ROWS = 57
 
 
 def make_columns(width, dtype):
-    """Return columns whose values tell their row and their column, beside one of another type."""
+    """Return columns whose values encode row and column, and one column of another type."""
     numbers = np.arange(ROWS)
     columns = {f"c{i}": (numbers * width + i).astype(dtype) for i in range(width)}
     return {"number": numbers, **columns}
@@ -18,11 +18,11 @@ def make_columns(width, dtype):
 
 @pytest.mark.parametrize("width", [1, 2, 9, 10, 33])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int16", "bool"])
-def test_rows_that_are_filled_and_put_are_those_of_the_columns(monkeypatch, width, dtype):
-    # Several tiles, of which the last is smaller.
+def test_filled_and_put_rows_equal_the_columns(monkeypatch, width, dtype):
+    # Several tiles, the last one smaller.
     monkeypatch.setattr(blocks, "_TILE_BYTES", 20 * width * np.dtype(dtype).itemsize)
     given = make_columns(width, dtype)
-    # A column may be every other value of something.
+    # A column may be a strided view.
     given["c0"] = np.repeat(given["c0"], 2)[::2]
     block = Rows.empty(given, BlockLayout.of(given), ROWS, BufferPool())
     block.fill(given)

@@ -1,4 +1,4 @@
-"""Every row once per epoch, whatever files the rows lie in."""
+"""Every row is read once per epoch, for any layout of files."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
 
 READERS = {"arrow": ArrowDataModule}
-with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+with contextlib.suppress(ImportError):  # it cannot be installed with today's PyArrow
     from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
@@ -37,8 +37,8 @@ def write_layout(folder, rng, ranks):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("reader", READERS)
-def test_random_layouts(tmp_path, monkeypatch, reader, ranks):
-    """Two hundred of them for each reader; buffers so small that they overflow in most."""
+def test_every_row_of_random_layouts_is_read_once(tmp_path, monkeypatch, reader, ranks):
+    """Two hundred layouts per reader; in most, the small buffers overflow."""
     rng = np.random.default_rng(ranks)
     for layout in range(LAYOUTS):
         folder = tmp_path / str(layout)

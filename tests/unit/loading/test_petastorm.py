@@ -1,4 +1,4 @@
-"""How row ranges are handed to Petastorm's worker pools."""
+"""Row ranges in Petastorm's worker pools."""
 
 import collections
 import contextlib
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Pool:
-    """Answers requests in a given order, each with tables of one row."""
+    """Fake pool that answers requests in a given order, with tables of one row."""
 
     def __init__(self, order):
         self.order = list(order)
@@ -47,7 +47,7 @@ class Pool:
         return table.replace_schema_metadata(numbers)
 
 
-def test_tables_that_come_out_of_order_wait_and_workers_are_a_bounded_number_of_ranges_ahead():
+def test_tables_are_reordered_and_requests_are_bounded():
     first_arrivals = [(1, 0, (2, 0)), (0, 1, (1, 0)), (0, 0, (0, 1))]
     pool = Pool([*first_arrivals, (2, 0, (3, 0)), (3, 0, (3, 1)), (3, 1, (4, 0))])
     items = ({"sequence": number} for number in range(4))
@@ -56,7 +56,7 @@ def test_tables_that_come_out_of_order_wait_and_workers_are_a_bounded_number_of_
         (table["x"][0].as_py(), len(pool.requested)) for table in _in_sequence(pool, items, 2)
     ]
 
-    # A range is requested when the last table of an earlier one can be read.
+    # A range is requested when the last table of an earlier range can be read.
     assert tables == [(0, 2), (1, 3), (10, 4), (20, 4), (30, 4), (31, 4)]
     assert pool.requested == [0, 1, 2, 3]
 
@@ -78,7 +78,7 @@ def opened(folder, rows, **options):
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("limit", [2**30, 1])
 def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch, pool, limit):
-    """Even where nothing fits into it, and what was read has to be read again."""
+    """With a limit of 1 byte nothing fits, and rows must be read again."""
     rows, cache = 60, tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setattr(interleave, "PART_BYTES", 80)
@@ -93,7 +93,7 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
         runs = module.train_chunks()
         first = [row for run in itertools.islice(runs, 1) for row in run.rows.columns()["x"]]
         if limit > 1:
-            # From now on the cache is all there is.
+            # From now on only the cache has the rows.
             (tmp_path / "data" / "a.parquet").unlink()
         passes = [[row for row in next(runs).rows.columns()["x"]] for _ in range(5)]
         assert list(cache.iterdir()) != []
@@ -104,7 +104,7 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
 
 
 def petastorm_workers():
-    """Return the processes of pools; what other tests have started may have ended, too."""
+    """Return the processes of pools; processes of other tests may end meanwhile."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -132,8 +132,8 @@ def test_a_killed_worker_process_is_an_error(tmp_path, workers):
 
 
 @pytest.mark.parametrize("part_bytes", [80, 2**24], ids=["no room", "no work"])
-def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
-    """They would take the interpreter's lock from training a thousand times a second."""
+def test_waiting_threads_sleep(tmp_path, monkeypatch, part_bytes):
+    """Polling would take the interpreter's lock from training a thousand times a second."""
     monkeypatch.setattr(interleave, "PART_BYTES", part_bytes)
     others = set(threading.enumerate())
 
@@ -145,7 +145,7 @@ def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
             before = wake_ups(own)
             time.sleep(0.1)
             after = wake_ups(own)
-            # Petastorm's consumer looks every 0.1 s whether there is more to come.
+            # Petastorm's consumer polls every 0.1 s for more tables.
             if after - before < 10:
                 break
         else:
@@ -153,7 +153,7 @@ def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
 
 
 def wake_ups(threads):
-    """Count how often threads have gone to sleep so far."""
+    """Count how often threads have slept so far."""
     total = 0
     for thread in threads:
         lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The arithmetic of shards and batches, over random layouts and small grids."""
+"""Arithmetic of shards and batches, on random layouts and small grids."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def row_groups(layout):
 
 
 def stored_rows(groups):
-    """Name every row by its place, in stored order."""
+    """List every row by its position, in stored order."""
     return [(group.file, group.index, row) for group in groups for row in range(group.rows)]
 
 
@@ -32,7 +32,7 @@ def rows_of(shard):
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_shards_end_to_end_are_the_stored_rows_each_once(layout, num_shards):
+def test_concatenated_shards_are_the_stored_rows(layout, num_shards):
     groups = row_groups(layout)
 
     plan = plan_shards(groups, num_shards, allow_empty=True)
@@ -52,7 +52,7 @@ def test_ranks_differ_by_at_most_one_row(layout, num_shards):
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_no_range_is_empty_or_leaves_its_row_group(layout, num_shards):
+def test_ranges_are_not_empty_and_stay_within_their_row_group(layout, num_shards):
     rows = {(group.file, group.index): group.rows for group in row_groups(layout)}
 
     plan = plan_shards(row_groups(layout), num_shards, allow_empty=True)
@@ -61,7 +61,7 @@ def test_no_range_is_empty_or_leaves_its_row_group(layout, num_shards):
         assert 0 <= row_range.start < row_range.stop <= rows[row_range.file, row_range.row_group]
 
 
-def test_two_ranks_share_the_row_group_in_which_they_meet():
+def test_adjacent_ranks_share_the_row_group_at_their_boundary():
     groups = [RowGroup("a", 0, 3), RowGroup("a", 1, 4), RowGroup("b", 0, 3)]
 
     plan = plan_shards(groups, 2)
@@ -72,21 +72,21 @@ def test_two_ranks_share_the_row_group_in_which_they_meet():
     )
 
 
-def test_a_row_group_can_be_cut_for_more_than_two_ranks():
+def test_a_row_group_can_be_split_over_several_ranks():
     plan = plan_shards([RowGroup("a", 0, 9)], 3)
 
     assert [shard[0].rows for shard in plan.shards] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("rows", "num_shards"), [(0, 1), (1, 2), (3, 4)])
-def test_fewer_rows_than_ranks_is_an_error_that_says_how_many_ranks_will_do(rows, num_shards):
+def test_the_error_for_too_few_rows_suggests_a_number_of_ranks(rows, num_shards):
     groups = [RowGroup("a", 0, rows)] if rows else []
 
     with pytest.raises(DataError, match=rf"{rows} rows.*num_proc to {max(rows, 1)} or less"):
         plan_shards(groups, num_shards)
 
 
-def test_for_validation_some_ranks_may_have_no_rows():
+def test_ranks_may_have_no_validation_rows():
     plan = plan_shards([RowGroup("a", 0, 2)], 5, allow_empty=True)
 
     assert sorted(plan.rows(rank) for rank in range(5)) == [0, 0, 0, 1, 1]
@@ -94,7 +94,7 @@ def test_for_validation_some_ranks_may_have_no_rows():
 
 
 @given(st.integers(0, 400), st.integers(1, 50), st.integers(0, 20))
-def test_batch_sizes_add_up_within_bounds_with_full_batches_first(rows, batch_size, spare):
+def test_batch_sizes_sum_to_the_rows_with_full_batches_first(rows, batch_size, spare):
     steps = -(-rows // batch_size) + spare
 
     sizes = batch_sizes(rows, steps, batch_size)
@@ -106,7 +106,7 @@ def test_batch_sizes_add_up_within_bounds_with_full_batches_first(rows, batch_si
 
 
 @given(st.integers(1, 400), st.integers(1, 50), st.data())
-def test_no_batch_is_empty_where_there_is_a_row_for_every_step(rows, batch_size, data):
+def test_no_batch_is_empty_if_there_is_a_row_per_step(rows, batch_size, data):
     steps = data.draw(st.integers(-(-rows // batch_size), rows))
 
     assert min(batch_sizes(rows, steps, batch_size)) >= 1
@@ -123,19 +123,19 @@ def test_no_batch_is_empty_where_there_is_a_row_for_every_step(rows, batch_size,
         (0, 0, 4, []),
     ],
 )
-def test_batch_sizes_of_small_cases_by_hand(rows, steps, batch_size, expected):
+def test_batch_sizes_of_small_cases(rows, steps, batch_size, expected):
     assert batch_sizes(rows, steps, batch_size) == expected
 
 
 @pytest.mark.parametrize("num_shards", range(1, 6))
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
-def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_shards, batch_size):
+def test_all_ranks_take_equally_many_steps_and_see_every_row_together(num_shards, batch_size):
     for rows in range(num_shards, 40):
         plan = plan_shards([RowGroup("a", 0, rows)], num_shards)
 
         per_rank = [plan.batch_sizes(rank, batch_size) for rank in range(num_shards)]
 
-        most = -(-rows // num_shards)  # rows of the rank that has most
+        most = -(-rows // num_shards)  # rows of the largest rank
         steps = -(-most // batch_size)
         assert plan.steps(batch_size) == steps
         assert [len(sizes) for sizes in per_rank] == [steps] * num_shards
@@ -146,7 +146,7 @@ def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_
 
 
 @given(LAYOUTS, st.integers(1, 9), st.integers(0, 99))
-def test_dealt_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_shards, seed):
+def test_random_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_shards, seed):
     groups = row_groups(layout)
 
     plan = plan_shards(groups, num_shards, allow_empty=True, seed=seed)
@@ -158,14 +158,14 @@ def test_dealt_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_
     assert plan == plan_shards(groups, num_shards, allow_empty=True, seed=seed)
 
 
-def test_neighbouring_row_groups_are_dealt_to_different_ranks_by_chance():
+def test_adjacent_row_groups_are_distributed_randomly_over_ranks():
     groups = [RowGroup("a", index, 10) for index in range(40)]
 
     plan = plan_shards(groups, 4, seed=0)
 
     for shard in plan.shards:
         numbers = [part.row_group for part in shard]
-        # One of each four, in stored order.
+        # One of every four, in stored order.
         assert [number // 4 for number in numbers] == list(range(10))
         assert len({number % 4 for number in numbers}) > 1
     assert plan != plan_shards(groups, 4, seed=1)
@@ -175,7 +175,7 @@ def test_neighbouring_row_groups_are_dealt_to_different_ranks_by_chance():
     ("sizes", "memory", "expected"),
     [([10, 30], 100, 3), ([10, 30], 20, 1), ([10], 10**9, MOST_OPEN_GROUPS), ([10], 0, 1)],
 )
-def test_as_many_row_groups_are_open_as_there_is_memory_for_the_largest(sizes, memory, expected):
+def test_the_number_of_open_row_groups_fits_the_memory(sizes, memory, expected):
     groups = [RowGroup("a", index, 5, size) for index, size in enumerate(sizes)]
 
     assert plan_shards(groups, 1, open_bytes=memory).open_groups == expected

@@ -1,4 +1,4 @@
-"""Which data module a rank is given, and what it is told."""
+"""The data module of a rank, and its arguments."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def manifest(tmp_path_factory):
 
 
 class Constant(DataModule):
-    """A user's own module."""
+    """User-written data module."""
 
     def __init__(self, *, label_cols, **kwargs):
         super().__init__(**kwargs)
@@ -61,17 +61,17 @@ def data_spec(manifest, data_module):
 
 
 @pytest.mark.parametrize("data_module", ["arrow", None])
-def test_the_ranks_module_is_made_from_the_jobs_description(manifest, data_module):
+def test_the_ranks_module_is_created_from_the_data_spec(manifest, data_module):
     with open_data_module(
         data_spec(manifest, data_module), 1, 2, epoch=0, rows=3 * 2 * 4, epochs=1
     ) as data:
         batches = [batch["id"].tolist() for batch in itertools.islice(data.train_data(), 4)]
 
-    # The second of 2 ranks has rows 26 to 52; 3 batches of 4 were taken before.
+    # The second of 2 ranks has rows 26 to 52; 3 batches of 4 were used before.
     assert list(itertools.chain(*batches)) == list(range(26 + 12, 53))
 
 
-def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, monkeypatch):
+def test_petastorm_is_the_default_if_it_can_be_imported(manifest, monkeypatch):
     try:
         import petastorm
     except ImportError:
@@ -86,7 +86,7 @@ def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, 
         open_data_module(data_spec(manifest, "petastorm"), 0, 2, epoch=0, epochs=1)
 
 
-def test_a_users_own_module_gets_all_that_is_known(manifest):
+def test_custom_data_modules_get_all_arguments(manifest):
     with open_data_module(data_spec(manifest, Constant), 1, 2, epoch=0, epochs=5) as opened:
         data = opened.module
         assert type(data) is Constant
@@ -99,7 +99,7 @@ def test_a_users_own_module_gets_all_that_is_known(manifest):
 
 
 class Ending(Constant):
-    """Has ten batches to train on; those to validate on are gone after the first pass."""
+    """Data module with ten training batches, whose validation batches suffice for one pass."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -112,17 +112,17 @@ class Ending(Constant):
         return self.val
 
 
-def test_a_module_that_ends_early_is_an_error_where_the_next_batch_is_wanted(manifest):
+def test_running_out_of_training_batches_is_an_error(manifest):
     with open_data_module(data_spec(manifest, Ending), 1, 2, epoch=1, rows=8, epochs=3) as data:
         batches = data.train_data()
         assert len(list(itertools.islice(batches, 10))) == 10
-        # 8 batches came before, of 7 in an epoch.
+        # 8 batches came before; an epoch has 7.
         message = r"Rank 1, epoch 2 .*Ending\.train_data\(\) ended after 4 of 7 .*\(10 in all\)"
         with pytest.raises(DataError, match=message):
             next(batches)
 
 
-def test_validation_batches_that_are_gone_are_an_error(manifest):
+def test_running_out_of_validation_batches_is_an_error(manifest):
     spec = data_spec(manifest, Ending)
     spec = dataclasses.replace(spec, val_plan=spec.train_plan, validation_steps_per_epoch=3)
     with open_data_module(spec, 1, 2, epoch=0, epochs=1) as data:
@@ -138,13 +138,13 @@ def test_validation_batches_that_are_gone_are_an_error(manifest):
         pytest.raises(DataError, match=r"Rank 0: Constant.val_data\(\) ended .* expected 1 at"),
     ):
         next(data.val_chunks())
-    # Without rows to validate on, none are wanted.
+    # Without validation rows, no batches are requested.
     with open_data_module(data_spec(manifest, Constant), 0, 2, epoch=0, epochs=1) as data:
         assert list(data.val_data()) == []
 
 
 @pytest.mark.parametrize("wrong", ["csv", "", int, 5])
-def test_a_data_module_is_a_known_name_or_a_class(wrong):
+def test_data_modules_are_known_names_or_classes(wrong):
     check_data_module("arrow")
     check_data_module(None)
     check_data_module(Constant)

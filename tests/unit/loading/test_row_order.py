@@ -1,4 +1,4 @@
-"""What a run that is gone on with keeps: its shards and the seed of its rows' order."""
+"""Resumed runs keep their shards and the seed of their row order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hvd_estimators.training.spec import CheckpointOptions
 
 
 class Started(Exception):
-    """Ranks would be started now."""
+    """Raised instead of starting the ranks."""
 
 
 class OneEpoch(Backend):
-    """Its ranks fail after an epoch."""
+    """Backend whose ranks fail after an epoch."""
 
     def __init__(self, ranks: int, store: Any, checkpoint: bool) -> None:
         self.ranks = ranks
@@ -47,7 +47,7 @@ class OneEpoch(Backend):
 
 
 class Telling(TorchEstimator):
-    """Keeps what the ranks would be told."""
+    """Estimator that records the data specs for the ranks."""
 
     def _make_spec(self, common: Any, trial: Any) -> Any:
         told.append(common.data)
@@ -58,7 +58,7 @@ told: list[Any] = []
 
 
 def start(store: Any, ranks: int, checkpoint: bool = True, **params: Any) -> Any:
-    """Fit up to the start of the ranks, and return what these are told about the data."""
+    """Fit up to the start of the ranks, and return their data spec."""
     folder = Path(store.get_train_data_path())
     folder.mkdir(parents=True, exist_ok=True)
     columns = {"x": np.arange(40, dtype=np.float32), "y": np.ones(40, np.float32)}
@@ -82,8 +82,8 @@ def start(store: Any, ranks: int, checkpoint: bool = True, **params: Any) -> Any
     return told[-1]
 
 
-def test_a_run_keeps_its_shards_and_the_seed_that_was_drawn(store: Any) -> None:
-    # Without a checkpoint there is nothing to go on with: each fit begins a run.
+def test_a_resumed_run_keeps_its_shards_and_seed(store: Any) -> None:
+    # Without a checkpoint, each fit starts over.
     before = start(store, 2, checkpoint=False)
     first = start(store, 3)
     assert (before.num_shards, first.num_shards, first.num_ranks) == (2, 3, 3)
@@ -119,7 +119,7 @@ class Users(DataModule):
     ],
     ids=["train_minibatch_fn", "data_module", "SyncBatchNorm"],
 )
-def test_what_cannot_play_several_shards_is_refused_by_the_driver(
+def test_features_for_one_shard_per_rank_are_rejected_on_the_driver(
     store: Any, params: Any, message: str
 ) -> None:
     start(store, 3, **params)
@@ -127,7 +127,7 @@ def test_what_cannot_play_several_shards_is_refused_by_the_driver(
         start(store, 2, **params)
 
 
-def test_what_keras_and_lightning_cannot_do_is_refused_too() -> None:
+def test_keras_and_lightning_features_for_one_shard_are_rejected() -> None:
     import keras
     from pytorch_lightning import LightningModule
     from pytorch_lightning.callbacks import GradientAccumulationScheduler

@@ -1,4 +1,4 @@
-"""Cutting and shuffling of one pass over the rows."""
+"""Batching and shuffling of one pass over the rows."""
 
 import threading
 
@@ -17,7 +17,7 @@ ROW_BYTES = 8 + 2 * 4
 
 
 def make_parts(lengths):
-    """Return parts whose rows are numbered; the second column is made from the number."""
+    """Return parts with numbered rows; the second column is computed from the number."""
     starts = np.cumsum([0, *lengths[:-1]])
     return [columns(np.arange(start, start + n)) for start, n in zip(starts, lengths, strict=True)]
 
@@ -28,7 +28,7 @@ def columns(numbers):
 
 
 def random_sizes(rows, data):
-    """Draw batch sizes, some of them zero, that add up to a number of rows."""
+    """Draw batch sizes, some of them zero, that sum to a number of rows."""
     cuts = data.draw(st.lists(st.integers(0, rows), max_size=10).map(sorted))
     return np.diff([0, *cuts, rows]).tolist()
 
@@ -62,7 +62,7 @@ def test_without_shuffling_batches_are_the_stored_rows_in_order(lengths, data):
 
 @given(PARTS, st.integers(1, 60), st.integers(0, 2**31), st.data())
 def test_shuffled_batches_hold_every_row_once_with_columns_aligned(lengths, buffer, seed, data):
-    """Whatever the buffer holds: from a single row to more than all rows."""
+    """Buffers hold from a single row to more than all rows."""
     sizes = random_sizes(sum(lengths), data)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def test_shuffled_batches_hold_every_row_once_with_columns_aligned(lengths, buff
 
 
 @pytest.mark.parametrize("buffer", [16, 10_000])
-def test_the_generators_seed_decides_the_order(monkeypatch, buffer):
+def test_the_generators_seed_determines_the_order(monkeypatch, buffer):
     monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
 
     def order(seed):
@@ -86,19 +86,19 @@ def test_the_generators_seed_decides_the_order(monkeypatch, buffer):
     assert order(1) != order(2)
 
 
-def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
+def test_a_large_buffer_destroys_the_stored_order():
     rows = 20_000
 
     batches = cut_batches(make_parts([1000] * 20), [100] * 200, np.random.default_rng(0))
 
-    # The numbers are ranks, so that this is Spearman's correlation; its standard deviation over
+    # The numbers are ranks, so this is Spearman's correlation; its standard deviation over
     # random permutations is 1 / sqrt(rows - 1), 0.007.
     correlation = np.corrcoef(delivered(batches), np.arange(rows))[0, 1]
     assert abs(correlation) < 5 / np.sqrt(rows - 1)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monkeypatch, passes):
+def test_a_small_buffer_bounds_the_held_rows_and_mixes_all_rows(monkeypatch, passes):
     part, buffer, rows = 50, 300, 2000
     monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
     monkeypatch.setattr(shuffle, "CHUNK_BYTES", 20 * ROW_BYTES)
@@ -116,14 +116,14 @@ def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monk
         for batch in run.batches():
             given_out += 10
             mixed += len(set(batch["number"] // 100)) > 1
-            # Beside the buffer: the part that the next rows come from.
+            # Besides the buffer, only the part with the next rows is held.
             assert taken - given_out <= buffer + part
     assert given_out == taken == rows * passes
     assert mixed == passes * 200
 
 
-def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
-    """Whether it is the first pass or follows another: a resumed run goes on as it would have."""
+def test_each_pass_has_the_order_of_its_generator(monkeypatch):
+    """The order is independent of earlier passes, so that resumed runs continue identically."""
     monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", 100 * ROW_BYTES)
     sizes = [7] * 50
 
@@ -143,7 +143,7 @@ def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
     assert both[:350] != both[350:]
 
 
-def test_neighbours_are_parted(monkeypatch):
+def test_adjacent_rows_are_separated(monkeypatch):
     rows, batch_size = 400_000, 100
     numbers = np.arange(rows, dtype=np.int32)
     parts = [{f"c{i}": some for i in range(20)} for some in np.split(numbers, 8)]
@@ -153,21 +153,21 @@ def test_neighbours_are_parted(monkeypatch):
     )
 
     pairs = sum(int((np.diff(np.sort(batch["c0"])) == 1).sum()) for batch in batches)
-    # Of the rows - 1 pairs of neighbours, a share of batch_size / rows meets in a batch by chance.
+    # By chance, a fraction batch_size / rows of the rows - 1 adjacent pairs shares a batch.
     assert pairs < 1.5 * batch_size
     delivered_rows = np.concatenate([batch["c19"] for batch in batches])
     np.testing.assert_array_equal(np.sort(delivered_rows), numbers)
 
 
-def test_rows_stay_long_enough_for_old_ones_to_be_there_at_the_end(monkeypatch):
-    """The end of a pass is what training remembers: there, too, rows of long ago have to come."""
+def test_old_rows_are_still_in_the_buffer_at_the_end(monkeypatch):
+    """Training remembers the end of a pass most, so the end must contain old rows, too."""
     rows, buffer, run = 40_000, 4000, 200
     monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
     monkeypatch.setattr(shuffle, "CHUNK_BYTES", run * ROW_BYTES)
 
     order = delivered(cut_batches(make_parts([400] * 100), [50] * 800, np.random.default_rng(0)))
 
-    # When all rows have been read, a row that came t rows before is still there with the
+    # After all rows are read, a row read t rows earlier is still in the buffer with
     # probability exp(-t / buffer).
     age = rows - order[-buffer:]
     for times in (0.5, 1, 2, 3):
@@ -177,7 +177,7 @@ def test_rows_stay_long_enough_for_old_ones_to_be_there_at_the_end(monkeypatch):
 
 
 @given(st.integers(1, 500), st.data())
-def test_places_are_drawn_once_from_all_over(size, data):
+def test_positions_are_drawn_without_replacement(size, data):
     count = data.draw(st.integers(0, size))
 
     drawn = shuffle._draw(np.random.default_rng(0), size, count)
@@ -186,8 +186,8 @@ def test_places_are_drawn_once_from_all_over(size, data):
     assert ((drawn >= 0) & (drawn < size)).all()
 
 
-def test_all_places_are_drawn_equally_often():
-    """Also where their number is no multiple of how many are drawn."""
+def test_all_positions_are_drawn_equally_often():
+    """The number of positions is not a multiple of the number drawn."""
     rng, size, count, times = np.random.default_rng(0), 23, 7, 20_000
 
     drawn = [shuffle._draw(rng, size, count) for _ in range(times)]
@@ -197,7 +197,7 @@ def test_all_places_are_drawn_equally_often():
     assert np.abs(found - expected).max() < 5 * np.sqrt(expected)
 
 
-def test_all_orders_of_a_small_pass_come_equally_often():
+def test_all_orders_of_a_small_pass_are_equally_likely():
     orders = {}
     for seed in range(2400):
         rng = np.random.default_rng(seed)
@@ -205,13 +205,13 @@ def test_all_orders_of_a_small_pass_come_equally_often():
         order = tuple(delivered(batches).tolist())
         orders[order] = orders.get(order, 0) + 1
 
-    # 24 orders, 100 times each by chance, with a standard deviation of 9.8.
+    # 24 orders, 100 expected each, with a standard deviation of 9.8.
     assert len(orders) == 24
     assert max(abs(count - 100) for count in orders.values()) < 5 * 9.8
 
 
-def test_batches_that_were_handed_out_are_not_overwritten():
-    """Memory is used again, but not while somebody holds it."""
+def test_returned_batches_are_not_overwritten():
+    """Memory is reused only after its arrays are released."""
     kept, copies = [], []
     for run in stream_batches(make_parts([1000] * 40), [100] * 400, [np.random.default_rng(0)]):
         for batch in run.batches():
@@ -222,7 +222,7 @@ def test_batches_that_were_handed_out_are_not_overwritten():
         np.testing.assert_array_equal(array, copy)
 
 
-def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
+def test_memory_is_reused_after_its_last_view_is_released():
     memory = BufferPool()
     float32 = np.dtype(np.float32)
 
@@ -242,10 +242,10 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
 
 
 def test_two_threads_never_get_the_same_memory(monkeypatch):
-    """One is held up between its look at what is free and its taking of it."""
+    """The first thread is delayed between its look for free memory and its allocation."""
     memory = BufferPool()
     float32 = np.dtype(np.float32)
-    memory.empty((100,), float32)  # from now on there is some that is free
+    memory.empty((100,), float32)  # some memory is free from now on
     real, looked, go_on = np.frombuffer, threading.Event(), threading.Event()
 
     def slow(*arguments):
@@ -274,14 +274,14 @@ def test_two_threads_never_get_the_same_memory(monkeypatch):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("lengths", [[10, 9], [10, 11]])
-def test_other_rows_than_were_planned_are_refused(shuffle, lengths):
+def test_an_unplanned_number_of_rows_is_rejected(shuffle, lengths):
     rng = np.random.default_rng(0) if shuffle else None
 
     with pytest.raises(DataError, match=f"Expected 20 rows in a pass .* found {sum(lengths)}"):
         list(cut_batches(make_parts(lengths), [5] * 4, rng))
 
 
-def test_unshuffled_batches_leave_run_by_run(monkeypatch):
+def test_unshuffled_batches_are_read_run_by_run(monkeypatch):
     monkeypatch.setattr(shuffle, "CHUNK_BYTES", 3 * ROW_BYTES)
     taken = []
 
@@ -298,7 +298,7 @@ def test_unshuffled_batches_leave_run_by_run(monkeypatch):
     assert taken == [0, 1]
 
 
-def test_columns_that_change_their_type_or_shape_are_refused():
+def test_columns_that_change_type_or_shape_are_rejected():
     first = {"x": np.zeros(4, np.int64), "y": np.zeros((4, 2))}
     for changed in ({"x": np.zeros(4)}, {"y": np.zeros((4, 3))}):
         (name,) = changed

@@ -1,4 +1,4 @@
-"""What a user's function makes of rows, and what is refused."""
+"""Transformations of rows by users' functions, and rejected results."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ def by_batch(columns):
 
 
 @pytest.mark.parametrize("form", [{"row_function": by_row}, {"batch_function": by_batch}])
-def test_rows_and_batches_give_the_same(form):
+def test_row_and_batch_functions_are_equivalent(form):
     transformation = Transformation(
         **form,
         edited=(EditedField("length", "float32", ()), EditedField("pair", "float32", (None,))),
@@ -54,7 +54,7 @@ def test_rows_and_batches_give_the_same(form):
 
     columns = transformation(COLUMNS)
 
-    # Text that nothing needs is dropped.
+    # Text that is not needed is dropped.
     assert set(columns) == {"x", "length", "pair"}
     assert columns["length"].dtype == columns["pair"].dtype == np.float32
     np.testing.assert_array_equal(columns["length"], [1, 2, 3, 2])
@@ -80,12 +80,12 @@ def test_rows_and_batches_give_the_same(form):
         (Transformation(by_row, edited=(EditedField("z", "int64", None),)), "no field 'z'"),
     ],
 )
-def test_what_is_not_as_it_should_be_is_refused(transformation, message):
+def test_invalid_results_are_rejected(transformation, message):
     with pytest.raises(DataError, match=message):
         transformation(COLUMNS)
 
 
-def test_edited_fields_are_read_from_tuples_with_more_entries_than_three():
+def test_edited_fields_may_be_tuples_of_more_than_three_entries():
     fields = edited_fields([("a", np.float32, (None, 3), False), ("b", "int64", None)])
 
     assert fields == (EditedField("a", "float32", (None, 3)), EditedField("b", "int64", None))
@@ -95,7 +95,7 @@ def test_edited_fields_are_read_from_tuples_with_more_entries_than_three():
             edited_fields([bad])
 
 
-def test_rows_that_grow_are_transformed_a_few_at_a_time():
+def test_growing_rows_are_transformed_in_small_parts():
     rows, grown = 1000, 8 * 500
     columns = {"x": np.arange(rows, dtype=np.float64)}
 
@@ -111,7 +111,7 @@ def test_rows_that_grow_are_transformed_a_few_at_a_time():
 
 
 @pytest.mark.parametrize("module", READERS)
-def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkeypatch, module):
+def test_strings_and_bytes_are_read_as_text_if_allowed(tmp_path, monkeypatch, module):
     path = tmp_path / "data" / "a.parquet"
     columns = {
         "s": ["one", "two", "three"],
@@ -126,7 +126,7 @@ def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkey
     manifest = describe(path.parent, *columns, allow_text=True)
     assert [spec.kind for spec in manifest.columns] == ["text", "text", "text", "array"]
 
-    # Text counts, so that parts are bounded by bytes.
+    # The size of text counts, because parts are bounded by bytes.
     monkeypatch.setattr(interleave, "PART_BYTES", 100)
     plan = plan_shards(manifest.train.row_groups, 1)
     options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
@@ -149,10 +149,8 @@ def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkey
 
 @pytest.mark.parametrize("module", READERS)
 @pytest.mark.parametrize("encoding", ["dictionary", "plain"])
-def test_parts_of_text_are_bounded_by_what_it_is_when_decoded(
-    tmp_path, monkeypatch, module, encoding
-):
-    """However little one value that many rows have takes in the file."""
+def test_parts_of_text_are_bounded_by_decoded_size(tmp_path, monkeypatch, module, encoding):
+    """A value shared by many rows may be small in the file."""
     path, size = tmp_path / "data" / "a.parquet", 1000
     words = [f"{i:04}" * (size // 4) for i in range(10)]
     text = pa.array([words[i % 10] for i in range(3000)])
@@ -175,16 +173,16 @@ def test_parts_of_text_are_bounded_by_what_it_is_when_decoded(
     assert np.concatenate([part["id"] for part in found]).tolist() == list(range(3000))
     sizes = [sum(map(len, part["text"])) for part in found]
     assert max(sizes) <= most + size
-    # Nor are they needlessly small.
+    # The parts are not needlessly small.
     assert len(sizes) <= 40
 
 
-def test_null_text_is_refused_in_a_dictionary_too():
+def test_null_text_is_rejected_even_in_a_dictionary():
     values = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array(["a", None]))
 
     with pytest.raises(DataError, match="'s' holds 1 nulls"):
         table_to_columns(pa.table({"s": values}), [ColumnSpec("s", "text", "object")])
-    # A null that no row has does not matter.
+    # A null without a row does not matter.
     found = table_to_columns(pa.table({"s": values.slice(2)}), [ColumnSpec("s", "text", "object")])
     assert found["s"].tolist() == ["a"]
 
@@ -224,17 +222,17 @@ def at_70(value, other):
         *((t, r"\(2,\) for 'x' .* and int64 of shape \(3,\)") for t in at_70([1, 2], [1, 2, 3])),
     ],
 )
-def test_fields_that_change_from_part_to_part_are_an_error_with_the_place(
+def test_errors_about_fields_that_change_name_the_rows(
     tmp_path, monkeypatch, transformation, message
 ):
-    # Rows 32 to 69 come together with others.
+    # A part holds rows 32 to 69 and others.
     monkeypatch.setattr(interleave, "PART_BYTES", 35 * 8)
     monkeypatch.setattr(transformation_module, "_FIRST_ROWS", 35)
     with pytest.raises(DataError, match=message + r".* in rows 70 to \d+ .*'x': .*70.*edit_fields"):
         read_with(tmp_path, transformation)
 
 
-def test_a_declared_type_makes_fields_alike(tmp_path):
+def test_declared_types_make_fields_uniform(tmp_path):
     (by_row, _) = at_70(1, 2.5)
     edited = dataclasses.replace(by_row, edited=(EditedField("x", "float32", ()),))
     found = read_with(tmp_path, edited)
@@ -243,7 +241,7 @@ def test_a_declared_type_makes_fields_alike(tmp_path):
 
 
 @pytest.mark.parametrize("new", [{"y": 1, "x": 2}, {"y": 1}, {}])
-def test_fields_that_differ_from_row_to_row_are_named(tmp_path, new):
+def test_errors_name_fields_that_differ_between_rows(tmp_path, new):
     def function(row):
         return new if row["x"] == 40 else {"x": row["x"]}
 
@@ -256,7 +254,7 @@ def test_fields_that_differ_from_row_to_row_are_named(tmp_path, new):
         read_with(tmp_path, Transformation(function))
 
 
-def test_fields_that_are_numbers_in_some_parts_only_are_named(tmp_path):
+def test_errors_name_fields_that_are_numbers_only_in_some_parts(tmp_path):
     def function(columns):
         late = columns["x"].max() > 40
         return {"x": columns["x"], "y": columns["x"].astype(str if late else int)}

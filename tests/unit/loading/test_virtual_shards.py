@@ -1,4 +1,4 @@
-"""A plan's shards, played by as many ranks or by fewer: the same rows in the same steps."""
+"""A plan's shards, run by all or by fewer ranks: the same rows in the same steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 
 
 class Numbers(PlannedDataModule):
-    """Reads no file: a row's id is its number in its row group and the group's in hundreds."""
+    """Reader without files: a row's id is its number plus 100 times its row group's."""
 
     def read(self, passes: Any, workers: int) -> Any:
         for bundles in passes:
@@ -59,7 +59,7 @@ def job(groups: list[int], ranks: int, batch_size: int, **params: Any) -> DataSp
 def steps(
     spec: DataSpec, count: int, passes: int = 1, **position: int
 ) -> list[tuple[list[int], float]]:
-    """Return the rows of some steps, and the mean of their ids as the ranks' gradients give it."""
+    """Return the rows of some steps, and the mean of ids computed like the ranks' gradients."""
     found: list[tuple[list[int], float]] = [([], 0.0)] * count
     for rank in range(spec.num_ranks):
         with open_data_module(
@@ -85,10 +85,10 @@ GROUPS = st.lists(st.integers(1, 30), min_size=4, max_size=9)
 
 @settings(max_examples=40, deadline=None)
 @given(GROUPS, st.integers(1, 9), st.integers(1, 3))
-def test_steps_hold_the_same_rows_whoever_plays_the_shards(
+def test_steps_hold_the_same_rows_for_any_number_of_ranks(
     groups: list[int], batch_size: int, passes: int
 ) -> None:
-    # More than one epoch, so that passes over the data differ.
+    # More than one epoch, because passes over the data differ.
     count = job(groups, 4, batch_size).train_steps_per_epoch // passes + 2
     expected = steps(job(groups, 4, batch_size), count, passes)
     for rows, mean in expected:
@@ -102,7 +102,7 @@ def test_steps_hold_the_same_rows_whoever_plays_the_shards(
 
 @settings(max_examples=40, deadline=None)
 @given(GROUPS, st.integers(1, 9), st.integers(1, 12), st.integers(0, 2), st.data())
-def test_a_position_in_rows_is_where_any_number_of_ranks_goes_on(
+def test_any_number_of_ranks_resumes_at_a_position_in_rows(
     groups: list[int], batch_size: int, epoch_steps: int, epoch: int, data: Any
 ) -> None:
     settings = {"batch_size": batch_size, "train_steps_per_epoch": epoch_steps}
@@ -121,14 +121,14 @@ def test_a_position_in_rows_is_where_any_number_of_ranks_goes_on(
             assert sorted(found) == sorted(same)
 
 
-def test_a_position_within_a_step_is_none() -> None:
+def test_positions_within_a_step_are_rejected() -> None:
     spec = job([10, 10], 2, batch_size=2)
     with pytest.raises(ValueError, match="No batch of epoch 1 ends after 3 rows"):
         open_data_module(spec, 0, 2, epoch=1, rows=3, epochs=1)
 
 
 @given(st.integers(1, 20), st.data())
-def test_each_shard_is_played_by_one_rank(num_shards: int, data: Any) -> None:
+def test_each_shard_belongs_to_one_rank(num_shards: int, data: Any) -> None:
     size = data.draw(st.integers(1, num_shards))
     played = [virtual_shards(num_shards, rank, size) for rank in range(size)]
 
@@ -139,8 +139,8 @@ def test_each_shard_is_played_by_one_rank(num_shards: int, data: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 3, 2, 1])
 @pytest.mark.parametrize("limit", [1, 100])
-def test_validation_rows_are_those_of_the_shards(ranks: int, limit: int) -> None:
-    # 2 rows for 4 shards as well: some have none.
+def test_validation_reads_the_rows_of_the_shards(ranks: int, limit: int) -> None:
+    # Including 2 rows for 4 shards, some of which have none.
     for groups in ([7, 8, 6], [2]):
         training = plan_shards([RowGroup("a", 0, 8)], 4)
         few = job(groups * 4, 4, 3, train_plan=training)
@@ -159,7 +159,7 @@ def test_validation_rows_are_those_of_the_shards(ranks: int, limit: int) -> None
                 for again in range(2):
                     batches = [batch["id"].tolist() for batch in data.val_data()]
                     assert all(batches)
-                    # Who plays one shard is not limited by the reader, but by the trainer.
+                    # The trainer, not the reader, limits a rank of one shard.
                     taken = batches[: spec.validation_steps_per_epoch * spec.passes_per_batch]
                     assert data.num_val_batches() == len(taken)
                     found += itertools.chain(*taken) if not again else []
@@ -189,7 +189,7 @@ class Users(DataModule):
     val_data = train_data
 
 
-def test_who_can_play_several_shards() -> None:
+def test_only_some_data_modules_support_several_shards() -> None:
     check_shards(Users, 4, 4, "mine")
     check_shards("arrow", 4, 1, "mine")
     check_shards(Numbers, 4, 3, "mine")

@@ -1,4 +1,4 @@
-"""Values of a grid that JSON cannot hold, and params that have two names."""
+"""Grid values that JSON cannot hold, and params with two names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvd_estimators.torch.serialization import load_optimizer
 pytestmark = pytest.mark.versions
 
 
-def test_what_json_holds_is_as_it_is_and_all_else_can_be_saved() -> None:
+def test_grid_values_that_json_cannot_hold_are_wrapped() -> None:
     net = torch.nn.Linear(1, 1)
     assert json.dumps(TorchEstimator().epochs.typeConverter(np.int64(3))) == "3"
     slow, fast = (torch.optim.SGD(net.parameters(), lr=rate) for rate in (0.1, 0.2))
@@ -49,7 +49,7 @@ def test_what_json_holds_is_as_it_is_and_all_else_can_be_saved() -> None:
     assert estimator.getOptimizer() is slow
 
 
-def test_a_saved_value_is_bound_to_the_model_of_the_estimator_that_it_is_set_in() -> None:
+def test_saved_values_are_bound_to_the_model_of_their_estimator() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     estimator = TorchEstimator(model=net)
     second = torch.optim.Adam(net[1].parameters(), lr=0.2)
@@ -58,7 +58,7 @@ def test_a_saved_value_is_bound_to_the_model_of_the_estimator_that_it_is_set_in(
     loaded = GridValue(name="optimizer")._set(document=document)
 
     other = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    # In whichever order they come.
+    # The order of the params does not matter.
     optimizer = TorchEstimator(optimizer=loaded, model=other).getOptimizer()
 
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
@@ -67,19 +67,19 @@ def test_a_saved_value_is_bound_to_the_model_of_the_estimator_that_it_is_set_in(
     assert optimizer.param_groups[0]["lr"] == 0.2
 
 
-def test_values_of_a_grid_whose_estimator_is_gone_are_refused() -> None:
+def test_grid_values_without_their_estimator_cannot_be_saved() -> None:
     value = TorchEstimator().optimizer.typeConverter(object())
 
     with pytest.raises(ParamError, match="optimizer: the estimator for which the grid was built"):
         value.write()
 
 
-def test_copies_and_what_was_pickled_save_the_grid_of_an_estimator_that_is_gone() -> None:
+def test_copies_and_pickles_of_the_estimator_can_save_grid_values() -> None:
     def copied() -> Any:
         net = torch.nn.Linear(1, 1)
         estimator = TorchEstimator(model=net)
         value = estimator.optimizer.typeConverter(torch.optim.SGD(net.parameters(), lr=0.2))
-        # A copy with another model is no owner of the optimizer.
+        # A copy with another model does not own the optimizer.
         other = estimator.copy({estimator.model: torch.nn.Linear(2, 2)})
         return other, estimator.copy(), value
 
@@ -97,7 +97,7 @@ def test_copies_and_what_was_pickled_save_the_grid_of_an_estimator_that_is_gone(
         del owners
 
 
-def test_a_grid_is_refused_when_it_is_built() -> None:
+def test_wrong_grids_are_rejected_when_built() -> None:
     estimator = TorchEstimator()
     with pytest.raises(ParamError, match="epochs: expected 1 or more, found 0"):
         ParamGridBuilder().addGrid(estimator.epochs, [1, 0]).build()
@@ -107,7 +107,7 @@ def test_a_grid_is_refused_when_it_is_built() -> None:
     assert [point[estimator.validation] for point in built] == [None, 0.1]
 
 
-def test_the_learning_rate_replaces_that_of_the_optimizer_and_leaves_it_alone() -> None:
+def test_learning_rate_replaces_the_rates_of_a_copied_optimizer() -> None:
     net = torch.nn.Linear(1, 1)
     groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}]
     given = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
@@ -120,7 +120,7 @@ def test_the_learning_rate_replaces_that_of_the_optimizer_and_leaves_it_alone() 
     assert [group["lr"] for group in given.param_groups] == [0.1, 0.2]
 
 
-def test_keras_optimizers_get_the_learning_rate_unless_they_have_a_schedule() -> None:
+def test_learning_rate_is_set_on_keras_optimizers_without_a_schedule() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     given = keras.optimizers.Adam(0.1)
     params: dict[str, Any] = {
@@ -149,7 +149,7 @@ class WithRate(pytorch_lightning.LightningModule):
         self.save_hyperparameters()
 
 
-def test_lightning_modules_get_the_learning_rate_where_the_tuner_puts_it() -> None:
+def test_learning_rate_is_set_where_lightnings_tuner_sets_it() -> None:
     module = WithRate()
 
     made = LightningEstimator(model=module, learning_rate=0.5)._lightning_module(None)
@@ -163,7 +163,7 @@ def test_lightning_modules_get_the_learning_rate_where_the_tuner_puts_it() -> No
 
 
 @pytest.mark.parametrize("cls", [TorchEstimator, KerasEstimator, LightningEstimator])
-def test_sparks_names_stand_for_ours(cls: Any) -> None:
+def test_sparks_param_names_are_aliases(cls: Any) -> None:
     named = cls(featuresCol="f", labelCol="l", weightCol="w")
 
     assert (named.getFeatureCols(), named.getLabelCols()) == (["f"], ["l"])
@@ -172,7 +172,7 @@ def test_sparks_names_stand_for_ours(cls: Any) -> None:
     assert (ours.getFeaturesCol(), ours.getLabelCol(), ours.getWeightCol()) == ("f", None, "w")
     assert ours.copy({ours.featuresCol: "g"}).getFeaturesCol() == "g"
     assert (cls().getFeaturesCol(), cls().getFeatureCols()) == (None, None)
-    # What a fit is given is the last word, by whichever name.
+    # Params of a fit take precedence, under either name.
     for extra, labels in (
         ({ours.labelCol: "z"}, ["z"]),
         ({ours.labelCol: "z", ours.epochs: 2}, ["z"]),
@@ -190,13 +190,13 @@ def test_sparks_names_stand_for_ours(cls: Any) -> None:
         ours.copy({ours.labelCol: "z", ours.label_cols: ["l"]})._check_other_names()
 
 
-def test_two_names_that_say_different_things_are_refused() -> None:
+def test_different_values_under_two_names_are_rejected() -> None:
     TorchEstimator(featuresCol="f", feature_cols=["f"])._check_other_names()
     with pytest.raises(ParamError, match=r"featuresCol='f' and feature_cols=\['g'\] are two names"):
         TorchEstimator(featuresCol="f", feature_cols=["g"])._check_other_names()
 
 
-def test_one_vs_rest_is_told_beforehand_which_scores_it_lacks(tmp_path: Path) -> None:
+def test_one_vs_rest_without_raw_predictions_is_rejected_early(tmp_path: Path) -> None:
     store, net = Store.create(f"{tmp_path}"), torch.nn.Linear(1, 1)
     estimator = TorchEstimator(store=store, model=net, label_cols=["y"], outputs_are="logits")
     given = {estimator.labelCol: "mc2b$0", estimator.featuresCol: "x"}

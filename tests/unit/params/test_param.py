@@ -1,4 +1,4 @@
-"""Params that are declared once."""
+"""Declaration of params."""
 
 import inspect
 
@@ -58,7 +58,7 @@ def test_params_start_with_their_defaults():
     assert not params.isSet("epochs")
 
 
-def test_params_can_be_set_by_the_constructor_by_setters_and_by_name():
+def test_params_are_set_by_constructor_setters_and_name():
     params = Derived(epochs=3).setBatchSize(8).setParams(feature_cols=["a"], model="net")
 
     assert (params.getEpochs(), params.getBatchSize()) == (3, 8)
@@ -81,7 +81,7 @@ def test_instances_do_not_share_values():
     assert (second.getEpochs(), second.getBatchSize()) == (1, 32)
 
 
-def test_a_subclass_can_declare_a_param_anew():
+def test_subclasses_can_redeclare_params():
     assert Wider().getBatchSize() == 64
     assert Derived().getBatchSize() == 32
     with pytest.raises(ParamError, match="batch_size: expected 8 or more"):
@@ -96,7 +96,7 @@ def test_accessors_can_have_other_names_and_aliases():
     assert not hasattr(params, "getPoolSize")
 
 
-def test_a_setter_that_a_class_writes_itself_is_kept():
+def test_custom_accessors_are_kept():
     class Own(DeclaredParams):
         epochs = param("Epochs.", default=1)
 
@@ -108,7 +108,7 @@ def test_a_setter_that_a_class_writes_itself_is_kept():
 
 
 class OwnColumns(Params):
-    """What another package has beside ours, and knows nothing of it."""
+    """Mixin of another package with accessors of the same names."""
 
     batch = Param(Params._dummy(), "batch", "a column")
 
@@ -119,7 +119,7 @@ class OwnColumns(Params):
         return self._set(batch=value)
 
 
-def test_accessors_of_a_subclasss_other_bases_come_before_ours():
+def test_accessors_of_other_bases_take_precedence():
     class Both(Derived, OwnColumns):
         pass
 
@@ -134,7 +134,7 @@ def test_accessors_of_a_subclasss_other_bases_come_before_ours():
     assert Derived(batch_size=8).getBatchSize() == 8
 
 
-def test_params_are_set_as_spark_sets_them():
+def test_params_can_be_set_like_sparks():
     class Both(Derived):
         width = Param(Params._dummy(), "width", "Ours not.", typeConverter=TypeConverters.toInt)
 
@@ -155,14 +155,14 @@ def test_params_are_set_as_spark_sets_them():
     ("name", "hint"),
     [("epoch", "Did you mean 'epochs'?"), ("batchSize", "Did you mean 'batch_size'?"), ("zzz", "")],
 )
-def test_an_unknown_name_is_an_error_with_a_near_one(name, hint):
+def test_errors_about_unknown_names_suggest_a_similar_one(name, hint):
     with pytest.raises(ParamError) as raised:
         Derived(**{name: 1})
 
     assert str(raised.value) == f"Derived has no parameter '{name}'. {hint}".rstrip()
 
 
-def test_a_refused_value_leaves_the_one_that_was_set():
+def test_rejected_values_keep_the_current_value():
     params = Derived(epochs=3)
 
     with pytest.raises(ParamError):
@@ -171,7 +171,7 @@ def test_a_refused_value_leaves_the_one_that_was_set():
     assert params.getEpochs() == 3
 
 
-def test_copies_are_independent_and_take_extra_values():
+def test_copies_are_independent_and_accept_extra_values():
     original = Derived(epochs=3, feature_cols=["a"])
 
     copied = original.copy({original.epochs: 5, "batch_size": 16})
@@ -191,7 +191,7 @@ def test_extra_values_of_a_copy_are_checked_and_none_means_the_default():
         original.copy({original.epochs: 0})
 
 
-def test_extra_values_for_params_of_other_objects_are_left_out():
+def test_extra_values_for_other_objects_are_ignored():
     original, other = Derived(epochs=2), Derived()
     for_all = {original.epochs: 5, other.batch_size: 7, other.epochs: 9, Derived.pool_size: 4}
 
@@ -202,7 +202,7 @@ def test_extra_values_for_params_of_other_objects_are_left_out():
     assert Base().copy({original.epochs: 5}).getBatchSize() == Base().getBatchSize()
 
 
-def test_explain_params_tells_documentation_default_and_value():
+def test_explain_params_shows_documentation_default_and_value():
     explained = Derived(epochs=3).explainParams()
 
     assert "epochs: Epochs of the run. (default: 1, current: 3)" in explained
@@ -263,7 +263,7 @@ def test_getters_and_setters_are_documented():
         (shapes, [[2, -1]], [[-1, 2, -1]]),
     ],
 )
-def test_converters_give_values_in_one_form(convert, given, kept):
+def test_converters_normalize_values(convert, given, kept):
     converted = convert("name", given)
 
     assert converted == kept
@@ -307,9 +307,7 @@ def test_converters_give_values_in_one_form(convert, given, kept):
         (shapes, -1, "a list of shapes"),
     ],
 )
-def test_converters_refuse_other_values_and_name_param_expectation_and_value(
-    convert, given, expected
-):
+def test_converter_errors_name_param_expectation_and_value(convert, given, expected):
     with pytest.raises(ParamError) as raised:
         convert("the_param", given)
 
@@ -320,7 +318,7 @@ def test_converters_refuse_other_values_and_name_param_expectation_and_value(
     assert f"found {found!r}" in message
 
 
-def test_columns_that_are_named_twice_are_refused():
+def test_duplicate_columns_are_rejected():
     with pytest.raises(ParamError, match="feature_cols: found 'a' more than once"):
         Derived(feature_cols=["a", "b", "a"])
 
@@ -331,7 +329,7 @@ class WithLists(Base):
     shuffle = param("Whether to shuffle.", default=True, convert=boolean)
 
 
-def test_lists_and_dicts_are_nobody_elses():
+def test_lists_and_dicts_are_copied():
     first, second = WithLists(), WithLists()
     first.getCallbacks().append("mine")
     first.getOptions()["a"].append(2)
@@ -350,7 +348,7 @@ def test_lists_and_dicts_are_nobody_elses():
 
 
 @pytest.mark.parametrize("scalar", [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")])
-def test_scalars_of_numpy_are_kept_as_pythons(scalar):
+def test_numpy_scalars_become_python_scalars(scalar):
     params = WithLists(model=scalar, options={scalar: [scalar, (scalar,)]})
 
     plain = scalar.item()
@@ -360,7 +358,7 @@ def test_scalars_of_numpy_are_kept_as_pythons(scalar):
     assert {type(key), type(entry), type(inner)} == {type(plain)}
 
 
-def test_numpys_truth_is_a_truth_and_no_number():
+def test_numpy_booleans_are_booleans_and_not_numbers():
     assert WithLists(shuffle=np.bool_(False)).getShuffle() is False
     with pytest.raises(ParamError, match="epochs: expected a whole number, found True"):
         WithLists(epochs=np.bool_(True))

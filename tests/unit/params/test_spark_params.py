@@ -1,4 +1,4 @@
-"""What Spark's own tests ask of params, asked of each estimator and model."""
+"""Spark's tests of params, applied to each estimator and model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.versions
         *(TorchModel, KerasModel, LightningModel),
     ],
 )
-def test_params_are_asked_as_those_of_sparks_stages(cls: Any) -> None:
+def test_params_behave_like_those_of_sparks_stages(cls: Any) -> None:
     stage, other = cls(), cls()
     assert stage.uid != other.uid
     assert stage.uid.startswith(cls.__name__)

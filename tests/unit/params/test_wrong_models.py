@@ -1,4 +1,4 @@
-"""Wrong models, losses and what a framework alone has: typed errors on the driver, soon."""
+"""Wrong models, losses and framework-specific params fail early with typed errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ lock = threading.Lock()
 
 
 class Net(torch.nn.Module):
-    """What derives from it changes what becomes of the layer's output."""
+    """Module whose subclasses change the use of the layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Unbuilt(keras.Model):
 
 
 class Writing(keras.callbacks.Callback):
-    """Opens its writers where it is made, as keras.io's examples do."""
+    """Callback that opens its writers in its constructor, as keras.io's examples do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,5 @@ ROWS = {
 
 
 @cases(ROWS)
-def test_what_a_framework_cannot_train_ends_a_fit_before_it_begins(
-    tmp_path: Path, wrong: Wrong
-) -> None:
+def test_fits_of_unsuitable_objects_fail_before_training(tmp_path: Path, wrong: Wrong) -> None:
     check_wrong(Calls(tmp_path), wrong)

@@ -1,4 +1,4 @@
-"""Wrong params of all estimators: a typed error that names the param and the mend, soon."""
+"""Wrong params of all estimators fail early with a typed error that names param and fix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ lock = threading.Lock()
 
 
 class Count:
-    """A backend of somebody else's."""
+    """User-written backend."""
 
     def __init__(self, ranks: Any) -> None:
         self.ranks = ranks
@@ -40,7 +40,7 @@ class Count:
 
 
 def param(error: Any, name: str, remedy: str, **changes: Any) -> tuple[Callable[..., Any], Any]:
-    """Return what is set, and what has to be said of it."""
+    """Return a call with changed params, and the expected error."""
     return (lambda calls, framework: calls.train(framework, **changes)), (error, name, remedy)
 
 
@@ -210,7 +210,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("row", list(ALL.values()), ids=list(ALL))
-def test_a_wrong_param_ends_a_fit_before_it_begins(tmp_path: Path, row: Any) -> None:
+def test_wrong_params_fail_before_training(tmp_path: Path, row: Any) -> None:
     call, expected = row
     calls = Calls(tmp_path)
     for framework in FRAMEWORKS:
@@ -219,7 +219,7 @@ def test_a_wrong_param_ends_a_fit_before_it_begins(tmp_path: Path, row: Any) -> 
 
 
 SPELLED: dict[str, Any] = {
-    # Set by Spark's name to: what is wrong, and the beginning of the message.
+    # Spark's name: wrong columns, and the start of the message.
     "featuresCol": [("text", "featuresCol: Column 'text'"), ("none", "no column 'none'")],
     "labelCol": [("holes", "labelCol: Column 'holes'"), ("text", "labelCol: Column 'text'")],
     "weightCol": [("v", "weightCol: expected a column of numbers"), ("holes", "weightCol: Col")],
@@ -229,7 +229,9 @@ OURS = {"featuresCol": "feature_cols", "labelCol": "label_cols", "weightCol": "s
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("spelling", SPELLED)
-def test_errors_name_params_as_they_were_set(tmp_path: Path, framework: str, spelling: str) -> None:
+def test_errors_use_the_spelling_of_the_caller(
+    tmp_path: Path, framework: str, spelling: str
+) -> None:
     calls, ours = Calls(tmp_path), OURS[spelling]
     for column, told in SPELLED[spelling]:
         estimator = getattr(calls, framework)()
@@ -346,5 +348,5 @@ def _memory() -> Any:
 
 
 @cases(FIT)
-def test_a_wrong_fit_ends_at_once(tmp_path: Path, wrong: Wrong) -> None:
+def test_wrong_fits_fail_at_once(tmp_path: Path, wrong: Wrong) -> None:
     check_wrong(Calls(tmp_path), wrong)

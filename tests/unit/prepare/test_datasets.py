@@ -1,4 +1,4 @@
-"""Prepared datasets are listed and cleared, and what is left of half of one. No Spark."""
+"""Listing and clearing of prepared and partly written datasets. No Spark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvd_estimators.store.leases import STALE_SECONDS, LeaseRecord
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
 
-def test_a_dataset_tells_what_it_is(store):
+def test_listed_datasets_describe_their_content(store):
     with acquire(store, Writer(store)) as index:
         (dataset,) = list_prepared_data(store)
         assert (dataset.index, dataset.rows, dataset.validation_rows) == (index, 5, 0)
@@ -36,7 +36,7 @@ def test_a_dataset_tells_what_it_is(store):
         assert abs(dataset.created.timestamp() - time.time()) < 60
 
 
-def test_a_dataset_is_written_each_time_and_deleted_at_the_end_of_its_block(store):
+def test_datasets_are_written_each_time_and_deleted_after_their_block(store):
     write = Writer(store)
     with acquire(store, write) as first:
         assert [dataset.index for dataset in list_prepared_data(store)] == [first]
@@ -46,13 +46,13 @@ def test_a_dataset_is_written_each_time_and_deleted_at_the_end_of_its_block(stor
     assert folders(store) == []
 
 
-def test_a_dataset_whose_writer_fails_is_deleted(store):
+def test_datasets_of_failed_writers_are_deleted(store):
     with pytest.raises(OSError, match="the disk is full"):
         use(store, Writer(store, failures=1))
     assert folders(store) == []
 
 
-def test_clearing_leaves_what_is_in_use(store):
+def test_clearing_keeps_datasets_in_use(store):
     write = Writer(store)
     left = "0123456789ab"
     with acquire(store, write) as in_use:
@@ -73,7 +73,7 @@ def test_a_pinned_dataset_outlives_the_block_of_its_writer(store):
     assert folders(store) == []
 
 
-def test_only_what_is_named_like_a_dataset_is_cleared(store):
+def test_only_folders_with_names_of_datasets_are_cleared(store):
     root = Path(store.prefix_path)
     for name in (
         "runs",
@@ -91,7 +91,7 @@ def test_only_what_is_named_like_a_dataset_is_cleared(store):
 @pytest.mark.parametrize(
     "owner", [None, "", "{", '{"machine": "another", "pid": 1, "started": "1"}']
 )
-def test_what_cannot_be_known_to_be_left_is_left_alone(store, owner):
+def test_datasets_of_unknown_owners_are_kept(store, owner):
     Writer(store)("0123456789ab")
     if owner is not None:
         store.write_text(owner_path(store, "0123456789ab"), owner)
@@ -103,7 +103,7 @@ def test_what_cannot_be_known_to_be_left_is_left_alone(store, owner):
 
 
 def make_foreign(store, path, seconds):
-    """Let a claim be of another machine, and its last heartbeat some time ago."""
+    """Make a claim look like another machine's, with its last heartbeat some time ago."""
     claim = LeaseRecord.from_json(store.read(path))
     other = dataclasses.replace(claim, owner=ProcessIdentity("another", 1, "1"))
     store.write_text(path, other.to_json())
@@ -112,7 +112,7 @@ def make_foreign(store, path, seconds):
 
 
 @pytest.mark.parametrize("by", ["clearing", "the next application"])
-def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, by):
+def test_datasets_of_another_machine_expire_without_heartbeats(store, by):
     left = "0123456789ab"
     Writer(store)(left)
     owner, holder = owner_path(store, left), new_pin_path(store, left)
@@ -140,9 +140,7 @@ def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, 
     assert folders(store) == []
 
 
-def test_who_deletes_a_dataset_and_is_interrupted_leaves_nothing_that_looks_whole(
-    store, monkeypatch
-):
+def test_an_interrupted_deletion_leaves_no_listed_dataset(store, monkeypatch):
     index = "0123456789ab"
     Writer(store)(index)
     delete = type(store).delete
@@ -177,7 +175,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("document", DAMAGED)
-def test_a_damaged_manifest_breaks_neither_listing_nor_clearing_nor_the_next_fit(store, document):
+def test_corrupted_manifests_do_not_break_listing_clearing_or_fits(store, document):
     write = Writer(store)
     with acquire(store, write) as first, acquire(store, write) as other:
         Path(manifest_path(store, first)).write_bytes(document)

@@ -1,4 +1,4 @@
-"""Whoever is interrupted while data are prepared leaves nothing locked or behind. No Spark."""
+"""An interrupt during data preparation leaves no locks and no files. No Spark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("cleared_cache")
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt before the n-th line that is run in some files."""
+    """Trace function that raises KeyboardInterrupt before the n-th line run in some files."""
 
     def __init__(self, n):
         self.left = n
@@ -26,8 +26,8 @@ class Interrupt:
     def __call__(self, frame, event, argument):
         if Path(frame.f_code.co_filename).name not in INTERRUPTED:
             return None
-        # Between a block's end and the release of its lock, which is C code, Python looks for
-        # no signals; a tracer is called there all the same.
+        # Between a block's end and the release of its lock, which is C code, Python handles
+        # no signals, but still calls the tracer.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and not line.strip().startswith("with self._lock"):
             self.left -= 1
@@ -44,7 +44,7 @@ def acquired(store):
     return use(store, Writer(store))
 
 
-def test_an_interrupt_at_any_point_leaves_nothing_locked_or_behind(store):
+def test_an_interrupt_at_any_point_leaves_no_locks_or_files(store):
     points = 0
     for n in itertools.count(1):
         interrupt = Interrupt(n)
@@ -58,7 +58,7 @@ def test_an_interrupt_at_any_point_leaves_nothing_locked_or_behind(store):
         if interrupt.where is None:
             break
         points += 1
-        # Another thread needs not wait, and all can be deleted.
+        # Another thread does not wait, and everything can be deleted.
         (found,) = in_threads(1, lambda: acquired(store))
         assert isinstance(found, str), interrupt.where
         clear_prepared_data(store)
@@ -66,11 +66,11 @@ def test_an_interrupt_at_any_point_leaves_nothing_locked_or_behind(store):
     assert points > 50
 
 
-def test_an_interrupt_that_is_looked_at_later_does_not_stop_the_next_fit(tmp_path, monkeypatch):
-    """Notebooks keep the last exception, and with it all that was going on."""
+def test_kept_interrupts_do_not_block_the_next_fit(tmp_path, monkeypatch):
+    """Notebooks keep the last exception, and with it all frames."""
     kept, used = [], []
     for n in itertools.count(1):
-        # What is kept stays in its store and registry, and would add lines to each later search.
+        # Kept frames hold a store and registry, which would add lines to each later search.
         used.append((Store.create(str(tmp_path / str(n))), datasets._Registry()))
         store, registry = used[-1]
         monkeypatch.setattr(datasets, "_registry", registry)

@@ -1,4 +1,4 @@
-"""Prepared datasets that other processes write and read, and leave. No Spark."""
+"""Prepared datasets that other processes write, read and leave behind. No Spark."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_datasets_are_deleted_when_the_interpreter_exits(store):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_a_process_left_that_a_signal_ended_goes_when_the_next_one_writes(store, number):
+def test_the_next_writer_deletes_datasets_of_killed_processes(store, number):
     process = start(store, "kept")
     left = process.stdout.readline().strip()
-    # As long as it lives, its dataset stays.
+    # The dataset stays while its process lives.
     write = Writer(store)
     use(store, write)
     assert clear_prepared_data(store) == []
@@ -80,7 +80,7 @@ def test_what_a_process_left_that_a_signal_ended_goes_when_the_next_one_writes(s
         assert folders(store) == names(index)
 
 
-def test_what_lives_elsewhere_is_cleared_by_name_or_by_force(store):
+def test_datasets_of_living_processes_are_cleared_by_name_or_force(store):
     with start(store, "kept") as process:
         left = process.stdout.readline().strip()
         assert clear_prepared_data(store) == []
@@ -92,7 +92,7 @@ def test_what_lives_elsewhere_is_cleared_by_name_or_by_force(store):
         assert folders(store) == []
 
 
-def test_what_a_killed_writer_left_is_not_listed_and_is_cleared(store):
+def test_partly_written_datasets_are_not_listed_but_cleared(store):
     process = start(store, "half")
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ def hold_elsewhere(store, index):
     return process
 
 
-def test_what_another_application_reads_stays_until_it_is_done(store):
+def test_datasets_stay_while_another_application_reads_them(store):
     write = Writer(store)
     with acquire(store, write) as index:
         reader = hold_elsewhere(store, index)
@@ -119,7 +119,7 @@ def test_what_another_application_reads_stays_until_it_is_done(store):
     use(store, write)
     clear_training_cache()
     assert [d.index for d in list_prepared_data(store)] == [index]
-    # It is paused, which is no end.
+    # A paused process still reads.
     reader.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
     assert clear_prepared_data(store) == []
@@ -130,7 +130,7 @@ def test_what_another_application_reads_stays_until_it_is_done(store):
     assert folders(store) == []
 
 
-def test_a_killed_reader_holds_nothing(store):
+def test_killed_readers_hold_no_dataset(store):
     with acquire(store, Writer(store)) as index:
         reader = hold_elsewhere(store, index)
         reader.kill()
@@ -139,7 +139,7 @@ def test_a_killed_reader_holds_nothing(store):
     assert folders(store) == []
 
 
-def test_force_takes_what_others_read(store):
+def test_force_clears_datasets_that_others_read(store):
     with acquire(store, Writer(store)) as index:
         reader = hold_elsewhere(store, index)
     with reader:
@@ -148,7 +148,7 @@ def test_force_takes_what_others_read(store):
     assert folders(store) == []
 
 
-def test_what_others_read_outlives_the_application_that_wrote_it(store):
+def test_datasets_that_others_read_outlive_their_writer(store):
     writer = start(store, "kept")
     index = writer.stdout.readline().strip()
     reader = hold_elsewhere(store, index)

@@ -1,4 +1,4 @@
-"""Prepared datasets that the fits of a grid share. No Spark."""
+"""Prepared datasets shared by the fits of a grid. No Spark."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_fits_with_equal_options_share_a_dataset_until_the_last_one_ends(store):
     assert folders(store) == []
 
 
-def test_the_fits_of_another_grid_share_nothing(store):
+def test_fits_of_different_grids_share_nothing(store):
     write = Writer(store)
     first, _ = one_fit(SharedDatasets(1), store, write, columns=["x"])
     assert folders(store) == []
     assert one_fit(SharedDatasets(1), store, write, columns=["x"])[0] != first
 
 
-def test_a_grid_that_is_not_fitted_to_its_end_leaves_no_dataset(store):
+def test_an_unfinished_grid_leaves_no_dataset(store):
     datasets = SharedDatasets(2)
     index, _ = one_fit(datasets, store, Writer(store))
     assert folders(store) == names(index)
@@ -54,7 +54,7 @@ def test_a_grid_that_is_not_fitted_to_its_end_leaves_no_dataset(store):
     assert folders(store) == []
 
 
-def test_threads_wait_for_the_one_that_writes(store):
+def test_threads_wait_for_the_writer(store):
     write, datasets = Writer(store, seconds=0.2), SharedDatasets(6)
     found = in_threads(6, lambda: one_fit(datasets, store, write)[0])
     assert set(found) == set(write.written)
@@ -62,7 +62,7 @@ def test_threads_wait_for_the_one_that_writes(store):
     assert folders(store) == []
 
 
-def test_a_dataset_that_one_thread_fails_to_write_is_written_by_another(store):
+def test_another_thread_retries_a_failed_write(store):
     write, datasets = Writer(store, seconds=0.2, failures=1), SharedDatasets(4)
     results = in_threads(4, lambda: one_fit(datasets, store, write)[0])
     failed = [result for result in results if isinstance(result, OSError)]

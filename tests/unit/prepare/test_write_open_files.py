@@ -1,4 +1,4 @@
-"""An option of Spark's session that several threads need for a while."""
+"""A Spark session option that several threads set temporarily."""
 
 import threading
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class Conf(dict):
     ("before", "during"),
     [({}, "3"), ({OPTION: "0"}, "3"), ({OPTION: "2"}, "3"), ({OPTION: "7"}, "7")],
 )
-def test_the_option_is_put_back_when_the_last_thread_has_written(before, during):
+def test_the_option_is_restored_after_the_last_thread(before, during):
     session = SimpleNamespace(conf=Conf(before))
     entered, leave = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The model of more hosts: its arithmetic against a ring that is taken turn by turn."""
+"""The model of more hosts, compared with a simulated ring allreduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ works = st.builds(Work, st.floats(1e-4, 10), seconds, seconds, seconds, st.float
 
 
 def ring(ranks: int, width: int) -> tuple[np.ndarray, int, list[int]]:
-    """Reduce one array of each rank by the ring; return a rank's sums, turns, and numbers sent."""
+    """Simulate a ring allreduce; return a rank's sums, the turns, and the numbers sent."""
     rng = np.random.default_rng(ranks)
     start = rng.integers(0, 100, (ranks, ranks * width))
     pieces = [np.array_split(row.copy(), ranks) for row in start]
@@ -37,7 +37,7 @@ def ring(ranks: int, width: int) -> tuple[np.ndarray, int, list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_an_allreduce_takes_the_turns_and_sends_the_bytes_of_the_ring(ranks: int) -> None:
+def test_allreduce_times_match_the_rings_turns_and_bytes(ranks: int) -> None:
     sums, turns, sent = ring(ranks, width=5)
     link = Link(fixed_seconds=1.0, turn_seconds=0.1, bytes_per_second=1000.0)
     expected = 1.0 + turns * 0.1 + max(sent) * 8 / 1000.0
@@ -45,20 +45,18 @@ def test_an_allreduce_takes_the_turns_and_sends_the_bytes_of_the_ring(ranks: int
 
 
 @given(works, links, st.integers(1, 500))
-def test_more_ranks_never_gain_more_than_their_number_and_never_lose_the_bandwidth_term(
-    work: Work, link: Link, ranks: int
-) -> None:
+def test_efficiency_is_bounded_for_any_number_of_ranks(work: Work, link: Link, ranks: int) -> None:
     found = efficiency(work, ranks, link)
     assert 0 < found <= 1
     assert efficiency(work, ranks + 1, link) <= found * (1 + 1e-9)
-    # With turns that cost nothing a ring of any size takes less than twice the bytes' time.
+    # With free turns, a ring of any size takes less than twice the time of the bytes.
     free = Link(link.fixed_seconds, 0.0, link.bytes_per_second)
     most = link.fixed_seconds + 2 * work.gradient_bytes / link.bytes_per_second
     assert free.allreduce_seconds(ranks, work.gradient_bytes) <= most * (1 + 1e-9)
 
 
 @given(works, links, st.integers(1, 64), st.integers(1, 64))
-def test_a_host_with_a_core_for_each_thread_is_as_fast_as_ranks_apart(
+def test_enough_cores_make_one_host_as_fast_as_separate_ones(
     work: Work, link: Link, ranks: int, cores: int
 ) -> None:
     apart = step_seconds(work, ranks, link)
@@ -70,20 +68,20 @@ def test_a_host_with_a_core_for_each_thread_is_as_fast_as_ranks_apart(
         assert together == pytest.approx(apart)
 
 
-def test_the_slower_of_computing_and_decoding_counts_and_cores_that_are_shared() -> None:
+def test_step_times_follow_the_slower_part_and_shared_cores() -> None:
     link = Link(0.001, 0.0, math.inf)
     assert step_seconds(Work(0.01, 0.01, 0.05, 0.02, 8), 1, link) == 0.05
     assert step_seconds(Work(0.03, 0.02, 0.02, 0.02, 8), 2, link) == pytest.approx(0.051)
     # Four ranks compute for 0.02 seconds each on two cores, after 0.03 on their devices.
     assert step_seconds(Work(0.03, 0.02, 0.02, 0.01, 8), 4, link, 4, 2) == pytest.approx(0.071)
-    # Eight ask them for 0.03 + 0.02 seconds each.
+    # Eight ranks need 0.03 + 0.02 seconds each of the two cores.
     assert step_seconds(Work(0.0, 0.03, 0.02, 0.02, 8), 8, link, 8, 2) == pytest.approx(0.201)
 
 
 @given(
     st.floats(1e-4, 1e-2), st.floats(1e-6, 1e-3), st.floats(1e7, 1e10), st.sampled_from([1, 2, 16])
 )
-def test_a_link_is_found_again_in_the_allreduces_that_it_gives(
+def test_links_are_recovered_from_their_allreduce_times(
     fixed: float, turn: float, speed: float, cores: int
 ) -> None:
     link = Link(fixed, turn, speed)
@@ -98,12 +96,12 @@ def test_a_link_is_found_again_in_the_allreduces_that_it_gives(
         assert found.allreduce_seconds(ranks, num_bytes, stretch) == pytest.approx(expected, 1e-3)
 
 
-def test_no_cost_of_a_link_is_negative_where_measurements_would_have_it_so() -> None:
-    # More ranks are faster here, which only a negative turn would explain.
+def test_fitted_costs_of_a_link_are_never_negative() -> None:
+    # More ranks are faster in this data, which only a negative turn would explain.
     found = fitted_link([(2, 4.0, 0.004), (4, 4.0, 0.002), (2, 4e6, 0.01), (4, 4e6, 0.01)], 4)
     assert min(found.fixed_seconds, found.turn_seconds) >= 0 < found.bytes_per_second
 
 
-def test_a_fit_takes_what_is_fixed_and_its_steps() -> None:
-    # 1001 rows on 2 ranks are 501 each, of which 51 batches of 10 come.
+def test_fit_times_are_the_fixed_time_plus_the_steps() -> None:
+    # 1001 rows on 2 ranks are 501 each, which form 51 batches of 10.
     assert fit_seconds(3.0, rows=1001, epochs=2, batch_size=10, ranks=2, step=0.5) == 3.0 + 51.0

@@ -1,4 +1,4 @@
-"""From records to the page, and from there to what the documentation quotes."""
+"""Records of benchmarks, the page made from the records, and quotes in the documentation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MACHINE = {"cpu": "A processor", "cores": 2, "memory_gib": 4.0, "load_before": 0
 
 
 def document(part: str) -> str:
-    """Return what a benchmark prints as its last line."""
+    """Return the last line of a benchmark's output."""
     return json.dumps(
         {
             "benchmark": part,
@@ -48,7 +48,7 @@ def document(part: str) -> str:
     )
 
 
-def test_the_best_or_the_middle_counts_and_is_compared_with_its_baseline() -> None:
+def test_the_best_or_median_value_is_compared_with_its_baseline() -> None:
     found = {(one.table, one.name): one for one in RECORDS}
     wall = found["wall", "ours"]
     assert (wall.value, wall.low, wall.high, wall.ratio) == (2.0, 2.0, 3.0, 0.25)
@@ -59,7 +59,7 @@ def test_the_best_or_the_middle_counts_and_is_compared_with_its_baseline() -> No
     assert ("wall", "none") not in found
 
 
-def test_results_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
+def test_results_survive_a_round_trip_through_their_file(tmp_path: Path) -> None:
     result = results.parse(document("fit"))
     file = tmp_path / "new" / "results.json"
     results.save(file, {"fit": result, "other": results.parse(document("other"))})
@@ -69,12 +69,12 @@ def test_results_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "done", "[1]", '{"benchmark": "fit"}'])
-def test_a_last_line_that_is_no_result_is_told(line: str) -> None:
+def test_a_last_line_that_is_not_a_result_is_an_error(line: str) -> None:
     with pytest.raises(ValueError, match="no result"):
         results.parse(line)
 
 
-def test_the_page_says_what_was_measured_where_and_when(tmp_path: Path) -> None:
+def test_the_page_shows_results_with_machine_and_date(tmp_path: Path) -> None:
     results.save(tmp_path / "results.json", {"fit": results.parse(document("fit"))})
     elsewhere = {**json.loads(document("gpu")), "machine": {**MACHINE, "gpu": "A device"}}
     results.save(tmp_path / "device.json", {"gpu": results.parse(json.dumps(elsewhere))})
@@ -90,7 +90,7 @@ def test_the_page_says_what_was_measured_where_and_when(tmp_path: Path) -> None:
     assert "* - 4,096 | 2.5 | 3" in rows
 
 
-def test_each_result_has_a_picture_which_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
+def test_each_result_has_a_reproducible_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import plots
 
@@ -99,12 +99,12 @@ def test_each_result_has_a_picture_which_is_the_same_for_the_same_figures(tmp_pa
     first = (tmp_path / "fit.svg").read_bytes()
     plots.draw(tmp_path)
     assert (tmp_path / "fit.svg").read_bytes() == first
-    # Texts are texts, so what is on the picture can be looked for.
+    # Texts in the plot are stored as text, so tests can search for them.
     for said in (b"theirs", b"1,230 rows/s", b"predicted", b"bytes"):
         assert said in first
 
 
-def test_a_part_that_fails_is_named_and_the_others_go_on(
+def test_failed_parts_are_named_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -127,12 +127,12 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert code == 1
     assert said.err.strip().splitlines()[-1] == "failed: prepare, loader"
     assert "a table" in said.out
-    # What failed keeps the result that it had.
+    # Failed parts keep their earlier results.
     assert [*results.load(output / "results.json")] == ["prepare", "fit", "keras"]
     assert "``keras``" in (output / page.PAGE).read_text()
 
 
-def test_a_part_whose_time_is_over_ends_with_its_children(
+def test_a_part_over_its_time_limit_ends_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = tmp_path / "child"
@@ -161,13 +161,13 @@ time.sleep(600)
     with pytest.raises(subprocess.TimeoutExpired):
         runner.last_line([sys.executable, "-c", script], 9.0)
     with contextlib.suppress(psutil.NoSuchProcess):
-        # A kill takes effect when the process is next scheduled; then init has to collect it.
+        # A kill takes effect when the process is next scheduled; then init must reap it.
         process = psutil.Process(int(child.read_text()))
         while process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
 
 
-def test_quoted_figures_are_divided_and_rounded_and_others_stay(tmp_path: Path) -> None:
+def test_quoted_figures_are_divided_and_rounded_and_others_kept(tmp_path: Path) -> None:
     result = results.parse(document("fit"))
     assert quotes.Quote("fit", "wall", "theirs", "ours", 1).text({"fit": result}) == "4.0"
     assert quotes.Quote("fit", "wall", "ours").text({"fit": result}) == "2.00"
@@ -181,7 +181,7 @@ def test_quoted_figures_are_divided_and_rounded_and_others_stay(tmp_path: Path) 
 
 
 def names_of(module: str) -> set[str]:
-    """Return the names that a module of this repository has, without importing it."""
+    """Return the names in a module of this repository, without importing it."""
     path = ROOT / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     found = {each.stem for each in path.iterdir()} if path.is_dir() else set()
@@ -193,12 +193,12 @@ def names_of(module: str) -> set[str]:
         elif isinstance(node, ast.alias):
             found.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # Of those that are imported once they are asked for.
+            found.add(node.value)  # Names that are imported lazily.
     return found
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda f: f.stem)
-def test_what_a_benchmark_takes_from_other_modules_is_there(file: Path) -> None:
+def test_names_that_benchmarks_import_exist(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     modules = {}
     for node in ast.walk(tree):
@@ -215,10 +215,10 @@ def test_what_a_benchmark_takes_from_other_modules_is_there(file: Path) -> None:
             assert node.attr in modules.get(node.value.id, {node.attr}), node.value.id
 
 
-def test_the_documentation_quotes_what_was_measured() -> None:
+def test_the_documentation_quotes_the_results() -> None:
     measured = quotes.texts(results.load(FIGURES / "results.json"))
     quoted = quotes.written((FIGURES / quotes.QUOTED).read_text(encoding="utf-8"))
-    # Those of parts that were not measured again stay as they were.
+    # Quotes of parts that were not measured again stay the same.
     assert quoted == {**quoted, **measured}
     assert set(quoted) <= set(quotes.QUOTES)
     for document_file in runner.QUOTING:
@@ -228,7 +228,7 @@ def test_the_documentation_quotes_what_was_measured() -> None:
         assert set(re.findall(r"\|(\w+)\|", text)) == set(found)
 
 
-def test_the_page_in_the_documentation_is_the_one_of_its_results() -> None:
+def test_the_documentations_page_matches_its_results() -> None:
     assert (FIGURES / page.PAGE).read_text(encoding="utf-8") == page.text(FIGURES)
     for name, _ in page.everything(FIGURES):
         assert (FIGURES / f"{name}.svg").is_file()

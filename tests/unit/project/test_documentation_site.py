@@ -1,4 +1,4 @@
-"""The documentation builds without warnings: every name, link and block of it is right."""
+"""The documentation builds without warnings; its names, links and blocks are valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+def test_the_site_builds_without_warnings_or_broken_links(tmp_path: Path) -> None:
     pytest.importorskip("furo")
     pytest.importorskip("torch")
     pytest.importorskip("keras")
@@ -46,7 +46,7 @@ def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path
 
 
 def _messages() -> str:
-    """Return the texts that this package can say, a line each, with ``…`` for what is filled in."""
+    """Return this package's strings, one per line, with ``…`` for formatted values."""
     lines = []
     for source in (ROOT / "hvd_estimators").rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
@@ -58,14 +58,14 @@ def _messages() -> str:
     return "\n".join(lines)
 
 
-def test_messages_that_the_documentation_explains_are_said_by_the_package() -> None:
+def test_messages_explained_in_the_documentation_exist() -> None:
     page = (ROOT / "docs" / "troubleshooting.rst").read_text(encoding="utf-8")
     first_cells = "\n".join(line for line in page.split("\n") if line.startswith("   * - "))
     cells = re.findall(r"``(?:\w+Error: )?([^`\n]+)``", first_cells)
     said = _messages()
     missing = []
     for cell in cells:
-        # What stands for a value: a name in quotes, a number, a dash that leaves something out.
+        # Placeholders of values: a name in quotes, a number, an ellipsis.
         for part in re.split(r"…|'[^']*'|\b\d+\b|^\w+: |=\d", cell):
             text = part.strip(" .:(,")
             if len(text) > 3 and " " in text and text not in said:
@@ -73,10 +73,10 @@ def test_messages_that_the_documentation_explains_are_said_by_the_package() -> N
     assert not missing
 
 
-def test_the_readme_renders_where_packages_are_shown_and_its_files_are_there() -> None:
+def test_the_readme_renders_on_package_indexes_and_its_files_exist() -> None:
     core = pytest.importorskip("docutils.core")
     text = (ROOT / "README.rst").read_text(encoding="utf-8")
-    # From warnings on it raises. PyPI inserts no files either.
+    # Raise on warnings. PyPI inserts no files, either.
     settings = {"halt_level": 2, "report_level": 5, "file_insertion_enabled": False}
     core.publish_string(text, writer="null", settings_overrides=settings)
     files = re.findall(r"`[^`]*<([\w./]+)>`_|^\.\. image:: (\S+)", text, re.MULTILINE)
@@ -84,7 +84,7 @@ def test_the_readme_renders_where_packages_are_shown_and_its_files_are_there() -
     assert [name for name in map("".join, files) if not (ROOT / name).is_file()] == []
 
 
-def test_package_indexes_show_the_readme_without_what_only_a_clone_has(
+def test_package_indexes_show_the_readme_without_parts_for_clones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Each row of the table of faults in the documentation names a test that there is."""
+"""Each row of the documentation's table of faults names an existing test."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ TEST = re.compile(r"``(test_\w+\.py)::(test_\w+)``")
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of the table's rows, without its header."""
+    """Return the cells of the table's rows, without the header."""
     text = (ROOT / "docs" / "fault_tolerance.rst").read_text()
     table = text[text.index(".. list-table:: Faults") :]
-    # The table ends where a line is not indented.
+    # The table ends at the first line that is not indented.
     body = re.split(r"\n(?=\S)", table, maxsplit=1)[0]
     found = re.split(r"\n\s+\* - ", body)[1:]
     return [re.split(r"\n\s+- ", row) for row in found[1:]]
 
 
-def test_every_row_says_what_happens_what_is_lost_and_which_test_shows_it() -> None:
+def test_every_row_has_an_outcome_a_loss_and_a_test() -> None:
     found = rows()
     assert len(found) > 10
     for row in found:
@@ -29,7 +29,7 @@ def test_every_row_says_what_happens_what_is_lost_and_which_test_shows_it() -> N
         assert TEST.search(row[3]), row[0]
 
 
-def test_the_tests_that_are_named_exist() -> None:
+def test_the_named_tests_exist() -> None:
     paths = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
     for row in rows():
         for file, name in TEST.findall(row[3]):

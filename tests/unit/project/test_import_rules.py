@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: what a process happens to load is in test_imports."""
+"""Import rules, checked in the source; test_imports checks the modules that processes load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = (
     ("store",),
     ("base",),
 )
-"""Packages from top to bottom. A package imports those below it, and none beside it."""
+"""Packages from top to bottom. A package imports only packages below it."""
 
 LAUNCH_LAYERS = (
     ("cluster",),
@@ -32,7 +32,7 @@ LAUNCH_LAYERS = (
     ("rank",),
     ("warm", "rendezvous"),
 )
-"""The folders of ``launch/`` from top to bottom; its files stand above or below all of them."""
+"""The folders of ``launch/`` from top to bottom; its files are above or below all folders."""
 
 PACKAGES = {
     "__init__": "base",
@@ -45,7 +45,7 @@ PACKAGES = {
     "params": "estimator",
     "saving": "estimator",
 }
-"""Layers of modules at the package's root, and of the packages around the recipe of a fit."""
+"""Layers of modules at the package's root, and of the packages for a fit."""
 
 SPARK = ("pyspark", "py4j")
 SPARK_FILES = (
@@ -55,7 +55,7 @@ SPARK_FILES = (
     "spark_backend",
     "task",
 )
-"""What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
+"""Modules of ``launch/`` for Spark's driver and Python workers; ranks run the rest."""
 
 FRAMEWORKS = {
     "torch": ("torch", "lightning", "compat"),
@@ -70,12 +70,12 @@ FRAMEWORKS = {
     "horovod.tensorflow": ("keras", "compat"),
     "horovod.keras": ("keras",),
 }
-"""Each framework and the packages that may import it, or our package of that name."""
+"""Frameworks and the packages that may import each framework."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """What a module imports, at the top, within a function, or for type checkers alone."""
+    """Import of a module, at the top, within a function, or only for type checkers."""
 
     module: str
     line: int
@@ -90,9 +90,9 @@ class Import:
 
 
 def read_imports(root: Path) -> dict[str, list[Import]]:
-    """Return the imports of each module of a package; its own modules are named from its root.
+    """Return the imports of each module of a package; names of its modules omit the package.
 
-    What a package's ``__init__`` imports for type checkers is left out: names that it hands on.
+    Imports of an ``__init__`` for type checkers are omitted, because they only re-export names.
     """
     files = {name_of(path.relative_to(root)): path for path in root.rglob("*.py")}
     return {
@@ -111,7 +111,7 @@ def name_of(path: Path) -> str:
 
 
 def own_module(package: str, name: str, modules: Collection[str]) -> str | None:
-    """Return the module that a name is in, or is; None where it is not of the package."""
+    """Return the module of a name, or None for names outside the package."""
     first, _, rest = name.partition(".")
     if first != package:
         return None
@@ -121,7 +121,7 @@ def own_module(package: str, name: str, modules: Collection[str]) -> str | None:
 
 
 def imported_names(node: ast.AST, for_types: bool = False) -> Iterator[tuple[int, str, bool]]:
-    """Yield lines and names that are imported below a node, and whether for type checkers alone."""
+    """Yield line, name, and a flag for type checkers of each import below a node."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         for child in node.body:
             yield from imported_names(child, for_types=True)
@@ -145,7 +145,7 @@ def imported_names(node: ast.AST, for_types: bool = False) -> Iterator[tuple[int
 
 
 def is_of_spark(module: str) -> bool:
-    """Return whether a module runs in Spark's driver or Python workers, and in no rank."""
+    """Return True if a module runs in Spark's driver or Python workers, but not in ranks."""
     return any(f"{module}.".startswith(f"launch.{name}.") for name in SPARK_FILES)
 
 
@@ -157,7 +157,7 @@ def package(module: str) -> str:
 
 
 def upward(imports: Mapping[str, Sequence[Import]]) -> list[str]:
-    """Return the imports of a package that is not below the importing one."""
+    """Return the imports of packages that are not below the importing one."""
     heights = {name: -i for i, layer in enumerate(LAYERS) for name in layer}
     return [
         f"{found} ({package(module)} is not above {package(found.name)})"
@@ -170,7 +170,7 @@ def upward(imports: Mapping[str, Sequence[Import]]) -> list[str]:
 
 
 def circles(imports: Mapping[str, Sequence[Import]]) -> list[str]:
-    """Return ways from a module over its imports back to it, one for each that is found."""
+    """Return the import cycles."""
     found, done = [], set()
 
     def visit(module: str, path: list[str]) -> None:
@@ -188,7 +188,7 @@ def circles(imports: Mapping[str, Sequence[Import]]) -> list[str]:
 
 
 def brought(imports: Mapping[str, Sequence[Import]], module: str) -> list[Import]:
-    """Return all that a module imports when it runs, and what these import, and so on."""
+    """Return the imports of a module at run time, transitively."""
     reached, waiting, found = {module}, [module], []
     for name in waiting:
         for entry in imports[name]:
@@ -210,11 +210,11 @@ RANK_MODULES = [
 ]
 
 
-def test_no_package_imports_one_above_or_beside_it() -> None:
+def test_packages_import_only_packages_below() -> None:
     assert upward(IMPORTS) == []
 
 
-def test_the_folders_of_launch_stand_on_each_other() -> None:
+def test_the_folders_of_launch_are_layered() -> None:
     floors = {name: floor for floor, names in enumerate(LAUNCH_LAYERS) for name in names}
 
     def floor_of(module: str) -> int | None:
@@ -235,7 +235,7 @@ def test_the_folders_of_launch_stand_on_each_other() -> None:
     } == set(floors)
 
 
-def test_no_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert circles(IMPORTS) == []
 
 
@@ -247,11 +247,11 @@ def test_a_rank_can_run_without_pyspark(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["inference.udf", "torch.predictor"])
 def test_python_workers_predict_without_spark_ml(module: str) -> None:
-    """It brings SciPy: a fifth of what the first prediction of a session waits for."""
+    """Spark ML imports SciPy, a fifth of the wait for a session's first prediction."""
     assert [str(i) for i in brought(IMPORTS, module) if i.is_of("pyspark.ml")] == []
 
 
-def test_a_framework_is_imported_in_its_own_package() -> None:
+def test_frameworks_are_imported_only_in_their_packages() -> None:
     found = [
         str(entry)
         for module, entries in IMPORTS.items()
@@ -262,7 +262,7 @@ def test_a_framework_is_imported_in_its_own_package() -> None:
     assert found == []
 
 
-def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
+def test_the_rules_find_violations(tmp_path: Path) -> None:
     sources = {
         "__init__.py": "",
         "store/__init__.py": "from house.store.base import Store",

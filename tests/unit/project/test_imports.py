@@ -1,4 +1,4 @@
-"""What importing a part of the package brings along: seen in a fresh process."""
+"""Modules loaded by importing parts of the package in a fresh process."""
 
 import subprocess
 import sys
@@ -46,14 +46,14 @@ def imported(*statements):
         ("hvd_estimators.keras.trainer", {"torch", "lightning", "pytorch_lightning"} | SPARK),
     ],
 )
-def test_what_a_rank_imports_brings_no_spark_and_no_framework_but_its_own(module, heavy):
+def test_ranks_import_neither_spark_nor_other_frameworks(module, heavy):
     if module.endswith(".petastorm"):
         reason = "not installable beside today's PyArrow"
         pytest.importorskip("petastorm", reason=reason, exc_type=ImportError)
     assert not imported(f"import {module}") & heavy
 
 
-def test_the_public_names_come_when_they_are_first_used_and_without_a_framework():
+def test_public_names_are_loaded_lazily_without_a_framework():
     assert not imported("import hvd_estimators", "hvd_estimators.Store") & (FRAMEWORKS | SPARK)
 
     driver = imported("from hvd_estimators import Store, prepare_data")
@@ -61,7 +61,7 @@ def test_the_public_names_come_when_they_are_first_used_and_without_a_framework(
     assert "pyspark" in driver
 
 
-def test_a_name_that_does_not_exist_is_the_usual_error():
+def test_missing_names_raise_attribute_errors():
     import hvd_estimators
     import hvd_estimators.launch
     import hvd_estimators.torch
@@ -81,7 +81,7 @@ def test_a_name_that_does_not_exist_is_the_usual_error():
         ("torch", "torch import TorchEstimator", '"hvd_estimators[torch]"'),
     ],
 )
-def test_a_missing_framework_is_told_with_the_command_that_installs_it(package, name, remedy):
+def test_the_error_without_a_framework_names_the_install_command(package, name, remedy):
     script = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from hvd_estimators.exceptions import DependencyError\n"

@@ -1,4 +1,4 @@
-"""Rules for docstrings and file names: what a program can check of CONTRIBUTING's style."""
+"""Rules of CONTRIBUTING for docstrings and file names that a program can check."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OPENINGS = re.compile(
     r"(What|Who|Whoever|Whether|Where|Which|Tell|Say|Return (what|who|where|which)|"
     r"Return (how much|how many))\b"
 )
-"""First words that name nothing: an imperative or a noun opens a docstring."""
+"""Wrong first words: a docstring opens with an imperative or a noun."""
 
 BANNED = re.compile(
     r"\b(mend(s|ed|ing)?|anew|nobody|gone on|for ever|of its own|as they are|who has it|none of|"
     r"house|rooms?|road|take down|taken down|told)\b",
     re.IGNORECASE,
 )
-"""Words of the project's first language; see the vocabulary in ``docs/architecture.rst``."""
+"""Banned words; see the vocabulary in ``docs/architecture.rst``."""
 
 MOST_WORDS = 20
-"""Most words in the first sentence of a docstring."""
+"""Maximum number of words in the first sentence of a docstring."""
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -53,7 +53,7 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def prose(text: str) -> str:
-    """Return a text without its literals, which are names and not words."""
+    """Return a text without its literals, which are names rather than words."""
     return re.sub(r"``[^`]*``|`[^`]*`", "", text)
 
 
@@ -77,7 +77,7 @@ def test_first_sentences_are_short() -> None:
     assert found == []
 
 
-def test_docstrings_and_comments_use_the_fields_words() -> None:
+def test_docstrings_and_comments_avoid_banned_words() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line} {match.group()}"
         for path in FILES
@@ -87,7 +87,7 @@ def test_docstrings_and_comments_use_the_fields_words() -> None:
     assert found == []
 
 
-def test_a_file_name_means_one_thing_in_the_frameworks_packages() -> None:
+def test_file_names_are_consistent_between_frameworks() -> None:
     """The same role has the same file name in the packages of torch, Keras and Lightning."""
     roles = {"params", "estimator", "trainer", "checkpoint", "model", "predictor"}
     for framework in ("torch", "keras", "lightning"):
@@ -96,6 +96,6 @@ def test_a_file_name_means_one_thing_in_the_frameworks_packages() -> None:
 
 
 def test_few_files_are_small() -> None:
-    """A file is one concept that a newcomer would look for."""
+    """A file holds one concept that a newcomer would look for."""
     sizes = Counter(path.stem == "__init__" for path in FILES)
     assert sizes[False] + sizes[True] <= 275

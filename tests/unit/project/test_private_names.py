@@ -1,6 +1,6 @@
-"""Private names of other packages: each is where it was, and all are in the table.
+"""Private names of other packages: each still exists, and all are in the table.
 
-A new version may move what is private. Names in Spark's JVM are in tests/spark/test_spark_names.py.
+A new version may move private names. Names in Spark's JVM are in tests/spark/test_spark_names.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SHARED = {
     *("_floatx", "_input_keys", "_input_pairing"),  # keys of saved Keras models
     *("_from", "_hidden", "_is_row"),  # columns of `transform`
     "_loss",  # a loss in Lightning's loggers
-    *("_PYTORCH", "_TENSORFLOW"),  # ends of Horovod's environment variables
+    *("_PYTORCH", "_TENSORFLOW"),  # suffixes of Horovod's environment variables
     "_delta_log",  # Delta's folder
 }
-"""Names with an underscore that several files of this package use, and documented ones."""
+"""Names with an underscore that several files of this package use or that are documented."""
 
 ROOT = Path(hvd_estimators.__file__).parent
 LISTED = {name for row in TABLE for name in row.names.split()}
@@ -46,7 +46,7 @@ LISTED = {name for row in TABLE for name in row.names.split()}
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    """Return this package's files."""
+    """Return the syntax trees of this package's files."""
     return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -59,7 +59,7 @@ def trees() -> dict[Path, ast.Module]:
         for name in row.names.split()
     ],
 )
-def test_a_private_name_is_where_it_was(row: Private, name: str) -> None:
+def test_private_names_still_exist(row: Private, name: str) -> None:
     if row.owner.startswith("petastorm"):
         reason = "not installable beside today's PyArrow"
         pytest.importorskip("petastorm", reason=reason, exc_type=ImportError)
@@ -72,7 +72,7 @@ def test_a_private_name_is_where_it_was(row: Private, name: str) -> None:
 
 
 def find(path: str) -> Any:
-    """Return a module or a class by its path; None where there is none."""
+    """Return a module or a class by its path, or None if it does not exist."""
     module, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
@@ -81,7 +81,7 @@ def find(path: str) -> Any:
 
 
 def provides(owner: Any, name: str) -> bool:
-    """Return whether a module or class has a name, or sets it on objects."""
+    """Return True if a module or class has a name, or sets it on objects."""
     if hasattr(owner, name) or name in getattr(owner, "__annotations__", ()):
         return True
     if isinstance(owner, ModuleType):
@@ -111,13 +111,13 @@ def set_by(module: str) -> set[str]:
 
 
 def uses(tree: ast.AST, listed: str) -> bool:
-    """Return whether a file has a name or a short string, or defines a method of that name."""
+    """Return True if a file has a name or short string, or defines a method of that name."""
     return listed.rstrip("*") in words_of(tree)
 
 
 @functools.cache
 def words_of(tree: ast.AST) -> set[str]:
-    """Return names and strings of a file; of dotted ones, the last part."""
+    """Return names and strings of a file, without the qualifiers of dotted ones."""
     found = (
         getattr(node, field, None)
         for node in ast.walk(tree)
@@ -127,7 +127,7 @@ def words_of(tree: ast.AST) -> set[str]:
 
 
 def foreign_names(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, int, str]]:
-    """Yield private names that are used and that this package does not define.
+    """Yield used private names that this package does not define.
 
     A file may use the names that it defines, and `SHARED` names. On ``self``, ``cls`` and
     ``super()`` it may use all names that the package defines, since classes inherit them.
@@ -169,7 +169,7 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def test_every_private_name_that_is_used_is_in_the_table() -> None:
+def test_every_used_private_name_is_in_the_table() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} uses {name}"
         for path, line, name in foreign_names(trees())
@@ -180,7 +180,7 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
     )
 
 
-def test_every_name_of_the_table_is_used() -> None:
+def test_every_name_in_the_table_is_used() -> None:
     unused = [name for name in LISTED if not any(uses(tree, name) for tree in trees().values())]
     assert sorted(unused) == []
 

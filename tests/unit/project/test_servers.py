@@ -1,4 +1,4 @@
-"""The servers of the tests: they do what they are for, and do not outlive who started them."""
+"""Test servers work, and do not outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ time.sleep(300)
 """
 
 
-def test_servers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_servers_end_when_their_process_is_killed(tmp_path: Path) -> None:
     tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", _OWNER, tests, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
         try:
             assert owner.stdout is not None
             assert owner.stdout.readline() == b"ready\n"
-            # S3, the guard of what sleeps, and this.
+            # S3, its guard, and the guard of sleeping processes.
             wait_until(lambda: len(_started_by(owner.pid)) == 3)
             started = _started_by(owner.pid)
         finally:
@@ -47,7 +47,7 @@ def _started_by(pid: int) -> list[int]:
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
-def test_s3_keeps_its_objects_while_nobody_reaches_it(s3: Any) -> None:
+def test_s3_keeps_its_objects_while_stopped(s3: Any) -> None:
     bucket = s3.new_bucket().removeprefix("s3://")
     client = s3.client()
     client.put_object(Bucket=bucket, Key="a/b", Body=b"content")
@@ -60,7 +60,7 @@ def test_s3_keeps_its_objects_while_nobody_reaches_it(s3: Any) -> None:
     assert noted[:2] == [("PUT", f"/{bucket}"), ("PUT", f"/{bucket}/a/b")]
 
 
-def test_the_proxy_does_what_it_is_told(s3: Any) -> None:
+def test_the_proxy_injects_faults(s3: Any) -> None:
     import boto3
     from botocore.config import Config
 
@@ -101,7 +101,7 @@ def test_the_proxy_does_what_it_is_told(s3: Any) -> None:
         assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 2
 
 
-def test_hdfs_goes_on_with_a_datanode_that_was_killed(hdfs: Any) -> None:
+def test_hdfs_recovers_from_a_killed_datanode(hdfs: Any) -> None:
     from hdfs_native.fsspec import HdfsFileSystem
 
     fs = HdfsFileSystem(hdfs.host, hdfs.port)

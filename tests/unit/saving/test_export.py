@@ -31,7 +31,7 @@ def run(document: Path | bytes, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Two(torch.nn.Module):
-    """Takes a dict, and gives outputs by the labels' names in another order."""
+    """Module with a dict as input, and outputs named like the labels in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Two(torch.nn.Module):
         return {"n": hidden.sum(1), "m": hidden.reshape(-1, 2, 2)}
 
 
-def test_a_torch_model_becomes_onnx_with_the_columns_names_for_any_number_of_rows(
+def test_torch_models_are_exported_to_onnx_with_column_names(
     tmp_path: Path,
 ) -> None:
     net = Two().train()
@@ -60,7 +60,7 @@ def test_a_torch_model_becomes_onnx_with_the_columns_names_for_any_number_of_row
     path = tmp_path / "new folder" / "model.onnx"
     model.export_onnx(str(path))
 
-    # As they were.
+    # The training modes are unchanged.
     assert net.training
     assert net.dropout.training
     assert not net.linear.training
@@ -92,7 +92,7 @@ def test_a_torch_model_becomes_onnx_with_the_columns_names_for_any_number_of_row
 
 
 class Step(lightning.LightningModule):
-    """Predicts with a step of its own."""
+    """Module with a predict_step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Step(lightning.LightningModule):
         return self(batch["x"]).softmax(1)
 
 
-def test_a_lightning_module_by_its_step_to_another_filesystem(
+def test_predict_steps_are_exported_to_another_filesystem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = {"x": {"shape": [2], "dtype": "float32"}}
@@ -130,7 +130,7 @@ def test_a_lightning_module_by_its_step_to_another_filesystem(
     memory.rm("/exports", recursive=True)
 
 
-def test_a_keras_model_becomes_a_saved_model_or_onnx(tmp_path: Path) -> None:
+def test_keras_models_are_exported_as_saved_model_or_onnx(tmp_path: Path) -> None:
     net = keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(2, "softmax")])
     model = KerasModel(model=net, feature_columns=["x"], label_columns=["y"])
     folder, file = tmp_path / "saved", tmp_path / "model.onnx"
@@ -156,7 +156,7 @@ def test_a_keras_model_becomes_a_saved_model_or_onnx(tmp_path: Path) -> None:
         model.export(str(tmp_path / "other"), format="tape")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model.onnx", "saved"]
 
-    # Elsewhere what makes it a model comes last.
+    # On other filesystems, the file that makes the folder a model is written last.
     memory = fsspec.filesystem("memory")
     model.export("memory://exports/saved")
     created = {

@@ -1,4 +1,4 @@
-"""Which classes load what was saved of another one."""
+"""Classes that load objects saved by another class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from hvd_estimators.torch import TorchModel
 OWN = "hvd_estimators.torch.model.TorchModel"
 
 
-def test_a_class_loads_its_own_and_that_of_its_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_load_their_own_and_related_classes_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sub = type("Sub", (TorchModel,), {"__module__": "a_users_program"})
     program = types.ModuleType("a_users_program")
     program.Sub = sub  # type: ignore[attr-defined]
@@ -28,7 +30,7 @@ def test_a_class_loads_its_own_and_that_of_its_relatives(monkeypatch: pytest.Mon
     assert class_of(TorchModel, lightning, "/m") is LightningModel
     with pytest.raises(ParamError, match="not a LightningModel"):
         class_of(LightningModel, OWN, "/m")
-    # Nobody here can tell what these are.
+    # Unknown classes.
     for unknown in ("a_users_program.Gone", "no_such_module.Model", "Model"):
         assert class_of(TorchModel, unknown, "/m") is TorchModel
 
@@ -42,9 +44,7 @@ def test_a_class_loads_its_own_and_that_of_its_relatives(monkeypatch: pytest.Mon
         ("org.apache.spark.ml.feature.StringIndexer", "StringIndexer.load"),
     ],
 )
-def test_what_is_of_another_class_is_refused_with_the_class_that_loads_it(
-    found: str, remedy: str
-) -> None:
+def test_the_error_for_another_class_names_the_class_to_load_with(found: str, remedy: str) -> None:
     with pytest.raises(ParamError, match="not a KerasModel") as caught:
         class_of(KerasModel, found, "/m")
     assert str(caught.value) == (

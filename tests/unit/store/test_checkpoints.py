@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on when some are damaged."""
+"""Selection of the checkpoint to resume from when some are damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_estimators.training.checkpoint_writer import restore
 from hvd_estimators.training.spec import CheckpointOptions
 
 
-def test_a_run_goes_on_from_the_newest(any_store: Any) -> None:
+def test_runs_resume_from_the_newest_checkpoint(any_store: Any) -> None:
     assert restored(any_store) is None
     save(any_store, 1, 2, 3)
     assert restored(any_store) == (3, 3)
@@ -34,13 +34,13 @@ def test_a_run_goes_on_from_the_newest(any_store: Any) -> None:
     assert any_store.get_checkpoints("mine")[-1] == newest.path
 
 
-def test_where_no_runs_are_kept_there_are_no_checkpoints(tmp_path: Path) -> None:
+def test_stores_without_runs_have_no_checkpoints(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path), save_runs=False)
     assert positions(store, store.run_paths("mine")) == []
     assert restored(store) is None
 
 
-def test_one_that_is_cut_or_changed_anywhere_is_skipped_for_the_one_before(
+def test_truncated_or_corrupted_checkpoints_are_skipped(
     any_store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(any_store, 1, 2)
@@ -67,26 +67,26 @@ def test_one_that_is_cut_or_changed_anywhere_is_skipped_for_the_one_before(
 
 
 @pytest.mark.parametrize("pointer", [b"", b"{", b"[]", b"{}", b"\xff", b'{"format": 2}'])
-def test_one_whose_pointer_is_damaged_is_skipped_too(any_store: Any, pointer: bytes) -> None:
+def test_checkpoints_with_a_corrupted_manifest_are_skipped(any_store: Any, pointer: bytes) -> None:
     save(any_store, 1, 2)
     change(any_store, manifest_of(any_store.get_checkpoints("mine")[-1]), pointer)
     assert restored(any_store) == (1, 1)
     assert epochs_in(any_store) == [1]
-    # Nothing was lost by looking, and the epoch is written anew.
+    # Searching deletes nothing, and the epoch can be written again.
     assert len(file_names(any_store)) == 4
     save(any_store, 2)
     assert restored(any_store) == (2, 2)
     assert epochs_in(any_store) == [1, 2]
 
 
-def test_one_that_was_not_finished_does_not_exist(any_store: Any) -> None:
+def test_unfinished_checkpoints_are_ignored(any_store: Any) -> None:
     save(any_store, 1, 2)
     any_store.delete(manifest_of(any_store.get_checkpoints("mine")[-1]))
     assert restored(any_store) == (1, 1)
     assert len(any_store.get_checkpoints("mine")) == 1
 
 
-def test_where_none_is_whole_all_are_named(any_store: Any) -> None:
+def test_the_error_lists_all_checkpoints_if_none_is_valid(any_store: Any) -> None:
     save(any_store, 1, 2)
     first, second = any_store.get_checkpoints("mine")
     any_store.delete(first)
@@ -97,7 +97,7 @@ def test_where_none_is_whole_all_are_named(any_store: Any) -> None:
     assert f"{second!r} (it has 3 bytes" in str(raised.value)
 
 
-def test_one_that_cannot_be_read_is_skipped_where_another_can(
+def test_unreadable_checkpoints_are_skipped_if_another_is_readable(
     any_store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(any_store, 1, 2)
@@ -113,14 +113,14 @@ def test_one_that_cannot_be_read_is_skipped_where_another_can(
     monkeypatch.setattr(type(any_store), "open", open_file)
     assert restored(any_store) == (1, 1)
     assert f"{newest!r} (All DataNodes failed)" in caplog.text
-    # Nothing tells that they are damaged: nobody is to delete them.
+    # Both checkpoints may be intact, so the error must not suggest deleting them.
     lost.add(older)
     with pytest.raises(StoreError, match=r"^All DataNodes failed$"):
         restored(any_store)
     assert any_store.get_checkpoints("mine") == [older, newest]
 
 
-def test_one_of_another_model_is_an_error_and_no_damage(any_store: Any) -> None:
+def test_a_checkpoint_of_another_model_is_an_error(any_store: Any) -> None:
     save(any_store, 1, 2)
 
     def load(file: IO[bytes]) -> None:
@@ -131,7 +131,7 @@ def test_one_of_another_model_is_an_error_and_no_damage(any_store: Any) -> None:
         restore(any_store, any_store.run_paths("mine"), exchange, 0, load)
 
 
-def test_every_rank_reads_the_one_that_rank_0_has_found(any_store: Any) -> None:
+def test_every_rank_reads_the_checkpoint_found_by_rank_0(any_store: Any) -> None:
     save(any_store, 1, 2)
     first, second = list_checkpoints(any_store, any_store.run_paths("mine"))
     assert restored(any_store, rank=1, told=first) == (1, 1)
@@ -140,13 +140,13 @@ def test_every_rank_reads_the_one_that_rank_0_has_found(any_store: Any) -> None:
         restored(any_store, rank=1, told=second)
 
 
-def test_epochs_after_a_damaged_one_are_written_anew(any_store: Any) -> None:
+def test_epochs_after_a_damaged_checkpoint_are_rewritten(any_store: Any) -> None:
     save(any_store, 1, 2, 3, 4, options=CheckpointOptions("torch", keep=4))
     paths = any_store.get_checkpoints("mine")
     for path in paths[2:]:
         change(any_store, path, b"damaged")
     assert restored(any_store) == (2, 2)
-    # Nothing is deleted before there is something new.
+    # Nothing is deleted before a new checkpoint exists.
     assert any_store.get_checkpoints("mine") == paths
     save(any_store, 3)
     assert epochs_in(any_store) == [2, 3]

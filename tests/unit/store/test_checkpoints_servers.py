@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged on a real HDFS and on S3: the one before serves."""
+"""Fallback from damaged checkpoints on a real HDFS and on S3."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def replace(store: Any, path: str, content: bytes) -> None:
         file.write(content)
 
 
-def test_a_checkpoint_that_is_cut_or_changed_is_skipped_for_the_one_before(
+def test_truncated_or_corrupted_checkpoints_are_skipped(
     remote: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert restored(remote) is None
@@ -49,7 +49,7 @@ def test_a_checkpoint_that_is_cut_or_changed_is_skipped_for_the_one_before(
         with caplog.at_level(logging.WARNING):
             assert restored(remote) == (2, 2)
         assert f"The one before, {older!r}, is taken" in caplog.text
-    # As another process finds it, which trains the epoch anew.
+    # As seen by another process, which trains the epoch again.
     save(remote, 3)
     assert restored(remote) == (3, 3)
     assert epochs_in(remote) == [2, 3]
@@ -75,8 +75,8 @@ FORK = """
 """
 
 
-def test_a_process_that_has_used_a_store_can_fork(remote: Any, tmp_path: Path) -> None:
-    """In a process of its own: this one has threads of frameworks, with which a fork may hang."""
+def test_processes_can_fork_after_using_a_store(remote: Any, tmp_path: Path) -> None:
+    """Fork in a new process: frameworks' threads in this process could make a fork hang."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(FORK))
     given = tmp_path / "store.pkl"

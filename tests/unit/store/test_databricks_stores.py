@@ -1,4 +1,4 @@
-"""Databricks: which paths are on DBFS or in a volume, and what Spark calls them."""
+"""Stores on Databricks: paths on DBFS and in volumes, and their Spark URLs."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def off_databricks(monkeypatch):
 
 
 @pytest.mark.parametrize("path", FORMS)
-def test_all_forms_are_one_path(databricks, path):
+def test_all_forms_of_a_dbfs_path_are_equivalent(databricks, path):
     store = Store.create(path)
 
     assert type(store) is DBFSLocalStore
@@ -40,7 +40,7 @@ def test_other_paths_are_not_on_dbfs(path):
         DBFSLocalStore(path)
 
 
-def test_it_is_chosen_on_databricks_only(off_databricks):
+def test_dbfs_is_used_only_on_databricks(off_databricks):
     assert type(Store.create("/dbfs/a")) is type(Store.create("file:/dbfs/a")) is LocalStore
     assert type(Store.create("/Volumes/a/b/c")) is LocalStore
     for path in ("dbfs:/a", "dbfs://a"):
@@ -48,7 +48,7 @@ def test_it_is_chosen_on_databricks_only(off_databricks):
             Store.create(path)
 
 
-def test_paths_on_databricks_that_are_not_dbfs(databricks):
+def test_local_and_volume_paths_on_databricks(databricks):
     assert type(Store.create("/local_disk0/a")) is LocalStore
     with pytest.raises(ParamError, match="no store for the scheme 'dbfs'"):
         Store.create("dbfs://a")
@@ -66,7 +66,7 @@ def test_explicit_paths():
         DBFSLocalStore("dbfs:/a", train_path="/b")
 
 
-def test_files_are_written_from_begin_to_end_wherever_it_is_mounted(tmp_path, monkeypatch):
+def test_files_are_written_sequentially_on_any_mount(tmp_path, monkeypatch):
     store = DBFSLocalStore("dbfs:/a", mount=str(tmp_path))
     path = f"{store.prefix_path}/runs/model"
     assert path == f"{tmp_path}/a/runs/model"
@@ -84,6 +84,6 @@ def test_files_are_written_from_begin_to_end_wherever_it_is_mounted(tmp_path, mo
         raise ValueError
     assert store.find(store.prefix_path) == [path]
     assert store.read(path) == b"22345"
-    # What appends to files writes them elsewhere.
+    # Writers that append to files must use another folder.
     assert store.local_path(path) == path
     assert store.writable_path(path) is None

@@ -1,4 +1,4 @@
-"""Ranks in whose place there are others write no checkpoint, and delete none."""
+"""Replaced ranks neither write nor delete checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launch_again(held: Run) -> None:
 
 
 @pytest.mark.parametrize("by", ["another launch", "another fit"])
-def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
+def test_ranks_of_an_earlier_launch_write_and_delete_nothing(store: Any, by: str) -> None:
     held = Run(store, store.run_paths("mine"))
     with held:
         fence = held.fencing_token(0)
@@ -67,7 +67,7 @@ def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
                 save(writer, 3)
                 files = file_names(store)
                 with pytest.raises(StoreError, match=f"000002.ckpt.* not be written.*{message}"):
-                    # Of the epoch that comes next for them: epoch 3 would be deleted.
+                    # The old ranks' next checkpoint, of epoch 2, would delete that of epoch 3.
                     save(old, 2, lambda: uploaded.append(2))
                 assert not uploaded
                 assert file_names(store) == files
@@ -78,7 +78,7 @@ def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
 
 
 class Slow(FilesystemStore):
-    """Somebody comes in the writer's place while it uploads."""
+    """Store on which another launch replaces the writer during an upload."""
 
     meanwhile: Callable[[], None] | None = None
 
@@ -91,7 +91,7 @@ class Slow(FilesystemStore):
             meanwhile()
 
 
-def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) -> None:
+def test_a_replaced_writers_upload_is_discarded(tmp_path: Any) -> None:
     store = Slow(str(tmp_path))
     held = Run(store, store.run_paths("mine"))
     with held, writer_of(store, held.fencing_token(0)) as old:
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) 
         assert restored(store) == (1, 1)
 
 
-def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> None:
+def test_a_fit_without_its_lease_may_write_a_last_checkpoint(store: Any) -> None:
     with Run(store, store.run_paths("mine")) as held:
         fence = held.fencing_token(0)
         store.delete(lease_path(store.run_paths("mine").run_path))
@@ -112,7 +112,7 @@ def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> No
         assert epochs_in(store) == [1]
 
 
-def test_heartbeats_keep_the_launch_and_take_no_lease_of_others(store: Any) -> None:
+def test_heartbeats_keep_the_launch_number_and_respect_other_leases(store: Any) -> None:
     path = lease_path(store.run_paths("mine").run_path)
     with Run(store, store.run_paths("mine")) as held:
         fence = held.fencing_token(2)
@@ -131,7 +131,7 @@ def test_heartbeats_keep_the_launch_and_take_no_lease_of_others(store: Any) -> N
     assert store.exists(path)
 
 
-def test_each_launch_has_its_number(store: Any) -> None:
+def test_each_launch_has_a_number(store: Any) -> None:
     class Backend:
         def num_processes(self) -> int:
             return 2

@@ -1,4 +1,4 @@
-"""Stores on any filesystem of fsspec's, and which class of stores serves a scheme."""
+"""Stores on fsspec filesystems, and the store class for each scheme."""
 
 import importlib
 import pickle
@@ -20,7 +20,7 @@ from hvd_estimators.store.registry import (
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """What a test registers is gone after it."""
+    """Restore the registries after the test."""
     monkeypatch.setattr("hvd_estimators.store.registry._stores", dict(_stores))
 
 
@@ -51,7 +51,7 @@ def test_the_scheme_of_a_path(path, scheme):
     assert scheme_of(path) == scheme
 
 
-def test_the_store_of_a_scheme_and_what_is_said_where_there_is_none():
+def test_each_scheme_has_a_store_class_or_a_helpful_error():
     assert store_class("/data") is store_class("file:///data") is LocalStore
     assert type(Store.create("memory://data")) is FilesystemStore
 
@@ -59,7 +59,7 @@ def test_the_store_of_a_scheme_and_what_is_said_where_there_is_none():
         Store.create("nothing://a")
 
 
-def test_a_scheme_can_be_added_as_a_class_a_name_or_an_entry_point(monkeypatch):
+def test_schemes_can_be_registered_by_class_name_or_entry_point(monkeypatch):
     class Mine(FilesystemStore):
         pass
 
@@ -116,7 +116,7 @@ def test_files_are_written_listed_read_and_deleted(store):
         store.read(checkpoints[0])
 
 
-def test_names_that_look_like_patterns_are_names(store):
+def test_glob_characters_in_names_are_literal(store):
     for name in ("a?c", "abc", "[a]"):
         store.write_text(f"{store.prefix_path}/{name}", name)
     store.delete(f"{store.prefix_path}/a?c")
@@ -132,7 +132,7 @@ def write_half(store, path, error):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_block_that_fails_keeps_the_file_that_was_there(store, error):
+def test_failed_writes_keep_the_existing_file(store, error):
     path = f"{store.prefix_path}/model"
     with pytest.raises(error):
         write_half(store, path, error)
@@ -148,7 +148,7 @@ def test_a_block_that_fails_keeps_the_file_that_was_there(store, error):
     assert store.read(path) == b"new"
 
 
-def test_memory_that_no_other_process_sees_is_refused_for_spark_and_training(store):
+def test_memory_stores_are_rejected_for_spark_and_training(store):
     if store.prefix_path.startswith("file"):
         store.check()
         assert store.spark_url(store.prefix_path) == store.prefix_path
@@ -158,21 +158,21 @@ def test_memory_that_no_other_process_sees_is_refused_for_spark_and_training(sto
             refused()
 
 
-def test_a_store_goes_to_other_processes_by_pickling(store):
+def test_stores_can_be_pickled(store):
     there = pickle.loads(pickle.dumps(store))
 
     assert type(there) is type(store)
     assert there.run_paths("r1") == store.run_paths("r1")
 
 
-def test_options_reach_the_filesystem(tmp_path):
+def test_storage_options_reach_the_filesystem(tmp_path):
     store = FilesystemStore(f"file://{tmp_path}", storage_options={"auto_mkdir": True})
 
     assert store.fs.auto_mkdir
     assert not store.without_options().fs.auto_mkdir
 
 
-def test_others_open_the_urls_of_a_store_with_its_options_for_a_while(tmp_path):
+def test_other_libraries_can_use_the_storage_options_temporarily(tmp_path):
     url = f"file://{tmp_path}"
     store = FilesystemStore(url, storage_options={"auto_mkdir": True})
 
@@ -181,7 +181,7 @@ def test_others_open_the_urls_of_a_store_with_its_options_for_a_while(tmp_path):
     assert not fsspec.core.url_to_fs(url)[0].auto_mkdir
 
 
-def test_what_cannot_be_opened_is_told_when_a_store_is_made(monkeypatch):
+def test_unusable_filesystems_are_reported_at_construction(monkeypatch):
     with pytest.raises(ParamError, match="cannot open 'nothing://a'"):
         FilesystemStore("nothing://a")
     with pytest.raises(ParamError, match="'file:///b', which is on another filesystem"):
@@ -202,12 +202,12 @@ def test_what_cannot_be_opened_is_told_when_a_store_is_made(monkeypatch):
         ("https://host/a", "cannot be written to"),
     ],
 )
-def test_what_no_other_process_sees_or_nobody_writes_to_is_refused(path, reason):
+def test_private_and_read_only_filesystems_are_rejected(path, reason):
     with pytest.raises(ParamError, match=f"{reason}.*all executors share"):
         Store.create(path)
 
 
-def test_s3_by_each_of_its_names():
+def test_s3_and_s3a_name_the_same_store():
     options = {"key": "AKIAEXAMPLE", "secret": "s3cr3t!"}
     store = Store.create("s3://bucket/data/", storage_options=options)
     assert store.prefix_path == "s3://bucket/data"
@@ -215,7 +215,7 @@ def test_s3_by_each_of_its_names():
         "s3://bucket/data/intermediate_train_data.7f",
         "s3a://bucket/data/intermediate_train_data.7f",
     )
-    # What was written by one name is found by the other: paths are the same.
+    # Files written under one scheme are found under the other: paths are the same.
     other = Store.create("s3a://bucket/data", storage_options=options)
     assert other.prefix_path == store.prefix_path
     assert other.spark_url(other.prefix_path) == "s3a://bucket/data"
@@ -238,7 +238,7 @@ def test_s3_by_each_of_its_names():
         "nothing://AKIAEXAMPLE:s3cr3t!@bucket/a",
     ],
 )
-def test_credentials_in_a_path_are_refused_and_not_repeated(path):
+def test_credentials_in_paths_are_rejected_and_not_repeated(path):
     with pytest.raises(ParamError) as raised:
         Store.create(path)
     assert "cr3t!" not in str(raised.value)
@@ -247,7 +247,7 @@ def test_credentials_in_a_path_are_refused_and_not_repeated(path):
         assert "storage_options" in str(raised.value)
 
 
-def test_a_prefix_may_be_left_out_where_the_paths_are_given():
+def test_the_prefix_is_optional_with_explicit_paths():
     store = FilesystemStore(train_path="s3://bucket/train", runs_path="s3://bucket/runs")
     assert store.prefix_path is None
     assert store.folder == "s3://bucket/runs"
@@ -261,7 +261,7 @@ def test_a_prefix_may_be_left_out_where_the_paths_are_given():
         FilesystemStore(train_path="s3://bucket/train")
 
 
-def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
+def test_errors_name_the_missing_package_and_how_to_install_it(monkeypatch):
     for module in ("gcsfs", "adlfs"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DependencyError, match=r'pip install "hvd_estimators\[gcs\]".*executors'):
@@ -271,7 +271,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
 
 
 class AzureInMemory(fsspec.get_filesystem_class("memory")):
-    """Paths as adlfs has them: the account is part of a URL, and not of a path."""
+    """Filesystem with adlfs's paths: the account is part of a URL, but not of a path."""
 
     protocol = ("abfs", "az", "abfss")
 
@@ -284,8 +284,8 @@ class AzureInMemory(fsspec.get_filesystem_class("memory")):
         return f"abfs://{self._strip_protocol(name)}"
 
 
-def test_the_account_of_azure_is_known_to_spark_and_to_other_packages(monkeypatch):
-    registry = importlib.import_module("fsspec.registry")  # not the dict of that name
+def test_azure_urls_for_spark_and_other_packages_include_the_account(monkeypatch):
+    registry = importlib.import_module("fsspec.registry")  # not the dict with the same name
     for scheme in AzureInMemory.protocol:
         monkeypatch.setitem(registry._registry, scheme, AzureInMemory)
     url = "abfss://container@account.dfs.core.windows.net/a"

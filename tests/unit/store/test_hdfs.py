@@ -1,4 +1,4 @@
-"""HDFS: which name node a path means, by itself, by arguments and by Hadoop's configuration."""
+"""HDFS paths: the name node from the path, from arguments or from Hadoop's configuration."""
 
 import pickle
 import struct
@@ -41,11 +41,11 @@ def configure(folder, monkeypatch, **settings):
         ("viewfs://cluster/a", {}, "viewfs://cluster/a"),
     ],
 )
-def test_where_a_path_is(prefix, arguments, full):
+def test_paths_resolve_to_name_nodes(prefix, arguments, full):
     assert HDFSStore(prefix, **arguments).prefix_path == full
 
 
-def test_where_a_path_is_by_hadoops_configuration(tmp_path, monkeypatch):
+def test_paths_resolve_with_hadoops_configuration(tmp_path, monkeypatch):
     configure(tmp_path, monkeypatch, **{"fs.defaultFS": "hdfs://namenode:8020"})
 
     assert type(Store.create("hdfs:///a")) is HDFSStore
@@ -59,9 +59,7 @@ def test_where_a_path_is_by_hadoops_configuration(tmp_path, monkeypatch):
     assert Store.create("viewfs:///a").prefix_path == "viewfs://cluster/a"
 
 
-def test_what_ranks_need_of_the_configuration_travels_and_no_secrets_of_others(
-    tmp_path, monkeypatch
-):
+def test_ranks_get_the_hdfs_configuration_without_other_secrets(tmp_path, monkeypatch):
     needed = {
         "fs.defaultFS": "hdfs://nameservice",
         "dfs.ha.namenodes.nameservice": "a,b",
@@ -105,18 +103,18 @@ def test_explicit_paths_with_and_without_a_prefix():
         ("hdfs://me:pw@namenode:8020/a", "holds credentials"),
     ],
 )
-def test_paths_that_are_not_hdfs(prefix, message):
+def test_other_paths_are_rejected(prefix, message):
     with pytest.raises(ParamError, match=message) as raised:
         HDFSStore(prefix)
     assert "pw" not in str(raised.value)
 
 
-def test_all_paths_are_on_one_hdfs():
+def test_all_paths_must_be_on_one_hdfs():
     with pytest.raises(ParamError, match="'hdfs://b:1/train', which is on another filesystem"):
         HDFSStore("hdfs://a:1/data", train_path="hdfs://b:1/train")
 
 
-def test_without_any_name_node_it_is_said_what_to_set():
+def test_the_error_without_a_name_node_says_what_to_set():
     with pytest.raises(ParamError, match=r"no name node for .*Set hdfs://host:port/path"):
         HDFSStore("hdfs:///a").check()
 
@@ -130,7 +128,7 @@ def test_arguments_of_other_clients():
         HDFSStore("hdfs://a:1/a", kerb_ticket="/absent").check()
 
 
-def test_the_principal_of_a_ticket_cache(tmp_path):
+def test_the_principal_is_read_from_the_ticket_cache(tmp_path):
     def counted(text):
         return struct.pack(">I", len(text)) + text.encode()
 

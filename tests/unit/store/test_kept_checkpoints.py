@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and which is the best."""
+"""Retention of a run's checkpoints and selection of the best."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_newest_and_the_best_are_kept(any_store: Any, keep: int) -> None:
     assert (found.epoch, found.monitor, found.mode) == (3, "loss", "min")
 
 
-def test_what_was_measured_may_be_nan_or_infinite(store: Any) -> None:
+def test_metrics_may_be_nan_or_infinite(store: Any) -> None:
     run = store.run_paths("mine")
     with CheckpointWriter(store, run, CheckpointOptions("torch")) as writer:
         for epoch, loss in enumerate([math.inf, math.nan, -math.inf], 1):
@@ -57,7 +57,7 @@ def test_what_was_measured_may_be_nan_or_infinite(store: Any) -> None:
     assert math.isnan(found[0])
     assert found[1] == -math.inf
     pointer = Path(manifest_of(store.get_checkpoints("mine")[-1])).read_text()
-    # As JSON that others read.
+    # Strict JSON, for other readers.
     json.loads(pointer, parse_constant=pytest.fail)
 
 
@@ -67,12 +67,12 @@ def test_what_was_measured_may_be_nan_or_infinite(store: Any) -> None:
         ({"monitor": "val_accuracy"}, 2),
         ({"monitor": "val_accuracy", "mode": "min"}, 1),
         ({"monitor": "odd", "mode": "max"}, 1),
-        # Without its prefix, as there is none of training.
+        # Without the prefix: no training metric has the name.
         ({"monitor": "accuracy"}, 2),
         ({}, 3),
     ],
 )
-def test_what_is_best_is_told_by_options(store: Any, options: Any, best: int) -> None:
+def test_options_select_the_best_checkpoint(store: Any, options: Any, best: int) -> None:
     accuracies, odd, losses = [0.1, 0.9, 0.5, 0.4], [9, 8, 7, 6], [0.4, 0.3, 0.1, 0.2]
     history: tuple[EpochMetrics, ...] = ()
     run = store.run_paths("mine")
@@ -85,14 +85,14 @@ def test_what_is_best_is_told_by_options(store: Any, options: Any, best: int) ->
     assert epochs_in(store) == sorted({best, 4})
 
 
-def test_a_metric_that_is_not_measured_is_told_after_the_first_epoch_is_kept(store: Any) -> None:
+def test_an_unknown_metric_is_reported_after_the_first_checkpoint(store: Any) -> None:
     options = CheckpointOptions("torch", monitor="vall_loss", mode="min")
     with pytest.raises(ParamError, match=r"checkpoint_monitor: found 'vall_loss'.*Set one of"):
         save(store, 1, options=options)
     assert epochs_in(store) == [1]
 
 
-def test_positions_within_an_epoch_come_between_those_of_epochs(any_store: Any) -> None:
+def test_mid_epoch_checkpoints_sort_between_epochs(any_store: Any) -> None:
     run = any_store.run_paths("mine")
     with CheckpointWriter(any_store, run, CheckpointOptions("torch", 3)) as writer:
         for epoch, rows in [(1, 0), (1, 48), (1, 144)]:
@@ -105,11 +105,11 @@ def test_positions_within_an_epoch_come_between_those_of_epochs(any_store: Any) 
     assert [bool(info.metrics) for info in infos] == [True, False, False]
     assert best_checkpoint(infos) == infos[0]
     save(any_store, 2)
-    # The best is none of those within the epoch.
+    # A mid-epoch checkpoint is never the best.
     assert [*positions(any_store, run)] == [(1, 144), (2, 0)]
 
 
-def test_what_a_killed_rank_has_left_is_deleted_and_files_of_others_are_not(store: Any) -> None:
+def test_only_leftovers_of_killed_ranks_are_deleted(store: Any) -> None:
     folder = Path(store.get_checkpoint_path("mine"))
     save(store, 1)
     others = ["best.ckpt", "kept.keras", "checkpoint-epoch=1.ckpt", ".checkpoint-000001.ckpt"]

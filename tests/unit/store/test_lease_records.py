@@ -1,4 +1,4 @@
-"""Who owns what lies in a store, and whether they are gone: with real processes. No Spark."""
+"""Ownership records in a store, and liveness of owners, with real processes. No Spark."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def end(process):
 
 
 def of_another(claim):
-    """Return a claim as if a process of another machine had made it."""
+    """Return a claim as if from a process on another machine."""
     return dataclasses.replace(claim, owner=ProcessIdentity("another machine", 1, "1"), token="")
 
 
@@ -86,7 +86,7 @@ def written_ago(path, seconds):
     os.utime(path, (then, then))
 
 
-def test_a_claim_is_written_anew_until_its_process_ends(store, path):
+def test_a_claim_is_renewed_until_its_process_ends(store, path):
     process = start(store)
     claim = read_lease_record(store, path)
     assert (claim.owner.pid, claim.owner.machine) == (process.pid, this_process().machine)
@@ -100,7 +100,7 @@ def test_a_claim_is_written_anew_until_its_process_ends(store, path):
     assert os.listdir(store.prefix_path) == []
 
 
-def test_a_killed_process_of_this_machine_is_gone_at_once_and_a_stopped_one_is_not(store, path):
+def test_killed_local_processes_are_gone_at_once_but_stopped_ones_are_not(store, path):
     process = start(store)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -113,12 +113,12 @@ def test_a_killed_process_of_this_machine_is_gone_at_once_and_a_stopped_one_is_n
     process.communicate()
 
 
-def test_from_another_machine_only_the_age_of_the_heartbeat_tells(store, path):
+def test_remote_processes_are_judged_by_the_age_of_the_heartbeat(store, path):
     process = start(store)
     claim = of_another(read_lease_record(store, path))
     assert not is_abandoned(store, path, claim)
     end(process)
-    # A process that is killed in the middle of a heartbeat also leaves its temporary file.
+    # A process killed in the middle of a heartbeat also leaves its temporary file.
     left = os.listdir(store.prefix_path)
     assert not is_abandoned(store, path, claim)
     written_ago(path, STALE_SECONDS - 20)
@@ -130,9 +130,7 @@ def test_from_another_machine_only_the_age_of_the_heartbeat_tells(store, path):
 
 
 @pytest.mark.parametrize("skew", [-3600, 3600])
-def test_the_clocks_of_owner_and_reader_do_not_matter_where_the_store_has_one(
-    store, path, monkeypatch, skew
-):
+def test_the_stores_clock_takes_precedence(store, path, monkeypatch, skew):
     with Heartbeat(store, path):
         claim = of_another(read_lease_record(store, path))
         right = leases._utc
@@ -143,13 +141,13 @@ def test_the_clocks_of_owner_and_reader_do_not_matter_where_the_store_has_one(
 
 
 class Timeless(LocalStore):
-    """Does not note when files were written."""
+    """Store without modification times."""
 
     def modified(self, path):
         return None
 
 
-def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
+def test_the_owners_clock_is_used_if_the_store_has_none(tmp_path, path):
     store = Timeless(str(tmp_path / "store"))
     with Heartbeat(store, path):
         claim = of_another(read_lease_record(store, path))
@@ -161,7 +159,7 @@ def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
     assert not is_abandoned(store, path, dataclasses.replace(claim, beaten=None))
 
 
-def test_what_this_process_no_longer_holds_is_abandoned(store, path):
+def test_claims_this_process_has_released_are_abandoned(store, path):
     heartbeat = Heartbeat(store, path)
     heartbeat.start()
     claim = read_lease_record(store, path)
@@ -175,7 +173,7 @@ def test_what_this_process_no_longer_holds_is_abandoned(store, path):
 
 
 @pytest.mark.parametrize("event", ["taken", "deleted", "damaged"])
-def test_a_claim_that_was_lost_is_neither_written_nor_deleted(store, path, event):
+def test_a_lost_claim_is_neither_written_nor_deleted(store, path, event):
     with Heartbeat(store, path) as heartbeat:
         heartbeat.beat()
         assert not heartbeat.lost
@@ -190,7 +188,7 @@ def test_a_claim_that_was_lost_is_neither_written_nor_deleted(store, path, event
     assert (store.read(path) if store.exists(path) else None) == before
 
 
-def test_a_process_that_was_paused_for_too_long_learns_that_it_lost_its_claim(store, path):
+def test_a_process_paused_too_long_notices_its_lost_claim(store, path):
     process = start(store, "watches")
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -202,7 +200,7 @@ def test_a_process_that_was_paused_for_too_long_learns_that_it_lost_its_claim(st
     assert read_lease_record(store, path) == other
 
 
-def test_a_forked_child_leaves_the_claim_alone(store, path):
+def test_forked_children_do_not_touch_the_claim(store, path):
     process = start(store, "forks")
     claim = read_lease_record(store, path)
     assert claim.owner.pid == process.pid
@@ -212,7 +210,7 @@ def test_a_forked_child_leaves_the_claim_alone(store, path):
     assert not store.exists(path)
 
 
-def test_a_store_that_is_gone_for_a_while_costs_some_heartbeats(store, path, monkeypatch, caplog):
+def test_an_unavailable_store_costs_only_heartbeats(store, path, monkeypatch, caplog):
     with Heartbeat(store, path) as heartbeat:
         before = read_lease_record(store, path)
         with monkeypatch.context() as patched:
@@ -226,23 +224,23 @@ def test_a_store_that_is_gone_for_a_while_costs_some_heartbeats(store, path, mon
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"machine": "m", "pid": "x"}'])
-def test_what_is_damaged_tells_nothing(store, path, text):
+def test_corrupted_claims_are_ignored(store, path, text):
     assert read_lease_record(store, path) is None
     store.write_text(path, text)
     assert read_lease_record(store, path) is None
     assert not is_abandoned(store, path, None)
 
 
-def test_a_claim_reads_back_as_it_was_written(store, path):
+def test_claims_survive_a_round_trip(store, path):
     claim = LeaseRecord(this_process(), leases._utc(), leases._utc(), "token", {"run": "ü"})
     store.write_text(path, claim.to_json())
     assert read_lease_record(store, path) == claim
-    # What an owner's file tells at least.
+    # The minimal content of an owner's file.
     bare = {"machine": "m", "pid": 1, "started": "2"}
     assert LeaseRecord.from_json(json.dumps(bare)).owner == ProcessIdentity("m", 1, "2")
 
 
-def test_a_process_is_dead_only_if_that_is_certain():
+def test_processes_are_dead_only_if_that_is_certain():
     own = this_process()
     assert own.machine
     assert not is_dead(own)
@@ -251,19 +249,19 @@ def test_a_process_is_dead_only_if_that_is_certain():
     started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
     other = ProcessIdentity(own.machine, child.pid, started)
     assert not is_dead(other)
-    # The number of a process that is dead has been given to another one.
+    # Another process has the PID of a dead process.
     assert is_dead(dataclasses.replace(other, started="1"))
     assert not is_dead(dataclasses.replace(other, machine="another", started="1"))
     assert not is_dead(dataclasses.replace(other, machine="", started="1"))
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert is_dead(other)  # not even waited for
+    assert is_dead(other)  # a zombie, before wait()
     child.wait()
     assert is_dead(other)
 
 
-def test_what_is_done_at_exit_may_start_threads():
-    """Clients of storage do, to look up a host. What `atexit` calls cannot."""
+def test_exit_handlers_may_start_threads():
+    """Storage clients start threads to look up hosts, which `atexit` handlers cannot do."""
     program = """
         from concurrent.futures import ThreadPoolExecutor
         from hvd_estimators.store.retries import at_exit

@@ -1,4 +1,4 @@
-"""The lease of a run: one fit at a time, of all processes, and none for ever."""
+"""Leases of runs: one fit at a time over all processes, with expiry."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print("ended", flush=True)
 
 @pytest.fixture
 def other(store: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lease until it reads a line."""
+    """Process that holds the lease until it reads a line."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLDER, store.prefix_path], **pipes) as process:
         try:
@@ -62,7 +62,7 @@ def path_of(store: Any) -> str:
     return lease_path(store.run_paths("mine").run_path)
 
 
-def test_a_run_that_another_process_trains_is_refused_until_that_has_ended(
+def test_a_run_is_rejected_while_another_process_trains_it(
     store: Any, other: subprocess.Popen[str]
 ) -> None:
     run = store.run_paths("mine")
@@ -78,7 +78,7 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_ended(
     claim = read_lease_record(store, path_of(store))
     assert claim is not None
     assert claim.owner.pid == other.pid
-    # Another run is nobody's.
+    # Another run is free.
     with Lease(store, store.run_paths("another")):
         pass
     assert other.communicate("\n", timeout=60)[0] == "ended\n"
@@ -86,7 +86,7 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_ended(
     require_free(store, run)
 
 
-def test_a_process_that_was_killed_holds_nothing(
+def test_killed_processes_hold_no_lease(
     store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
@@ -113,7 +113,7 @@ def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
     os.utime(path, (moment, moment))
 
 
-def test_a_holder_elsewhere_whose_heartbeat_stops_is_gone_after_a_while(
+def test_a_remote_lease_expires_without_heartbeats(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
@@ -127,12 +127,12 @@ def test_a_holder_elsewhere_whose_heartbeat_stops_is_gone_after_a_while(
     assert not store.exists(path_of(store))
 
 
-def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_it_lives(
+def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
     store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, slept = store.run_paths("mine"), list[float]()
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
-    # One that runs here, and is seen to.
+    # A holder on this machine is known to live.
     with pytest.raises(ParamError, match=f"by process {other.pid}"):
         await_free(store, run)
 
@@ -160,7 +160,7 @@ def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_
         await_free(store, run)
 
 
-def test_a_lease_that_is_damaged_is_judged_by_its_age(
+def test_corrupted_leases_are_judged_by_their_age(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
@@ -174,7 +174,7 @@ def test_a_lease_that_is_damaged_is_judged_by_its_age(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
+def test_only_one_of_several_concurrent_fits_gets_the_lease(
     tmp_path: Path, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store: Any = FilesystemStore(f"memory://{tmp_path}") if remote else LocalStore(str(tmp_path))
@@ -182,7 +182,7 @@ def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
     start, looked, got = threading.Barrier(number), threading.Barrier(number), []
     everybody_tried, refused = threading.Barrier(number), []
     if remote:
-        # The worst that can be: all of them look before any of them writes.
+        # The worst case: all of them read before any of them writes.
         def look(*given: Any) -> None:
             require_free(*given)
             looked.wait(60)
@@ -209,7 +209,7 @@ def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
     assert not store.exists(path_of(store))
 
 
-def test_a_filesystem_without_links_creates_exclusively_all_the_same(
+def test_exclusive_creation_works_without_hard_links(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{store.prefix_path}/new/file"
@@ -222,7 +222,7 @@ def test_a_filesystem_without_links_creates_exclusively_all_the_same(
     assert os.listdir(f"{store.prefix_path}/new") == ["file"]
 
 
-def test_a_thread_that_comes_before_the_first_heartbeat_is_refused(
+def test_a_second_thread_is_rejected_before_the_first_heartbeat(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = store.run_paths("mine")

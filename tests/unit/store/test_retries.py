@@ -1,4 +1,4 @@
-"""Which errors of storage are tried again, which become typed errors, and what they say."""
+"""Retries of storage errors, and the typed errors and messages after the last one."""
 
 import asyncio
 import errno
@@ -22,7 +22,7 @@ from hvd_estimators.store.storage_errors import Kind, kind_of
 
 @pytest.fixture(autouse=True)
 def time_flies(monkeypatch):
-    """Waiting takes no time; returns how long there was to wait."""
+    """Skip all waiting; return the seconds skipped."""
     clock = [0.0]
     monkeypatch.setattr(retries.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(
@@ -32,7 +32,7 @@ def time_flies(monkeypatch):
 
 
 def answer(code, status, operation="PutObject", message="why"):
-    """An error as s3fs makes it of an answer of S3."""
+    """Build the error that s3fs raises for a response of S3."""
     response = {
         "Error": {"Code": code, "Message": message},
         "ResponseMetadata": {"HTTPStatusCode": status},
@@ -60,7 +60,7 @@ TRANSIENT = [
     ConnectionResetError(errno.ECONNRESET, "reset"),
     OSError(errno.EHOSTUNREACH, "no route"),
     BrokenPipeError(),
-    # As hdfs-native has them.
+    # Errors of hdfs-native.
     OSError("Connection refused (os error 111)"),
     RuntimeError('DataTransferError("All DataNodes failed: [DatanodeInfoProto {…}]")'),
     RuntimeError('OperationFailed("Failed to complete file in time")'),
@@ -99,17 +99,17 @@ NOT = [
 
 
 @pytest.mark.parametrize("error", TRANSIENT, ids=repr)
-def test_what_may_pass_is_tried_again(error):
+def test_transient_errors_are_retried(error):
     assert kind_of(error) is Kind.TRANSIENT
 
 
 @pytest.mark.parametrize(("error", "kind"), NOT, ids=repr)
-def test_what_does_not_pass_is_not_tried_again(error, kind):
+def test_permanent_errors_are_not_retried(error, kind):
     assert kind_of(error) is kind
 
 
 def failing(*errors, result="done"):
-    """A function that raises one error after the other, and returns something then."""
+    """Return a function that raises the errors one by one, then returns a value."""
     left = list(errors)
 
     def call():
@@ -120,7 +120,7 @@ def failing(*errors, result="done"):
     return call
 
 
-def test_it_is_called_again_until_it_works_and_long_waits_are_told(caplog, time_flies):
+def test_retries_continue_until_success_and_log_long_waits(caplog, time_flies):
     with caplog.at_level(logging.WARNING):
         assert with_retries(failing(*TRANSIENT[:3]), "reading 's3://b/a'") == "done"
     assert time_flies[0] < 1
@@ -133,7 +133,7 @@ def test_it_is_called_again_until_it_works_and_long_waits_are_told(caplog, time_
     assert 5 < time_flies[0] < 60
 
 
-def test_in_the_end_it_is_an_error_that_names_path_cause_and_remedy(time_flies):
+def test_the_final_error_names_path_cause_and_remedy(time_flies):
     error = answer("SlowDown", 503)
 
     def throttled():
@@ -144,7 +144,7 @@ def test_in_the_end_it_is_an_error_that_names_path_cause_and_remedy(time_flies):
     assert 60 <= time_flies[0] < 66
 
 
-def test_each_failure_counts_from_the_first_one(time_flies):
+def test_the_time_limit_starts_at_the_first_failure(time_flies):
     def slow_then_good(calls=[]):  # noqa: B006 - counts its calls
         calls.append(1)
         time_flies[0] += 200  # a client's own retries may take longer than ours
@@ -163,7 +163,7 @@ def test_each_failure_counts_from_the_first_one(time_flies):
         (OSError(errno.ENOSPC, "No space left"), "no space left.*Free space"),
     ],
 )
-def test_what_a_user_can_set_is_said_at_once(error, message, time_flies):
+def test_errors_that_users_can_fix_are_raised_at_once(error, message, time_flies):
     with pytest.raises(StoreError, match=f"writing 's3://b/a': .*{message}") as raised:
         with_retries(failing(error), "writing 's3://b/a'")
     assert time_flies[0] == 0
@@ -171,7 +171,7 @@ def test_what_a_user_can_set_is_said_at_once(error, message, time_flies):
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("a"), ValueError("b"), ParamError("c")])
-def test_what_callers_understand_stays_what_it_is(error):
+def test_errors_that_callers_handle_are_not_converted(error):
     with pytest.raises(type(error)) as raised:
         with_retries(failing(error), "reading 'a'")
     assert raised.value is error
@@ -197,7 +197,7 @@ def test_messages_hold_no_secrets():
 
 
 class Breaking(io.BytesIO):
-    """A file whose reads fail at certain calls."""
+    """File whose reads fail at certain calls."""
 
     calls = 0
     fails_at: tuple[int, ...] = ()
@@ -205,12 +205,12 @@ class Breaking(io.BytesIO):
     def read(self, size=-1):
         Breaking.calls += 1
         if Breaking.calls in Breaking.fails_at:
-            super().read(2)  # its position is lost
+            super().read(2)  # the position is lost
             raise ConnectionResetError(errno.ECONNRESET, "reset")
         return super().read(size)
 
 
-def test_a_file_reads_on_where_it_was(monkeypatch):
+def test_reads_continue_where_they_failed(monkeypatch):
     content = os.urandom(1000)
     monkeypatch.setattr(Breaking, "calls", 0)
     monkeypatch.setattr(Breaking, "fails_at", (2, 3, 5))
@@ -228,13 +228,13 @@ def test_a_file_reads_on_where_it_was(monkeypatch):
     assert file.closed
     assert Breaking.calls == 9
 
-    # A buffer over it sees nothing of this either.
+    # A buffer over the file does not notice, either.
     monkeypatch.setattr(Breaking, "fails_at", (11,))
     with io.BufferedReader(RemoteFile(lambda: Breaking(content), "s3://b/a"), 64) as file:
         assert file.read() == content
 
 
-def test_a_file_that_has_become_another_is_an_error(monkeypatch):
+def test_a_file_replaced_between_retries_is_an_error(monkeypatch):
     contents = [b"a" * 100, b"b" * 99]
     monkeypatch.setattr(Breaking, "calls", 0)
     monkeypatch.setattr(Breaking, "fails_at", (2,))
@@ -244,6 +244,6 @@ def test_a_file_that_has_become_another_is_an_error(monkeypatch):
             file.read(10)
 
 
-def test_a_missing_file_is_told_when_it_is_opened():
+def test_missing_files_are_reported_at_open():
     with pytest.raises(FileNotFoundError):
         RemoteFile(failing(FileNotFoundError("a")), "s3://b/a")

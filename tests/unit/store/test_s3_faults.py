@@ -1,4 +1,4 @@
-"""A store on S3 through a network that fails: what is tried again, what is told, what stays."""
+"""Stores on S3 over a failing network: retries, errors and remaining objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(s3: Any, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Filesy
     return FilesystemStore(f"{s3.new_bucket()}/store", storage_options=options)
 
 
-def test_uploads_and_reads_that_are_cut_are_made_again(
+def test_interrupted_uploads_and_reads_are_retried(
     store: FilesystemStore, proxy: FaultProxy
 ) -> None:
     path, content = f"{store.prefix_path}/file", os.urandom(300_000)
@@ -52,7 +52,7 @@ def test_uploads_and_reads_that_are_cut_are_made_again(
     store.delete(path)
 
 
-def test_an_upload_that_fails_leaves_the_object_that_was_there(
+def test_failed_uploads_keep_the_existing_object(
     store: FilesystemStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{store.prefix_path}/file"
@@ -72,7 +72,7 @@ def test_an_upload_that_fails_leaves_the_object_that_was_there(
         assert store.find(store.prefix_path) == [path]
 
 
-def test_a_store_that_does_not_tell_is_no_empty_one(
+def test_a_store_that_does_not_answer_is_not_an_empty_store(
     store: FilesystemStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{store.prefix_path}/file"
@@ -87,7 +87,7 @@ def test_a_store_that_does_not_tell_is_no_empty_one(
     assert store.read(path) == b"there"
 
 
-def test_a_bucket_that_is_not_there_is_told_and_not_made(s3: Any) -> None:
+def test_missing_buckets_are_reported_and_not_created(s3: Any) -> None:
     store = FilesystemStore("s3://bucket-of-nobody/a", storage_options=s3.storage_options)
     with pytest.raises(StoreError, match=r"cannot be written to.*bucket does not exist"):
         store.check()

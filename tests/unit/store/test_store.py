@@ -26,17 +26,17 @@ def store(tmp_path):
         ("file:///data/my%20experiments", "/data/my experiments"),
         ("/data/a b", "/data/a b"),
         ("/data/a#b?c", "/data/a#b?c"),
-        ("/data/100%25", "/data/100%25"),  # a path is taken as it is
+        ("/data/100%25", "/data/100%25"),  # a path is not decoded
     ],
 )
-def test_create_takes_local_paths_and_file_urls(prefix, path):
+def test_create_accepts_local_paths_and_file_urls(prefix, path):
     store = Store.create(prefix)
 
     assert type(store) is LocalStore
     assert store.prefix_path == path
 
 
-def test_a_relative_prefix_and_the_home_become_absolute(monkeypatch, tmp_path):
+def test_relative_and_home_prefixes_become_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
 
@@ -45,19 +45,19 @@ def test_a_relative_prefix_and_the_home_become_absolute(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["dbfs:/a", "nothing://a"])
-def test_create_refuses_a_prefix_that_no_store_serves(prefix):
+def test_create_rejects_prefixes_without_a_store(prefix):
     with pytest.raises(ParamError, match=f"found '{prefix}'"):
         Store.create(prefix)
 
 
-def test_create_passes_its_keywords_on():
+def test_create_passes_on_its_keyword_arguments():
     store = Store.create("/data", checkpoint_filename="best", save_runs=False)
 
     assert store.get_checkpoint_filename() == "best"
     assert not store.saving_runs()
 
 
-def test_everything_lies_under_the_prefix():
+def test_all_paths_are_below_the_prefix():
     store = Store.create("/data")
 
     assert store.get_train_data_path() == "/data/intermediate_train_data"
@@ -74,7 +74,7 @@ def test_everything_lies_under_the_prefix():
     )
 
 
-def test_each_place_can_be_set(monkeypatch, tmp_path):
+def test_each_path_can_be_set(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     store = LocalStore(
@@ -100,18 +100,18 @@ def test_without_saved_runs_there_are_no_checkpoints_and_logs():
 
 
 @pytest.mark.parametrize("run_id", ["torch_2024-01-01", "a.b", "lr=0.1", "Größe"])
-def test_usual_run_ids_are_accepted(run_id):
+def test_common_run_ids_are_accepted(run_id):
     assert LocalStore("/data").run_paths(run_id).run_path == f"/data/runs/{run_id}"
 
 
 @pytest.mark.parametrize("run_id", ["", "a/b", "../other", "a b", "a\n", "..", "."])
-def test_run_ids_that_leave_their_folder_are_refused(run_id):
+def test_run_ids_that_leave_their_folder_are_rejected(run_id):
     with pytest.raises(ParamError, match="run_id: expected letters"):
         LocalStore("/data").run_paths(run_id)
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "a#b?c", "100%20", "[x]", "{y}*"])
-def test_files_can_be_written_and_read_whatever_the_prefix_is_called(tmp_path, name):
+def test_files_can_be_written_and_read_under_any_prefix(tmp_path, name):
     store = Store.create(str(tmp_path / name))
 
     store.check()
@@ -119,14 +119,14 @@ def test_files_can_be_written_and_read_whatever_the_prefix_is_called(tmp_path, n
     store.write_text(str(file), "größe")
 
     assert file.read_text(encoding="utf-8") == "größe"
-    # As code for ``horovod.spark`` puts it together.
+    # As code for ``horovod.spark`` builds it.
     joined = posixpath.join(store.get_checkpoint_path("r1"), store.get_checkpoint_filename())
     assert store.exists(joined)
     assert store.read(joined) == "größe".encode()
     assert store.spark_url(store.prefix_path) == f"file://{tmp_path}/{name}"
 
 
-def test_a_file_appears_only_when_its_block_has_ended(store):
+def test_files_appear_only_at_the_end_of_their_block(store):
     target = Path(store.prefix_path) / "runs" / "model"
 
     with store.open_atomic(str(target)) as file:
@@ -146,7 +146,7 @@ def write_half(store, target, error):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_block_that_fails_leaves_no_file(store, error):
+def test_failed_writes_leave_no_file(store, error):
     target = Path(store.prefix_path) / "model"
 
     with pytest.raises(error):
@@ -155,7 +155,7 @@ def test_a_block_that_fails_leaves_no_file(store, error):
     assert list(target.parent.iterdir()) == []
 
 
-def test_a_block_that_fails_keeps_the_file_that_was_there(store):
+def test_failed_writes_keep_the_existing_file(store):
     target = Path(store.prefix_path) / "model"
     store.write_text(str(target), "old")
 
@@ -166,7 +166,7 @@ def test_a_block_that_fails_keeps_the_file_that_was_there(store):
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_file_replaces_the_one_that_was_there(store):
+def test_writes_replace_existing_files(store):
     path = f"{store.prefix_path}/model"
     store.write_text(path, "a long old text")
     store.write_text(path, "new")
@@ -174,19 +174,19 @@ def test_a_file_replaces_the_one_that_was_there(store):
     assert store.read(path) == b"new"
 
 
-def test_reading_a_missing_file_is_an_error_that_names_it(store):
+def test_errors_name_the_missing_file(store):
     with pytest.raises(StoreError, match=r"holds no file '.*/absent'"):
         store.read(f"{store.prefix_path}/absent")
 
 
-def test_checking_makes_the_prefix_and_leaves_nothing_in_it(store):
+def test_check_creates_the_prefix_and_leaves_it_empty(store):
     store.check()
 
     assert list(Path(store.prefix_path).iterdir()) == []
 
 
 @pytest.mark.parametrize("below", ["", "/below", "/below/it"])
-def test_a_prefix_at_or_under_a_regular_file_is_an_error_that_names_it(tmp_path, below):
+def test_a_prefix_at_or_under_a_file_is_rejected(tmp_path, below):
     (tmp_path / "file").write_text("")
     prefix = f"{tmp_path}/file{below}"
 
@@ -194,7 +194,7 @@ def test_a_prefix_at_or_under_a_regular_file_is_an_error_that_names_it(tmp_path,
         LocalStore(prefix).check()
 
 
-def test_checkpoints_are_listed_in_the_order_in_which_they_were_written(store):
+def test_checkpoints_are_listed_in_the_order_of_writing(store):
     folder = Path(store.get_run_path("r1")) / "checkpoints"
     of_estimators = [f"checkpoint-{name}" for name in ["000002", "000002-48", "000002-144"]]
     of_users = ["best-epoch=9", "best-epoch=10"]
@@ -205,7 +205,7 @@ def test_checkpoints_are_listed_in_the_order_in_which_they_were_written(store):
     store.write_text(str(folder / "c.pt"), "")
     for name in of_estimators:
         store.write_text(str(folder / f"{name}.json"), "")
-    # No pointer: it was never finished.
+    # An unfinished checkpoint: it has no manifest.
     store.write_text(str(folder / "checkpoint-000003.ckpt"), "")
 
     expected = [str(folder / f"{name}.ckpt") for name in [*of_users, *of_estimators]]
@@ -214,7 +214,7 @@ def test_checkpoints_are_listed_in_the_order_in_which_they_were_written(store):
     assert store.get_checkpoints("r2") == []
 
 
-def test_files_and_folders_are_deleted_and_missing_ones_are_no_error(store):
+def test_delete_removes_files_and_folders_and_ignores_missing_ones(store):
     path = store.get_train_data_path("1")
     store.write_text(f"{path}/deep/file", "")
 
@@ -224,7 +224,7 @@ def test_files_and_folders_are_deleted_and_missing_ones_are_no_error(store):
     assert not store.exists(path)
 
 
-def test_a_store_goes_to_other_processes_by_pickling(store):
+def test_stores_can_be_pickled(store):
     store.write_text(f"{store.prefix_path}/file", "text")
 
     there = pickle.loads(pickle.dumps(store))

@@ -1,4 +1,4 @@
-"""A local directory that is kept the same as one of a store."""
+"""Local directories that are synchronized with a store."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def uploaded(directory):
     directory._upload.result(10)
 
 
-def test_for_a_local_store_it_is_the_directory_itself(tmp_path):
+def test_a_local_stores_directory_is_used_directly(tmp_path):
     store = LocalStore(str(tmp_path))
     with SyncedDirectory(store, logs(store)) as directory:
         assert directory.path == logs(store)
@@ -46,13 +46,13 @@ def test_for_a_local_store_it_is_the_directory_itself(tmp_path):
     assert contents(store) == {"events": b"one"}
 
 
-def test_without_a_path_there_is_none(store):
+def test_without_a_path_there_is_no_directory(store):
     with SyncedDirectory(store, None) as directory:
         assert directory.path is None
         directory.sync()
 
 
-def test_files_are_in_the_store_at_each_sync_and_at_the_end(store):
+def test_files_are_uploaded_at_each_sync_and_at_the_end(store):
     with SyncedDirectory(store, logs(store)) as directory:
         folder = Path(directory.path)
         assert folder.is_dir()
@@ -83,7 +83,7 @@ def test_files_are_in_the_store_at_each_sync_and_at_the_end(store):
     assert not folder.exists()
 
 
-def test_what_did_not_change_is_not_sent_again(store, monkeypatch):
+def test_unchanged_files_are_not_uploaded_again(store, monkeypatch):
     sent = []
     real = FilesystemStore.open_atomic
     monkeypatch.setattr(
@@ -95,14 +95,14 @@ def test_what_did_not_change_is_not_sent_again(store, monkeypatch):
         directory.sync()
         uploaded(directory)
         assert len(sent) == 2
-        # As long as before, at another time.
+        # The same length, at another time.
         Path(directory.path, "b").write_text("B")
         os.utime(Path(directory.path, "b"), ns=(1, 1))
     assert sent[2:] == [f"{logs(store)}/b"]
     assert contents(store) == {"a": b"a", "b": b"B"}
 
 
-def test_a_run_that_is_gone_on_with_has_the_files_of_its_first_part(store):
+def test_resumed_runs_have_the_earlier_files(store):
     with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "metrics.csv").write_text("1\n")
     with (
@@ -111,13 +111,13 @@ def test_a_run_that_is_gone_on_with_has_the_files_of_its_first_part(store):
     ):
         with open(Path(directory.path, "metrics.csv"), "a") as file:
             file.write("2\n")
-        # Another rank: its files join those that are there.
+        # Another rank adds its files to the existing ones.
         assert os.listdir(other.path) == []
         Path(other.path, "profile-1").write_text("")
     assert contents(store) == {"metrics.csv": b"1\n2\n", "profile-1": b""}
 
 
-def test_an_error_of_training_does_not_lose_the_logs(store):
+def test_logs_survive_an_error_in_training(store):
     def fail(directory):
         Path(directory.path, "events").write_text("one")
         raise KeyboardInterrupt
@@ -128,7 +128,7 @@ def test_an_error_of_training_does_not_lose_the_logs(store):
     assert not Path(directory.path).exists()
 
 
-def test_a_store_that_is_gone_for_a_while_costs_a_warning(store, monkeypatch, caplog):
+def test_a_temporarily_unavailable_store_costs_a_warning(store, monkeypatch, caplog):
     with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "events").write_text("one")
         with monkeypatch.context() as patch:
@@ -144,7 +144,7 @@ def test_a_store_that_is_gone_for_a_while_costs_a_warning(store, monkeypatch, ca
     assert "ZeroDivisionError" in record.message
 
 
-def test_training_does_not_wait_for_a_slow_store_and_one_upload_runs_at_a_time(store, monkeypatch):
+def test_uploads_run_one_at_a_time_without_blocking_training(store, monkeypatch):
     go_on, running = threading.Event(), []
     real = FilesystemStore.open_atomic
 
@@ -166,7 +166,7 @@ def test_training_does_not_wait_for_a_slow_store_and_one_upload_runs_at_a_time(s
     assert contents(store) == {"events": b"one", "later": b"two"}
 
 
-def test_long_epochs_are_sent_now_and_then_too(store, monkeypatch):
+def test_files_are_uploaded_during_long_epochs(store, monkeypatch):
     monkeypatch.setattr(synced_directory, "SYNC_SECONDS", 0.01)
     sent = queue.Queue()
     real = FilesystemStore.open_atomic
@@ -188,7 +188,7 @@ def test_long_epochs_are_sent_now_and_then_too(store, monkeypatch):
         assert contents(store) == {"events": b"one, two"}
 
 
-def test_what_cannot_be_sent_in_the_end_stays_where_the_warning_says(store, monkeypatch, caplog):
+def test_files_that_cannot_be_uploaded_stay_in_the_named_folder(store, monkeypatch, caplog):
     with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "events").write_text("one")
         monkeypatch.setattr(FilesystemStore, "open_atomic", lambda s, path: 1 / 0)
@@ -197,7 +197,7 @@ def test_what_cannot_be_sent_in_the_end_stays_where_the_warning_says(store, monk
     shutil.rmtree(directory.path)
 
 
-def test_a_file_that_tells_where_it_lies_tells_its_place_in_the_store(store):
+def test_mlflow_metadata_names_the_path_in_the_store(store):
     with SyncedDirectory(store, logs(store)) as directory:
         text = f"a: file:{directory.path}/x\nb: file://{directory.path}/y\nc: {directory.path}\n"
         Path(directory.path, "mlruns").mkdir()

@@ -1,4 +1,4 @@
-"""Collectives of both libraries: the same calls on both, and the results that NumPy computes."""
+"""The collectives of both libraries against NumPy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hvd_estimators.torch.collectives import (
     sum_over_ranks,
 )
 
-# Ranks must not import this module, and pytest with it.
+# Ranks must not import this module, which imports pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.timeout(180)
@@ -52,7 +52,7 @@ def all_values(size: int = 1000) -> np.ndarray:
 
 
 def rows_of(rank: int) -> np.ndarray:
-    """Rank 1 has none, and the others differ."""
+    """Rows of a rank: rank 1 has none, and the others have different numbers."""
     return values_of(rank, 2 * (5, 0, 3)[rank]).reshape(-1, 2)
 
 
@@ -75,7 +75,7 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
         reduce_group(group, "mean", "group")
         found["group"] = [tensor.numpy() for tensor in group]
 
-        # Three at a time, and ended in another order than they were started.
+        # Three at a time, finished in a different order than started.
         waits = [mine.reduce_async(own + turn, "sum", f"turn.{turn}") for turn in range(3)]
         found["turns"] = [waits[turn]().numpy() for turn in (2, 0, 1)]
         pending = PendingSum(own.clone(), "pending")
@@ -147,7 +147,7 @@ def ranks(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     return results
 
 
-def test_reductions_are_those_of_numpy_on_all_ranks(ranks: Any) -> None:
+def test_reductions_agree_with_numpy_on_all_ranks(ranks: Any) -> None:
     whole = all_values()
     for rank, found in enumerate(ranks):
         assert found["places"] == (rank, RANKS, rank, RANKS, 0)
@@ -165,7 +165,7 @@ def test_reductions_are_those_of_numpy_on_all_ranks(ranks: Any) -> None:
         np.testing.assert_allclose(found["pending"], whole.sum(axis=0), rtol=1e-13)
 
 
-def test_parts_of_any_size_are_gathered(ranks: Any) -> None:
+def test_all_gather_accepts_parts_of_any_size(ranks: Any) -> None:
     for found in ranks:
         np.testing.assert_array_equal(
             found["rows"], np.concatenate([rows_of(rank) for rank in range(RANKS)])
@@ -209,7 +209,7 @@ def test_inference_mode_gradients_and_sessions(ranks: Any) -> None:
     for rank, found in enumerate(ranks):
         objects = [{"rank": other} for other in range(RANKS)]
         assert found["inference"] == [[3], objects, 3 * 2.0**60 + 3 * 2.0**10]
-        # Each rank computes the same loss of all, whose gradient is averaged.
+        # Each rank computes the loss of all ranks; the gradients are averaged.
         assert found["gather gradient"] == 10.0**rank
         assert found["mean gradient"] == pytest.approx(2.0)
         assert found["files"] == RANKS
@@ -227,7 +227,7 @@ def reduce_until_killed(kind: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_a_killed_rank_ends_the_others_soon_and_is_named(kind: str, tmp_path: Path) -> None:
+def test_other_ranks_fail_soon_and_name_a_killed_rank(kind: str, tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(WorkerFailedError, match=r"Rank 1 on .* was killed") as raised:
         LocalBackend(RANKS).run(reduce_until_killed, (kind, str(tmp_path)))
@@ -245,14 +245,14 @@ def hold_up(seconds: float) -> None:
             mine.reduce(torch.ones(10), "sum", f"loss {step}")
 
 
-def test_a_rank_that_holds_up_the_others_is_named_with_what_they_wait_for() -> None:
+def test_warnings_name_the_slow_rank_and_the_pending_collective() -> None:
     limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
     with pytest.raises(WorkerFailedError, match=r"held up the others .* part of loss 3") as raised:
         LocalBackend(RANKS, env=limit).run(hold_up, (60.0,))
     assert (raised.value.rank, raised.value.cause) == (2, "stalled")
 
 
-def test_a_rank_that_is_slow_has_not_failed() -> None:
+def test_a_slow_rank_is_not_a_failed_rank() -> None:
     """Neither the time to connect nor the time to warn limits how long a rank may take."""
     env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
     assert LocalBackend(RANKS, env=env).run(hold_up, (4.0,)) == [None] * RANKS
@@ -267,12 +267,12 @@ def listening_addresses() -> set[str]:
         }
 
 
-def test_gloo_listens_on_the_rank_s_address_alone() -> None:
+def test_gloo_listens_only_on_the_ranks_address() -> None:
     assert LocalBackend(2).run(listening_addresses) == [{"127.0.0.1"}] * 2
 
 
-def test_ranks_of_other_launchers_meet_as_torchrun_s_do() -> None:
-    """Without our rendezvous, torch's own variables connect the ranks."""
+def test_ranks_connect_under_other_launchers_such_as_torchrun() -> None:
+    """Without this project's rendezvous, torch's environment variables connect the ranks."""
 
     def meet(port: int) -> float:
         from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
@@ -296,7 +296,9 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_ranks_that_cannot_meet_say_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_connect_name_the_setting_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     for name in ("MASTER_ADDR", "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -307,7 +309,7 @@ def test_ranks_that_cannot_meet_say_what_to_set(monkeypatch: pytest.MonkeyPatch)
         session("torch", ranks=3).__enter__()
 
 
-def test_auto_stands_for_horovod_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_horovod_if_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = collectives._Active.collectives
     assert choose_collectives("auto") == ("horovod", "it is built for this torch")
     assert choose_collectives("horovod") == ("horovod", "collectives='horovod'")

@@ -1,4 +1,4 @@
-"""The param that selects the library of collectives, up to what a rank gets of it."""
+"""The param that selects the library of collectives, from the estimator to the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_estimators.torch.collectives import current
 
 
 class Recorder:
-    """A callback that records the collectives of the rank that trains."""
+    """Callback that records the collectives of the training rank."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
         recorded.append(current().library)
@@ -74,7 +74,7 @@ def fit(store: Any, cls: Any = TorchEstimator, **params: Any) -> Any:
     return cls(**{**given, **params}).fit_on_parquet()
 
 
-def test_each_library_trains_both_estimators_to_the_same_bits(store: Any) -> None:
+def test_both_libraries_train_to_identical_weights(store: Any) -> None:
     torch.manual_seed(1)
     net = torch.nn.Linear(1, 1)
     weights = []
@@ -87,7 +87,7 @@ def test_each_library_trains_both_estimators_to_the_same_bits(store: Any) -> Non
     assert torch.equal(*weights)
 
 
-def test_auto_takes_horovod_or_else_torch_and_the_choice_is_logged(
+def test_auto_prefers_horovod_over_torch_and_logs_the_choice(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lines() -> list[str]:

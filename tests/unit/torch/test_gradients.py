@@ -1,4 +1,4 @@
-"""When gradients become means over the ranks, with a collective that multiplies by ten instead."""
+"""Averaging of gradients over ranks, with a fake collective that multiplies by ten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_estimators.torch.loss import StatedDenominators
 
 
 class Collective:
-    """Stands for two ranks; records the names of what is sent."""
+    """Fake collective of two ranks; records the names of the tensors sent."""
 
     def __init__(self) -> None:
         self.size = 2
@@ -64,7 +64,7 @@ def backward(net: torch.nn.Module) -> None:
     net(torch.ones(1, 1)).sum().backward()
 
 
-def test_gradients_are_means_when_the_pass_ends_and_are_sent_once(
+def test_gradients_are_averaged_once_at_the_end_of_the_last_pass(
     collective: Collective, averager: Any
 ) -> None:
     net, optimizer = net_and_optimizer()
@@ -79,7 +79,7 @@ def test_gradients_are_means_when_the_pass_ends_and_are_sent_once(
             backward(net)
         assert net.weight.grad == 20.0
         assert collective.sent == step
-        # In the second a scaler, say, finds that there is no step to take.
+        # The second step is skipped, as a gradient scaler does.
         if step != 2:
             optimizer.step()
         assert net.weight.grad == 20.0
@@ -87,7 +87,7 @@ def test_gradients_are_means_when_the_pass_ends_and_are_sent_once(
         assert not follows.pending
 
 
-def test_each_pass_outside_a_block_is_averaged_with_what_there_was(
+def test_passes_outside_a_block_average_the_accumulated_gradient(
     collective: Collective, averager: Any
 ) -> None:
     net, optimizer = net_and_optimizer()
@@ -95,20 +95,20 @@ def test_each_pass_outside_a_block_is_averaged_with_what_there_was(
     backward(net)
     assert net.weight.grad == 10.0
     backward(net)
-    # Of two ranks, (10 + 1) would be the mean of what both have.
+    # On two real ranks, (10 + 1) would be the mean of both gradients.
     assert net.weight.grad == 110.0
     optimizer.step()
     assert collective.sent == 2
 
 
-def test_a_rank_without_a_pass_or_a_gradient_takes_part(
+def test_ranks_without_a_pass_or_gradient_still_take_part(
     collective: Collective, averager: Any
 ) -> None:
     net, optimizer = net_and_optimizer()
     with averager(net, [optimizer]).averaging():
         pass
     assert collective.sent == 1
-    # No rank had one.
+    # No rank had a gradient.
     assert net.weight.grad is None
     optimizer.zero_grad()
     (net.weight * 3.0).sum().backward()
@@ -121,7 +121,7 @@ def test_a_rank_without_a_pass_or_a_gradient_takes_part(
     assert net.weight.grad == 10.0
 
 
-def test_buckets_are_sent_in_one_order_whatever_is_ready_first(
+def test_the_order_of_buckets_does_not_depend_on_the_backward_pass(
     collective: Collective, averager: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(gradients, "_BUCKET_BYTES", 1)
@@ -144,11 +144,11 @@ def test_buckets_are_sent_in_one_order_whatever_is_ready_first(
         with follows.averaging():
             run().sum().backward()
         assert collective.names == order
-    # In the usual order they are sent while the pass runs; otherwise they wait for the first.
+    # In the usual order, buckets are sent during the pass; otherwise they wait for the first.
     assert sent_within == [2, 0, 0]
 
 
-def test_what_becomes_trainable_later_is_averaged(collective: Collective, averager: Any) -> None:
+def test_later_trainable_parameters_are_averaged(collective: Collective, averager: Any) -> None:
     first, second = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
     frozen = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
     net = torch.nn.Sequential(first, second, frozen)
@@ -165,7 +165,7 @@ def test_what_becomes_trainable_later_is_averaged(collective: Collective, averag
     net.zero_grad()
     frozen.requires_grad_(True)
     optimizer.add_param_group({"params": [second.weight]})
-    # Within the block, and so unknown when it began: averaged before the step.
+    # Added within the block, so unknown at its start: averaged before the step.
     with follows.averaging():
         third = torch.nn.Parameter(torch.ones(1, 1))
         optimizer.add_param_group({"params": [third]})
@@ -176,7 +176,7 @@ def test_what_becomes_trainable_later_is_averaged(collective: Collective, averag
     assert follows.without_optimizer() == []
 
 
-def test_optimizers_that_are_made_later_are_followed(collective: Collective, averager: Any) -> None:
+def test_optimizers_created_later_are_followed(collective: Collective, averager: Any) -> None:
     net, optimizer = net_and_optimizer()
     head = torch.nn.Linear(1, 1, bias=False)
     loss = torch.nn.Linear(1, 1, bias=False)
@@ -191,7 +191,7 @@ def test_optimizers_that_are_made_later_are_followed(collective: Collective, ave
         other.step()
         assert torch.equal(layer.weight.grad, given * 10)
     assert follows.without_optimizer() == []
-    # One that has nothing to do with the module is left alone.
+    # An optimizer of unrelated parameters is left alone.
     stranger = torch.nn.Parameter(torch.ones(1))
     stranger.grad = torch.ones(1)
     sent = collective.sent
@@ -199,7 +199,7 @@ def test_optimizers_that_are_made_later_are_followed(collective: Collective, ave
     assert (collective.sent, stranger.grad) == (sent, 1.0)
 
 
-def test_every_parameter_is_averaged_for_steps_of_the_users(
+def test_every_parameter_is_averaged_for_custom_steps(
     collective: Collective, averager: Any
 ) -> None:
     net, optimizer = net_and_optimizer()
@@ -211,7 +211,7 @@ def test_every_parameter_is_averaged_for_steps_of_the_users(
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
-def test_a_closure_leaves_means_and_returns_the_loss_of_all_ranks(
+def test_closures_average_gradients_and_the_loss(
     collective: Collective, averager: Any, kind: Any
 ) -> None:
     net = torch.nn.Linear(1, 1)
@@ -227,13 +227,13 @@ def test_a_closure_leaves_means_and_returns_the_loss_of_all_ranks(
 
     returned = optimizer.step(closure)
     assert seen[0] == 10.0
-    # SGD only hands it on.
+    # SGD only passes the loss on.
     assert returned == (15.0 if kind is torch.optim.LBFGS else 3.0)
     assert optimizer.step(closure=closure) == returned
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_stated_denominators_divide_the_means_once_before_anything_sees_them(
+def test_stated_denominators_scale_the_mean_once_before_the_step(
     collective: Collective, averager: Any, size: int
 ) -> None:
     times = 10 if size == 2 else 1
@@ -243,12 +243,12 @@ def test_stated_denominators_divide_the_means_once_before_anything_sees_them(
     follows = averager(net, [optimizer], denominators=denominators)
     for accumulates in (True, False):
         with follows.averaging(accumulate=accumulates):
-            # Its gradient has been multiplied by 3 tokens / 2 rows.
+            # The gradient has been multiplied by 3 tokens / 2 rows.
             denominators.add(3.0, 2)
             (net(torch.ones(1, 1)).sum() * 1.5).backward()
             assert net.weight.grad == (1.5 if accumulates else 2.0 * times)
     assert denominators.ratio == pytest.approx(2 / 3)
-    # Another parameter that is trained from here on is averaged before the step.
+    # A parameter added now is averaged before the step.
     other = torch.nn.Parameter(torch.ones(1))
     optimizer.add_param_group({"params": [other]})
     other.grad = torch.ones(1)
@@ -257,9 +257,7 @@ def test_stated_denominators_divide_the_means_once_before_anything_sees_them(
     assert net.weight.grad == 2.0 * times**2
 
 
-def test_gradients_that_wait_for_a_step_are_known_by_name(
-    collective: Collective, averager: Any
-) -> None:
+def test_pending_gradients_are_listed_by_name(collective: Collective, averager: Any) -> None:
     collective.size = 1
     net, optimizer = net_and_optimizer()
     follows = averager(net, [optimizer])
@@ -273,7 +271,7 @@ def test_gradients_that_wait_for_a_step_are_known_by_name(
     assert net.weight.grad == 4.0
 
 
-def test_nothing_is_left_when_hooks_are_removed(collective: Collective) -> None:
+def test_removing_the_hooks_leaves_nothing_behind(collective: Collective) -> None:
     net, optimizer = net_and_optimizer()
     GradientAverager(net, [optimizer]).remove()
     backward(net)
@@ -281,7 +279,7 @@ def test_nothing_is_left_when_hooks_are_removed(collective: Collective) -> None:
     assert (collective.sent, net.weight.grad) == (0, 1.0)
 
 
-def test_an_optimizer_of_second_order_is_rejected(collective: Collective, averager: Any) -> None:
+def test_second_order_optimizers_are_rejected(collective: Collective, averager: Any) -> None:
     net, optimizer = net_and_optimizer()
     vars(optimizer)["is_second_order"] = True
     with pytest.raises(ParamError, match="SGD differentiates gradients"):

@@ -1,4 +1,4 @@
-"""The learning rate of N ranks: multiplied where a step is made, and only there."""
+"""Learning rates are multiplied by the number of ranks during a step, and only then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def step(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return how far each parameter goes for a gradient of one."""
+    """Step with gradients of one and return how far each parameter moved."""
     parameters = [group["params"][0] for group in optimizer.param_groups]
     before = [parameter.item() for parameter in parameters]
     for parameter in parameters:
@@ -30,7 +30,7 @@ def step(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize("scale", [1, 2, 3, 7, 49])
-def test_a_step_is_made_with_multiplied_rates_which_nobody_else_sees(scale: int) -> None:
+def test_scaled_rates_are_visible_only_during_a_step(scale: int) -> None:
     optimizer = make(0.1, 0.003)
     StepRate(optimizer, scale)
 
@@ -39,7 +39,7 @@ def test_a_step_is_made_with_multiplied_rates_which_nobody_else_sees(scale: int)
     assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.1, 0.003]
 
 
-def test_schedulers_see_the_rates_of_one_rank() -> None:
+def test_schedulers_see_unscaled_rates() -> None:
     optimizer = make(0.5)
     StepRate(optimizer, 4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
@@ -50,7 +50,7 @@ def test_schedulers_see_the_rates_of_one_rank() -> None:
     assert step(optimizer) == [1.0]
 
 
-def test_resuming_scales_once_however_often_it_happens() -> None:
+def test_repeated_resuming_does_not_scale_twice() -> None:
     optimizer = make(0.1)
     for _ in range(5):
         StepRate(optimizer, 3)
@@ -63,7 +63,7 @@ def test_resuming_scales_once_however_often_it_happens() -> None:
     assert step(optimizer) == pytest.approx([0.1 * 3])
 
 
-def test_rates_that_are_tensors_are_multiplied_and_the_given_one_is_left() -> None:
+def test_tensor_rates_are_scaled_without_changing_the_given_tensor() -> None:
     given = torch.tensor(0.5)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=given)
@@ -74,7 +74,7 @@ def test_rates_that_are_tensors_are_multiplied_and_the_given_one_is_left() -> No
     assert float(given) == 0.5
 
 
-def test_what_sets_a_rate_within_a_step_sets_the_multiplied_one() -> None:
+def test_a_rate_set_during_a_step_is_the_scaled_rate() -> None:
     optimizer = make(0.5)
     rate = StepRate(optimizer, 4)
     optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=1.0))
@@ -99,7 +99,7 @@ def test_groups_without_a_rate_are_left_alone() -> None:
     assert "lr" not in optimizer.param_groups[0]
 
 
-def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
+def test_rates_are_scaled_during_steps_but_not_in_closures() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     rate = StepRate(optimizer, 3)
@@ -114,7 +114,7 @@ def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
     assert parameter.item() == pytest.approx(0.7)
     assert seen == [0.1]
     assert optimizer.param_groups[0]["lr"] == 0.1
-    # What a scheduler sets is for one rank as well.
+    # A scheduler sets the rate of one rank, too.
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
     assert parameter.item() == pytest.approx(0.67)
@@ -123,7 +123,7 @@ def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
     assert parameter.item() == pytest.approx(0.66)
 
 
-def test_a_step_within_a_step_is_scaled_once() -> None:
+def test_nested_steps_are_scaled_once() -> None:
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -137,7 +137,7 @@ def test_a_step_within_a_step_is_scaled_once() -> None:
     assert rates(optimizer) == [0.1]
 
 
-def test_only_optimizers_with_two_modes_change_them() -> None:
+def test_modes_change_only_on_optimizers_that_have_modes() -> None:
     class Modes(torch.optim.SGD):
         mode = "new"
 

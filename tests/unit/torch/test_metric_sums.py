@@ -1,4 +1,4 @@
-"""Losses and metrics of an epoch, and what batches count for, in a job of one rank."""
+"""Losses and metrics of an epoch, and weights of batches, in a job of one rank."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def add(measures, *pairs, loss):
     )
 
 
-def test_means_are_those_over_all_rows_whatever_the_batches():
+def test_means_are_over_rows_not_batches():
     measures = MetricSums(Metrics([[mae], [bias]], ["y"]))
     data = batches(np.random.default_rng(0))
 
@@ -61,7 +61,7 @@ def test_means_are_those_over_all_rows_whatever_the_batches():
     assert measures.reduced("test") == pytest.approx(expected)
 
 
-def test_with_sample_weights_the_loss_is_their_sum_of_products_by_rows_and_metrics_stay():
+def test_sample_weights_apply_to_the_loss_but_not_to_metrics():
     measures = MetricSums(Metrics([[mae]], ["y"]))
     data = batches(np.random.default_rng(1))
 
@@ -79,7 +79,7 @@ def test_with_sample_weights_the_loss_is_their_sum_of_products_by_rows_and_metri
     )
 
 
-def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each():
+def test_a_single_metric_measures_every_label_and_longer_groups_pair_up():
     measures = MetricSums(Metrics([[mae], [mae, bias]], ["a", "b"]))
     zeros = np.zeros(2)
 
@@ -102,7 +102,7 @@ def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each()
     }
 
 
-def test_without_metrics_the_record_holds_the_loss():
+def test_without_metrics_the_record_holds_only_the_loss():
     measures = MetricSums(Metrics([], ["y"]))
 
     add(measures, (np.zeros(1), np.zeros(1)), loss=0.25)
@@ -110,7 +110,7 @@ def test_without_metrics_the_record_holds_the_loss():
     assert measures.as_record(measures.means()) == {"loss": 0.25, "all_metrics": []}
 
 
-def test_without_batches_means_are_not_numbers():
+def test_without_batches_means_are_nan():
     means = MetricSums(Metrics([[mae]], ["y"])).reduced("empty")
 
     assert list(means) == ["loss", "mae"]
@@ -129,7 +129,7 @@ def test_sums_of_many_batches_do_not_lose_precision():
     assert measures.means()["loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_measuring_keeps_no_graph_and_no_gradient():
+def test_measuring_needs_no_graph_and_no_gradient():
     seen = []
 
     def metric(output, label):
@@ -146,7 +146,7 @@ def test_measuring_keeps_no_graph_and_no_gradient():
 
 
 class Batches(DataModule):
-    """Delivers given batches, and what is known of all ranks' sizes."""
+    """Data module with given batches and given sizes over all ranks."""
 
     def __init__(self, columns, global_sizes):
         super().__init__(train_dir="", val_dir=None)
@@ -179,27 +179,27 @@ def factors(data, count, **options):
     return windows
 
 
-def test_batches_that_count_for_the_same_have_a_factor_of_one():
+def test_batches_of_equal_weight_have_a_factor_of_one():
     assert factors(Batches(columns([4, 4]), [8, 8]), 4, size=2) == [[1], [1], [1], [1]]
     assert factors(Batches(columns([4, 3]), None), 2) == [[1], [1]]
 
 
-def test_a_rank_with_fewer_rows_in_a_step_counts_for_less():
-    """Its share of the step's rows, times the ranks over which the mean is taken."""
+def test_ranks_with_fewer_rows_weigh_less():
+    """The factor is the rank's share of the step's rows times the number of ranks."""
     (four,), (one,), (none,) = factors(Batches(columns([4, 1, 0]), [8, 4, 1]), 3, size=2)
 
     assert (four, one, none) == (2 * 4 / 8, 2 * 1 / 4, 0)
 
 
-def test_batches_that_add_up_to_one_step_count_by_their_rows():
+def test_accumulated_batches_are_weighted_by_rows():
     ((first, second),) = factors(Batches(columns([4, 2]), [8, 4]), 2, size=2, passes_per_step=2)
 
-    # Over 2 ranks and 2 passes 12 rows.
+    # Two ranks with two passes each have 12 rows.
     assert first == pytest.approx(4 * 4 / 12)
     assert second == pytest.approx(4 * 2 / 12)
 
 
-def test_ranks_add_up_their_rows_only_where_a_data_module_does_not_tell_them():
+def test_ranks_sum_their_rows_only_if_the_data_module_has_no_sizes():
     asked = []
 
     def sum_over_ranks(rows):
@@ -215,12 +215,12 @@ def test_ranks_add_up_their_rows_only_where_a_data_module_does_not_tell_them():
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("least", [0.0, 1.0])
-def test_factors_make_the_gradients_mean_that_over_all_rows_of_a_step(passes, least):
-    """Three imagined ranks with a linear loss, against NumPy over the rows they have together."""
+def test_factors_make_gradients_the_mean_over_all_rows_of_a_step(passes, least):
+    """Simulate three ranks with a linear loss; compare with NumPy over all their rows."""
     rng = np.random.default_rng(passes)
     sizes = rng.integers(0, 5, size=(3, passes)) + np.array([[1], [0], [0]])
     rows = [[rng.normal(size=n) for n in rank] for rank in sizes]
-    # Every other weight is zero, all those of a batch at times; or all weights are one.
+    # Every other weight is zero, sometimes a whole batch's; or all weights are one.
     weights = [[np.maximum(rng.integers(0, 2, n) * rng.random(n), least) for n in r] for r in sizes]
     totals = sizes.sum(axis=0).tolist()
 

@@ -1,4 +1,4 @@
-"""What a module is trained for: one piece of code, under Lightning's Trainer and without it."""
+"""Training objectives, with and without Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make(**changes: Any) -> Objective:
 
 
 class OneRankTrainer:
-    """Stands for a Trainer on one rank, whose batch is a whole step."""
+    """Stub of a Trainer on one rank, whose batch is a whole step."""
 
     def __init__(self) -> None:
         self.strategy = self
@@ -59,7 +59,7 @@ class OneRankTrainer:
         self.has_users_batches = False
 
 
-def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
+def test_loss_and_metrics_agree_with_manual_code_and_with_lightning() -> None:
     module = Two()
     x, weights = COLUMNS["x"][:, 0], COLUMNS["w"]
     blue, amber = x * 0.5 - COLUMNS["blue"], x + 0.5 - COLUMNS["amber"]
@@ -102,7 +102,7 @@ def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
     assert torch.equal(gradient, module.scale.grad)
 
 
-def test_what_constructors_make_takes_what_it_asks_for_and_has_to_be_weightable() -> None:
+def test_loss_constructors_get_their_arguments_and_must_allow_weights() -> None:
     seen = {}
 
     def first(device: Any, rank: int) -> Any:
@@ -130,7 +130,7 @@ def test_what_constructors_make_takes_what_it_asks_for_and_has_to_be_weightable(
         unweightable.on_rank(torch.device("cpu"), **offered)
 
 
-def test_a_users_step_gets_the_weighted_loss_and_the_plain_one_is_measured() -> None:
+def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> None:
     given = {}
 
     def step(model: Any, optimizer: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:

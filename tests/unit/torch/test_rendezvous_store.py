@@ -1,4 +1,4 @@
-"""Keys of torch.distributed in the rendezvous, from several ranks over real connections."""
+"""The rendezvous as a store of torch.distributed, over real connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = 3
 
 @contextlib.contextmanager
 def stores_of_ranks() -> Iterator[list[RendezvousStore]]:
-    """Yield the stores of ranks, the first of which is where the server is."""
+    """Yield one store per rank; the first rank runs the server."""
     secret = new_secret()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(RendezvousServer(secret, ["127.0.0.1"]))
@@ -52,8 +52,8 @@ def stores() -> Iterator[list[RendezvousStore]]:
         yield stores
 
 
-def test_values_are_those_of_the_hash_store_of_torch(stores: list[RendezvousStore]) -> None:
-    """The same calls, each by another rank, give what they give in torch's own store."""
+def test_values_equal_those_of_torchs_hash_store(stores: list[RendezvousStore]) -> None:
+    """The same calls, each from another rank, return the same values as torch's HashStore."""
     calls = [
         lambda store: store.set("a/b c?&%\n", b"\0\xff\r\n\r\n"),
         lambda store: store.get("a/b c?&%\n"),
@@ -86,11 +86,11 @@ def test_values_are_those_of_the_hash_store_of_torch(stores: list[RendezvousStor
     assert stores[1].num_keys() - keys_before == torchs.num_keys()
 
 
-def test_ranks_wait_for_keys_of_others(stores: list[RendezvousStore]) -> None:
+def test_ranks_wait_for_keys_of_other_ranks(stores: list[RendezvousStore]) -> None:
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(stores[1].get, "late")
         both = pool.submit(stores[2].wait, ["late", "later"], timedelta(seconds=20))
-        time.sleep(0.7)  # longer than one request waits
+        time.sleep(0.7)  # longer than the wait of one request
         assert not first.done()
         stores[0].set("late", b"1")
         assert first.result(5) == b"1"
@@ -103,7 +103,7 @@ def test_ranks_wait_for_keys_of_others(stores: list[RendezvousStore]) -> None:
     assert 0.3 <= time.monotonic() - started < 5
 
 
-def test_additions_and_exchanges_of_all_ranks_count_once(stores: list[RendezvousStore]) -> None:
+def test_concurrent_additions_and_exchanges_count_once(stores: list[RendezvousStore]) -> None:
     def work(store: RendezvousStore) -> None:
         for _ in range(20):
             store.add("sum", 1)
@@ -118,8 +118,8 @@ def test_additions_and_exchanges_of_all_ranks_count_once(stores: list[Rendezvous
     assert stores[0].get("letters") == b"x" * 60
 
 
-def test_code_of_torch_uses_it_through_prefixes(stores: list[RendezvousStore]) -> None:
-    """C++ code calls the Python methods, some by other names."""
+def test_torch_uses_the_store_through_prefixes(stores: list[RendezvousStore]) -> None:
+    """Torch's C++ code calls the Python methods, some under other names."""
     one, two = (dist.PrefixStore("group", store) for store in stores[:2])
     one.set("key", b"value")
     assert two.get("key") == b"value"
@@ -137,7 +137,7 @@ def test_code_of_torch_uses_it_through_prefixes(stores: list[RendezvousStore]) -
         two.wait(["key"], timedelta(seconds=0.1))
 
 
-def test_keys_of_horovod_and_of_torch_do_not_mix(stores: list[RendezvousStore]) -> None:
+def test_keys_of_horovod_and_torch_are_separate(stores: list[RendezvousStore]) -> None:
     import http.client
 
     stores[0].set("0", b"torch's")

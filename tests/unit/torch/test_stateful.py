@@ -1,4 +1,4 @@
-"""States of users' objects are found, saved and restored; undeclared state is reported."""
+"""Users' stateful objects are found, saved and restored; undeclared state is reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NET = torch.nn.Linear(1, 1)
 
 
 class Counter:
-    """Counts calls; has state as PyTorch's own objects do."""
+    """Counter of calls with ``state_dict`` methods, as PyTorch's objects have."""
 
     def __init__(self, **more: Any) -> None:
         self.more = more
@@ -45,7 +45,7 @@ class Counter:
 
 
 class Holder:
-    """A callback without state of its own."""
+    """Callback that holds other objects and has no state itself."""
 
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
@@ -72,7 +72,7 @@ def closure(counter: Counter) -> Callable[[], None]:
 
 
 def partial(function: Any, *_: Any) -> None:
-    """Stands for a function that is given what it needs."""
+    """Partial function that holds an object."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def partial(function: Any, *_: Any) -> None:
         (lambda c: functools.partial(partial, 1, scaler=c), "it.keywords['scaler']"),
     ],
 )
-def test_what_is_held_comes_back(make: Callable[[Counter], Any], name: str) -> None:
+def test_state_of_held_objects_is_restored(make: Callable[[Counter], Any], name: str) -> None:
     counter = Counter()
     counter.calls = 3
     states = StatefulObjects({"it": make(counter)}, NET).capture()
@@ -105,7 +105,7 @@ def test_functions_are_not_searched() -> None:
 
 
 class Attributes(torch.nn.Module):
-    """Has Python state of all kinds."""
+    """Callback with Python state of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Unloadable(Attributes):
         return {"counter": Counter()}
 
 
-def test_objects_in_attributes_of_the_module_are_found_in_all_its_layers() -> None:
+def test_objects_in_attributes_of_all_layers_are_found() -> None:
     net = torch.nn.Sequential(Attributes())
     net.add_module("again", net[0])
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -153,7 +153,7 @@ def test_attributes_that_training_changes_are_reported_once(
         net = torch.nn.Sequential(make(), torch.nn.BatchNorm1d(1))
         watch = AttributeWatch(net)
         for epoch in range(epochs):
-            # As hooks do when an epoch starts.
+            # As hooks do at the start of an epoch.
             net[0].seen, net[0].rate = [], 0.1 * epoch
             watch.epoch_started()
             net[0].steps += 1
@@ -171,7 +171,7 @@ def test_attributes_that_training_changes_are_reported_once(
             assert "get_extra_state()" in messages[0]
 
 
-def test_objects_refer_to_the_model_and_the_optimizer_that_train() -> None:
+def test_objects_refer_to_the_model_and_optimizer_in_training() -> None:
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
         return net, torch.optim.SGD(net.parameters(), 0.1)
@@ -199,7 +199,7 @@ def test_objects_refer_to_the_model_and_the_optimizer_that_train() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_a_global_variable_of_an_importable_module_stays_that_variable(
+def test_globals_of_importable_modules_are_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = """
@@ -262,7 +262,7 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
         TorchEstimator(stateful=scaler)
 
 
-def test_pytorchs_own_objects_come_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_pytorchs_objects_is_restored(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> tuple[Any, list[Any]]:
         net = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -294,7 +294,9 @@ def test_pytorchs_own_objects_come_back(caplog: pytest.LogCaptureFixture) -> Non
     assert torch.equal(fresh[3].module.weight, held[3].module.weight)
 
 
-def test_what_cannot_be_kept_is_told_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsavable_state_is_skipped_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     broken = Counter()
     broken.state_dict = mock.Mock(side_effect=RuntimeError("not now"))  # type: ignore[method-assign]
     answers_all = mock.MagicMock()

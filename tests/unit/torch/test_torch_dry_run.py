@@ -1,4 +1,4 @@
-"""Dry runs: what does not fit is told before training, and nothing is changed by asking."""
+"""Dry runs report mismatches before training, without side effects."""
 
 import copy
 import random
@@ -35,14 +35,14 @@ def fit(module, loss=F.mse_loss, spec=SPEC):
     return check_fit(module, losses, spec, COLUMNS)
 
 
-def test_the_shape_of_one_row_of_each_output_is_told():
+def test_the_dry_run_returns_the_shape_of_one_row_per_output():
     assert fit(torch.nn.Linear(4, 1)) == [(1,)]
     assert fit(torch.nn.Linear(4, 7), loss=None) == [(7,)]
     assert fit(TwoOutputs(), None, TensorSpec(("x",), ("y", "wide"))) == [(), (2, 2)]
     assert output_shapes(TwoOutputs(), SPEC, [torch.zeros(5, 4)]) == [(), (2, 2)]
 
 
-def test_class_numbers_fit_a_classification():
+def test_class_indices_fit_a_classification():
     spec = TensorSpec(("x",), ("y",), dtypes={"y": "int64"})
 
     assert fit(torch.nn.Linear(4, 3), F.cross_entropy, spec) == [(3,)]
@@ -116,7 +116,7 @@ def test_sample_weights_go_through_the_loss():
         ),
     ],
 )
-def test_what_does_not_fit_is_an_error_that_tells_names_and_shapes(module, loss, spec, message):
+def test_errors_about_mismatches_name_columns_and_shapes(module, loss, spec, message):
     with pytest.raises(ShapeError, match=message):
         fit(module, loss, spec)
 
@@ -131,13 +131,13 @@ class Mean(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dim", [None, 0])
-def test_outputs_must_have_a_row_per_row(dim):
+def test_outputs_must_have_one_row_per_input_row(dim):
     with pytest.raises(ShapeError, match=r"output for label 'y' has shape .* for 3 rows"):
         fit(Mean(dim), spec=SPEC)
 
 
-def test_a_label_that_only_broadcasts_to_the_output_is_refused():
-    """Torch warns of it, and trains on the mean of the labels."""
+def test_labels_that_only_broadcast_to_the_output_are_rejected():
+    """Torch only warns, and trains on the mean of the labels."""
     with pytest.raises(ShapeError, match="The loss cannot take"):
         fit(torch.nn.Linear(4, 2), F.mse_loss, TensorSpec(("x",), ("y",), label_shapes=((-1, 1),)))
 
@@ -147,12 +147,12 @@ class NeedsCuda(torch.nn.Module):
         raise RuntimeError("No CUDA GPUs are available")
 
 
-def test_a_model_that_runs_on_gpus_only_is_not_judged():
+def test_models_that_run_only_on_gpus_are_not_checked():
     assert fit(NeedsCuda()) == []
 
 
 class Noisy(torch.nn.Module):
-    """Draws random numbers even in evaluation mode."""
+    """Module that draws random numbers even in evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Noisy(torch.nn.Module):
 
 
 class NoisyLoss(torch.nn.Module):
-    """Draws random numbers and counts its calls."""
+    """Loss that draws random numbers and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class NoisyLoss(torch.nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_model_loss_and_random_numbers_are_left_as_they_are(training):
+def test_the_model_the_loss_and_the_random_state_do_not_change(training):
     module, loss = Noisy().train(training), NoisyLoss()
     before = copy.deepcopy(module.state_dict())
     torch.manual_seed(5)
@@ -200,7 +200,7 @@ def test_model_loss_and_random_numbers_are_left_as_they_are(training):
     np.testing.assert_array_equal(np.random.get_state()[1], states[2])
 
 
-def test_batch_normalization_can_be_tried_on_a_single_row():
+def test_batch_normalization_is_checked_with_a_single_row():
     columns = {name: array[:1] for name, array in COLUMNS.items()}
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).train()
 
@@ -218,17 +218,17 @@ def test_batch_normalization_can_be_tried_on_a_single_row():
         lambda output, label, **options: output,
     ],
 )
-def test_losses_that_can_be_had_row_by_row_can_be_weighted(function):
+def test_losses_with_values_per_row_can_be_weighted(function):
     check_weightable([F.mse_loss, function])
 
 
 @pytest.mark.parametrize("function", [lambda output, label: output, torch.nn.Identity()])
-def test_other_losses_are_refused_with_sample_weights(function):
+def test_other_losses_are_rejected_with_sample_weights(function):
     with pytest.raises(ParamError, match="cannot be weighted by sample_weight_col"):
         check_weightable([F.mse_loss, function])
 
 
-def test_a_loss_that_is_a_sum_is_rejected_and_one_over_the_batch_is_warned_of(caplog):
+def test_sum_losses_are_rejected_and_losses_over_the_batch_warned_about(caplog):
     module = torch.nn.Linear(4, 1)
     columns = {**COLUMNS, "x": np.arange(12, dtype=np.float32).reshape(3, 4)}
 

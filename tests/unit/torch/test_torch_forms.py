@@ -1,4 +1,4 @@
-"""Modules that take their inputs by name, return outputs by name, or are compiled."""
+"""Compiled modules and modules with named inputs or outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Found:
 
 @dataclass
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """As Hugging Face's: a dataclass that is a dict of what is not None."""
+    """Dataclass that is a dict of its non-None fields, as Hugging Face's."""
 
     loss: Any = None
     logits: Any = None
@@ -63,21 +63,21 @@ Pair = namedtuple("Pair", ["price", "demand"])
         ({"first": ONE, "second": TWO}, []),
     ],
 )
-def test_outputs_come_by_name_where_they_have_names(outputs: Any, labels: list[str]) -> None:
+def test_named_outputs_are_found_by_name(outputs: Any, labels: list[str]) -> None:
     found = select_outputs(outputs, labels)
     assert len(found) == 2
     assert found[0] is ONE
     assert found[1] is TWO
 
 
-def test_a_single_label_takes_the_only_output_or_the_logits() -> None:
+def test_a_single_label_uses_the_only_output_or_the_logits() -> None:
     assert select_outputs(TWO, ["y"]) == [TWO]
     assert select_outputs({"scores": TWO, "name": "net"}, ["y"])[0] is TWO
     assert select_outputs(Found(demand=TWO), ["y"])[0] is TWO
     assert select_outputs(ModelOutput(logits=TWO, hidden=(ONE,)), ["y"])[0] is TWO
 
 
-def test_a_label_without_an_output_is_an_error_that_names_both() -> None:
+def test_errors_about_labels_without_an_output_name_labels_and_outputs() -> None:
     with pytest.raises(ShapeError, match=r"dict with the outputs price, cost, .* named demand\."):
         select_outputs({"price": ONE, "cost": TWO}, ["price", "demand"])
     with pytest.raises(ShapeError, match="Found with the outputs none"):
@@ -112,7 +112,7 @@ def spec(form: str, labels: tuple[str, ...] = ("y", "v")) -> TensorSpec:
     return TensorSpec(("x", "a"), labels, input_form=form)
 
 
-def test_modules_are_called_in_the_form_that_is_set() -> None:
+def test_modules_are_called_in_the_configured_input_form() -> None:
     loss = Loss([torch.nn.functional.mse_loss] * 2, [1.0, 1.0])
     for module, form in ((ByDict(), "dict"), (ByKeyword(), "keyword")):
         assert check_fit(module, loss, spec(form), COLUMNS) == [(1,), ()]
@@ -124,7 +124,7 @@ def test_modules_are_called_in_the_form_that_is_set() -> None:
         TorchEstimator(input_form="tuple")
 
 
-def test_outputs_that_are_no_tensors_are_an_error() -> None:
+def test_outputs_that_are_not_tensors_are_rejected() -> None:
     class Nested(ByDict):
         def forward(self, batch: Any) -> Any:
             return [super().forward(batch)]
@@ -133,7 +133,7 @@ def test_outputs_that_are_no_tensors_are_an_error() -> None:
         check_fit(Nested(), None, spec("dict", ("y",)), COLUMNS)
 
 
-def test_a_compiled_module_travels_with_its_options_and_its_parameters_keep_their_names() -> None:
+def test_compiled_modules_keep_their_options_and_parameter_names() -> None:
     calls: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -152,13 +152,13 @@ def test_a_compiled_module_travels_with_its_options_and_its_parameters_keep_thei
     assert bound.param_groups[0]["params"][0] is plain_module(loaded).weight
     x = torch.ones(3, 2)
     torch.testing.assert_close(loaded(x), net(x))
-    # The driver's trial does not compile, which takes longer than a few rows.
+    # The driver's dry run does not compile: compiling takes longer than a few rows.
     spec = TensorSpec(("x",), ("y",))
     assert check_fit(compiled, None, spec, COLUMNS) == [(1,)]
     assert not calls
 
 
-def test_a_module_that_was_compiled_in_place_is_said_to_train_without(caplog: Any) -> None:
+def test_modules_compiled_in_place_train_uncompiled_with_a_warning(caplog: Any) -> None:
     net = torch.nn.Linear(2, 1)
     net.compile(backend="eager")
     TorchEstimator(
@@ -171,7 +171,7 @@ def test_a_module_that_was_compiled_in_place_is_said_to_train_without(caplog: An
     assert "Set model=torch.compile(model) instead" in caplog.text
 
 
-def test_a_compiled_module_that_cannot_travel_comes_as_the_plain_one(caplog: Any) -> None:
+def test_compiled_modules_that_cannot_be_serialized_are_sent_uncompiled(caplog: Any) -> None:
     import pytorch_lightning  # noqa: F401 (it changes torch.compile)
 
     lock = threading.Lock()
@@ -187,7 +187,7 @@ def test_a_compiled_module_that_cannot_travel_comes_as_the_plain_one(caplog: Any
     assert "without compiling it" in caplog.text
 
 
-def test_plain_modules_under_lightning_are_called_in_their_form() -> None:
+def test_lightning_calls_plain_modules_in_the_configured_form() -> None:
     from hvd_estimators.lightning import LightningModel
 
     net = ByDict()

@@ -1,4 +1,4 @@
-"""Names of metrics, and torchmetrics' metrics whose states are merged over imagined ranks."""
+"""Names of metrics, and torchmetrics states merged over simulated ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def collection(**options: Any) -> torchmetrics.MetricCollection:
         ([[my_mae]], ["y"], ["my_mae"]),
         ([[my_mae]], ["a", "b"], ["a_my_mae", "b_my_mae"]),
         ([[my_mae, Squared()]], ["a", "b"], ["a_my_mae", "b_Squared"]),
-        # Names that are taken, among them that of the loss.
+        # Names already in use, among them the loss's name.
         ([[my_mae], [my_mae], [loss]], ["y"], ["my_mae", "my_mae_2", "loss_2"]),
         ([[my_mae], [lambda a, b: a.mean()]], ["y"], ["my_mae", "metric_1"]),
         ([[functools.partial(functools.partial(my_mae))]], ["y"], ["my_mae"]),
@@ -79,13 +79,13 @@ def collection(**options: Any) -> torchmetrics.MetricCollection:
         ),
     ],
 )
-def test_metrics_are_named_after_functions_and_classes(
+def test_metrics_are_named_after_their_function_or_class(
     groups: Any, labels: list[str], names: list[str]
 ) -> None:
     assert Metrics(groups, labels).names == names
 
 
-def test_names_of_horovod_spark_and_of_earlier_runs() -> None:
+def test_metric_names_of_horovod_spark_and_of_earlier_runs() -> None:
     groups = [[my_mae], [collection()]]
     upstream = Metrics(groups, ["y"], upstream_names=True)
     assert upstream.names == [
@@ -103,7 +103,7 @@ def test_names_of_horovod_spark_and_of_earlier_runs() -> None:
 
 
 def rows(rng: np.random.Generator, size: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs that tell something of their labels; labels are floats, as columns are."""
+    """Return outputs that correlate with their labels; labels are floats, as columns are."""
     label = torch.from_numpy(rng.integers(0, max(classes, 2), size)).float()
     if classes:
         output = torch.from_numpy(rng.normal(size=(size, classes))).float()
@@ -118,7 +118,7 @@ def batches(classes: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 class Largest(torchmetrics.Metric):
-    """States with each of torchmetrics' reductions, and one of its own."""
+    """Metric with a state for each of torchmetrics' reductions and for a custom one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ METRICS = {
         CLASSES,
     ),
     "composed": (lambda: torchmetrics.MeanSquaredError() + torchmetrics.MeanAbsoluteError(), 0),
-    # Its states are not reduced, but combined when it is computed.
+    # Its states are not reduced, but combined in compute().
     "Pearson": (torchmetrics.PearsonCorrCoef, 0),
     "Spearman": (torchmetrics.SpearmanCorrCoef, 0),
     "all reductions": (Largest, 0),
@@ -184,9 +184,7 @@ def evaluation(output: torch.Tensor, label: torch.Tensor) -> Evaluation:
 
 @pytest.mark.parametrize("name", METRICS)
 @pytest.mark.parametrize("resumed", [False, True])
-def test_states_of_ranks_with_unequal_rows_give_the_value_of_one_process(
-    name: str, resumed: bool
-) -> None:
+def test_merged_states_of_unequal_ranks_equal_one_process(name: str, resumed: bool) -> None:
     make, classes = METRICS[name]
     alone = make()
     metrics = Metrics([[make()]], ["y"])
@@ -201,7 +199,7 @@ def test_states_of_ranks_with_unequal_rows_give_the_value_of_one_process(
             alone.update(output, label.long() if classes or "AUROC" in name else label)
         ranks.append(states.capture())
     if resumed:
-        # One rank replaces the first and the last, another one is new.
+        # One rank replaces the first and the last; another rank is new.
         lone = EpochMetricStates(metrics)
         lone.restore([*ranks[0], *ranks[2]])
         ranks = [lone.capture(), ranks[1], EpochMetricStates(metrics).capture()]
@@ -214,7 +212,7 @@ def test_states_of_ranks_with_unequal_rows_give_the_value_of_one_process(
         assert np.array(found) == pytest.approx(expected.numpy(), rel=1e-5)
 
 
-def test_values_are_those_of_scikit_learn_and_not_means_over_batches() -> None:
+def test_values_agree_with_scikit_learn_rather_than_batch_means() -> None:
     metrics = Metrics([[torchmetrics.AUROC("binary")]], ["y"])
     parts, outputs, labels, means = [], [], [], []
     for of_rank in batches(0):
@@ -249,7 +247,7 @@ def test_values_are_those_of_scikit_learn_and_not_means_over_batches() -> None:
     }
 
 
-def test_labels_of_a_metric_are_integers_only_where_they_are_classes() -> None:
+def test_only_classification_metrics_get_integer_labels() -> None:
     seen = []
 
     class Noting(torchmetrics.MeanMetric):
@@ -264,7 +262,7 @@ def test_labels_of_a_metric_are_integers_only_where_they_are_classes() -> None:
         states.update(evaluation(torch.zeros(2), torch.tensor([1.0, 0.5])))
 
 
-def test_without_rows_a_value_is_not_a_number() -> None:
+def test_values_without_rows_are_nan() -> None:
     values = EpochMetricStates(Metrics([[collection()]], ["y"])).values([])
     assert all(map(math.isnan, values.values()))
 
@@ -286,7 +284,7 @@ class Measured(torch.nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_states_of_several_ranks_become_those_of_fewer(ranks: int) -> None:
+def test_states_of_several_ranks_resume_on_fewer(ranks: int) -> None:
     parts = [[[1.0, 4.0], [2.0]], [[9.0], [5.0, 6.0, 7.0]], [[-3.0, 0.5]]]
     states = [metric_states(Measured().measure(*batches)) for batches in parts]
     states = pickle.loads(pickle.dumps(states))

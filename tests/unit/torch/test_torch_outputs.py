@@ -1,4 +1,4 @@
-"""Which outputs of a module are predictions, and losses of all of them."""
+"""Selection of a module's outputs for predictions, and joint losses of all outputs."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_outputs_are_selected_by_position_and_by_name(
 ) -> None:
     found = select_outputs(outputs, ["y"], selection)
     assert [id(output) for output in found] == [id(output) for output in expected]
-    # What is selected already stays, whatever the positions are.
+    # Outputs that are already selected stay, whatever the positions.
     assert select_outputs(found, ["y"], selection) is found
 
 
-def test_outputs_that_a_model_lacks_are_errors_that_name_those_that_it_has() -> None:
+def test_errors_about_missing_outputs_list_the_existing_outputs() -> None:
     for outputs, selection, message in (
         ((ONE, TWO), [2], r"outputs: found position 2, .* a tuple of 2, .* 0 to 1"),
         (ONE, [1], "outputs: found position 1, .* a Tensor"),
@@ -74,7 +74,7 @@ def test_outputs_that_a_model_lacks_are_errors_that_name_those_that_it_has() -> 
         select_outputs({"a": ONE, "b": TWO}, ["y"])
 
 
-def test_columns_are_named_after_labels_or_else_after_outputs() -> None:
+def test_columns_are_named_after_labels_or_outputs() -> None:
     def names(**params: Any) -> list[str]:
         return output_columns(params.get)
 
@@ -90,7 +90,7 @@ def test_columns_are_named_after_labels_or_else_after_outputs() -> None:
     assert names(**joint, outputCols=["mine"]) == ["mine"]
 
 
-def test_a_joint_loss_gets_what_it_takes_by_name() -> None:
+def test_joint_losses_get_their_arguments_by_name() -> None:
     offered = {"outputs": ONE, "labels": [TWO], "inputs": [ONE], "sample_weights": None}
 
     class Module(torch.nn.Module):
@@ -116,7 +116,7 @@ def test_a_joint_loss_gets_what_it_takes_by_name() -> None:
 
 
 class Several(torch.nn.Module):
-    """Returns an output per row, and a number."""
+    """Module that returns one output per row and a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Several(torch.nn.Module):
         return self.linear(x), self.linear.weight.abs().sum()
 
 
-def test_a_dry_run_says_how_to_leave_outputs_out() -> None:
+def test_the_dry_run_explains_how_to_omit_outputs() -> None:
     net, spec = Several(), TensorSpec(("x",), ("y",))
     with pytest.raises(ShapeError, match=r"2 outputs, .* 1 label .*outputs .*\[0\].*'joint'"):
         check_fit(net, None, spec, COLUMNS)
@@ -151,9 +151,9 @@ def objective(step: Any, loss: Any = F.mse_loss) -> Objective:
     return Objective(TensorSpec(("x",), ("y",)), (loss,), None, (1.0,), (), step)
 
 
-def test_a_dry_run_takes_the_users_own_step_and_changes_nothing() -> None:
+def test_the_dry_run_uses_the_custom_step_and_changes_nothing() -> None:
     class Recurrent(torch.nn.Module):
-        """Needs a hidden state, which only the step has."""
+        """Module that needs a hidden state, which only the step provides."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -197,7 +197,7 @@ def test_a_dry_run_takes_the_users_own_step_and_changes_nothing() -> None:
         check_own_step(net, optimizer, objective(fails), COLUMNS, 1)
 
 
-def test_one_row_is_enough_where_batch_normalization_has_several_values() -> None:
+def test_one_row_suffices_for_batch_normalization_over_several_values() -> None:
     def takes(module: torch.nn.Module, *shape: int) -> Any:
         return takes_one_row(module, lambda copy: copy(torch.ones(1, *shape)))
 
@@ -210,9 +210,9 @@ def test_one_row_is_enough_where_batch_normalization_has_several_values() -> Non
     assert int(images[1].num_batches_tracked) == 0
 
 
-def test_a_copy_to_try_keeps_ties_between_objects() -> None:
+def test_trial_copies_keep_references_between_objects() -> None:
     net = torch.nn.utils.weight_norm(torch.nn.Linear(4, 2))
-    net(torch.zeros(1, 4)).sum().backward()  # its weight is computed: copy.deepcopy fails
+    net(torch.zeros(1, 4)).sum().backward()  # copy.deepcopy fails: the weight is computed
     optimizer = torch.optim.LBFGS(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     module, stepping, scheduling, again = copied((net, optimizer, scheduler, net))
@@ -228,7 +228,7 @@ def test_a_copy_to_try_keeps_ties_between_objects() -> None:
     assert stepping.param_groups[0]["params"][0] is next(iter(module.parameters()))
 
 
-def test_methods_that_take_the_place_of_torchs_are_named() -> None:
+def test_errors_name_methods_that_shadow_torchs() -> None:
     class Layer(torch.nn.Module):
         def train(self, positive: Any, negative: Any) -> None:  # type: ignore[override]
             """Train by itself, as the forward-forward algorithm does."""

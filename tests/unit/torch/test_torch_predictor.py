@@ -1,4 +1,4 @@
-"""Forward passes for predictions: precision, threads, failures, and copies beside them."""
+"""Forward passes for predictions: precision, threads, failures and overlapping copies."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def predictor(module: torch.nn.Module, **params: Any) -> Any:
     return load(document)
 
 
-# The roundings of the format, and of some sums.
+# Rounding of the format and of some sums.
 @pytest.mark.parametrize(("precision", "digits"), [("bfloat16", 2**-8), ("float16", 2**-11)])
-def test_half_precision_is_float32_within_its_rounding(precision: str, digits: float) -> None:
+def test_half_precision_agrees_with_float32_within_rounding(precision: str, digits: float) -> None:
     module = net()
     exact = module(torch.from_numpy(ROWS)).detach().numpy()
 
@@ -66,7 +66,7 @@ def test_numbers_of_any_type_are_kept() -> None:
         )
 
 
-def test_what_a_module_writes_to_later_does_not_change_outputs() -> None:
+def test_outputs_do_not_change_when_the_module_reuses_its_buffers() -> None:
     class Holding(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ def test_what_a_module_writes_to_later_does_not_change_outputs() -> None:
 
 
 class Force(torch.nn.Module):
-    """Gives the gradient of what it computes; notes how often it is called."""
+    """Module that returns a gradient of its output and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Force(torch.nn.Module):
             return torch.autograd.grad((self.energy(x) ** 2).sum(), x)[0]
 
 
-def test_forward_passes_that_inference_mode_does_not_have() -> None:
+def test_forward_passes_that_inference_mode_does_not_allow() -> None:
     module = Force()
     weight = module.energy.weight.detach().numpy()
     expected = 2 * (ROWS @ weight.T + module.energy.bias.item()) * weight
@@ -104,7 +104,7 @@ def test_forward_passes_that_inference_mode_does_not_have() -> None:
     found = predictor(module)
     for _ in range(3):
         np.testing.assert_allclose(found([ROWS])[0], expected, atol=1e-5)
-    # Its first batch twice.
+    # The first batch runs twice.
     assert found._module.calls == 4
 
     sparse = net()
@@ -113,7 +113,7 @@ def test_forward_passes_that_inference_mode_does_not_have() -> None:
     np.testing.assert_allclose(predictor(sparse)([ROWS])[0], exact, atol=1e-6)
 
 
-def test_a_model_that_fails_tells_what_it_was_called_with() -> None:
+def test_errors_in_forward_describe_the_inputs() -> None:
     shaped = predictor(net(), input_shapes=[[2, 4]])
     with pytest.raises(PredictionError) as failed:
         shaped([ROWS])
@@ -121,12 +121,12 @@ def test_a_model_that_fails_tells_what_it_was_called_with() -> None:
     assert "called with x (64, 2, 4) float32, and takes x (2, 4) per row (input_shapes)" in message
     assert re.search(r"raised RuntimeError: mat1 .* \(.*, line \d+, in forward\)", message)
     assert isinstance(failed.value.__cause__, RuntimeError)
-    # What cannot be given the shape that is set is told of as it came.
+    # Inputs that do not fit the configured shape are reported in their original shape.
     with pytest.raises(PredictionError, match=r"called with x \(64, 5\) float32, and takes"):
         shaped([ROWS[:, :5]])
 
 
-def test_what_is_too_large_for_memory_is_told_how_to_be_less() -> None:
+def test_out_of_memory_errors_suggest_smaller_batches() -> None:
     class Hungry(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -135,7 +135,7 @@ def test_what_is_too_large_for_memory_is_told_how_to_be_less() -> None:
         predictor(Hungry())([ROWS])
 
 
-def test_what_is_no_tensor_is_refused() -> None:
+def test_outputs_that_are_not_tensors_are_rejected() -> None:
     class Text(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             return ["a", "b"], x
@@ -144,7 +144,7 @@ def test_what_is_no_tensor_is_refused() -> None:
         predictor(Text(), label_columns=["a", "b"])([ROWS])
 
 
-def test_named_outputs_are_those_of_the_labels() -> None:
+def test_named_outputs_follow_the_labels() -> None:
     class Named(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Both:
             return Both(x[:, 0], x[:, 1])
@@ -154,21 +154,21 @@ def test_named_outputs_are_those_of_the_labels() -> None:
     np.testing.assert_array_equal(z, ROWS[:, 0])
 
 
-def test_threads_are_limited() -> None:
+def test_the_number_of_threads_is_limited() -> None:
     before = torch.get_num_threads()
     try:
         limit_threads(1)
         assert torch.get_num_threads() == 1
         limit_threads(None)
         assert torch.get_num_threads() == 1
-        # The other kind of threads cannot be limited twice.
+        # The number of interop threads cannot be set twice.
         limit_threads(2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_gpu_that_torch_does_not_see_leaves_the_cpu() -> None:
+def test_predictions_use_the_cpu_if_torch_does_not_see_the_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("torch sees GPUs here")
     forward = Forward("float32", Resources(gpu=0))
@@ -176,7 +176,7 @@ def test_a_gpu_that_torch_does_not_see_leaves_the_cpu() -> None:
     assert not forward.overlaps
 
 
-def test_a_batch_is_fetched_before_and_returned_after_another_is_waited_for(
+def test_copies_of_one_batch_overlap_the_wait_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
@@ -201,7 +201,7 @@ def test_a_batch_is_fetched_before_and_returned_after_another_is_waited_for(
         return begin
 
     class Placed(Forward):
-        """On the CPU, as if that were a GPU."""
+        """Forward passes on the CPU that pretends to be a GPU."""
 
         def placed(self, module: torch.nn.Module) -> torch.nn.Module:
             return module
@@ -225,7 +225,7 @@ def test_a_batch_is_fetched_before_and_returned_after_another_is_waited_for(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_predicts_as_the_cpu_does() -> None:
+def test_gpu_predictions_agree_with_cpu_predictions() -> None:
     document, load = TorchModel(
         model=net(), feature_columns=["x"], label_columns=["y"]
     )._make_predictor()

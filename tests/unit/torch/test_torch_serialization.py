@@ -1,4 +1,4 @@
-"""Modules and optimizers as bytes."""
+"""Serialized modules and optimizers."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ def saved(state):
 
 
 class Tied(torch.nn.Module):
-    """Uses one weight twice."""
+    """Module that uses one weight twice."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Tied(torch.nn.Module):
 
 
 class Own(torch.optim.SGD):
-    """An optimizer that only the user's program knows."""
+    """Optimizer class that only the user's program defines."""
 
 
 def network():
@@ -88,7 +88,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_a_pair_that_was_sent_trains_on_as_the_original_would(make, steps):
+def test_a_serialized_pair_continues_training_like_the_original(make, steps):
     module = network()
     optimizer = make(module.parameters())
     for _ in range(steps):
@@ -107,7 +107,7 @@ def test_a_pair_that_was_sent_trains_on_as_the_original_would(make, steps):
 
 
 class Halved(torch.nn.Module):
-    """A parametrization that the user wrote, of two tensors."""
+    """User-written parametrization of two tensors."""
 
     def forward(self, a, b):
         return a / 2 + b
@@ -117,7 +117,7 @@ class Halved(torch.nn.Module):
 
 
 class Repeated(torch.nn.Module):
-    """Has parametrizations, twice in a module that refers to its parent."""
+    """Module with parametrizations, two of them in a layer that refers to its parent."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Repeated(torch.nn.Module):
         return self.last(self.turned(self.recurrent(self.first(x)[:, None])[0][:, -1]))
 
 
-def test_modules_with_parametrizations_are_sent_with_them():
+def test_parametrizations_are_serialized_with_their_modules():
     module = Repeated()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     step(module, optimizer)
@@ -149,7 +149,7 @@ def test_modules_with_parametrizations_are_sent_with_them():
         assert step(loaded_module, loaded) == step(module, optimizer)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(loaded_module.state_dict()[name], value, rtol=0, atol=0)
-    # They go on as such: assigned to, and removed.
+    # They still work: the weight can be assigned, and the parametrization removed.
     loaded_module.last.bias = torch.ones(1)
     torch.testing.assert_close(loaded_module.last.bias, torch.ones(1))
     parametrize.remove_parametrizations(loaded_module.first, "weight")
@@ -157,7 +157,7 @@ def test_modules_with_parametrizations_are_sent_with_them():
     torch.testing.assert_close(loaded_module.first.weight, module.first.weight)
 
 
-def test_the_original_is_not_bound_to_its_copy():
+def test_training_the_copy_does_not_change_the_original():
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     before = copy.deepcopy(module.state_dict())
@@ -190,7 +190,7 @@ def test_parameter_groups_keep_their_parameters_and_options():
     assert moments["step"] == 1
 
 
-def test_a_weight_that_is_used_twice_stays_one():
+def test_tied_weights_stay_tied():
     module = Tied()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -203,7 +203,7 @@ def test_a_weight_that_is_used_twice_stays_one():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 3))])
-def test_torchscript_modules_and_their_optimizers_are_sent_too(make):
+def test_torchscript_modules_and_their_optimizers_are_serialized(make):
     module = make(
         torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     )
@@ -217,7 +217,7 @@ def test_torchscript_modules_and_their_optimizers_are_sent_too(make):
         assert step(loaded_module, loaded) == pytest.approx(step(module, optimizer))
 
 
-def test_modules_of_the_main_program_and_of_functions_are_sent_by_value():
+def test_modules_of_the_main_program_are_serialized_by_value():
     class Double(torch.nn.Module):
         def forward(self, x):
             return 2 * x
@@ -229,7 +229,7 @@ def test_modules_of_the_main_program_and_of_functions_are_sent_by_value():
 
 
 @pytest.mark.parametrize("others", ["all", "one"])
-def test_an_optimizer_of_other_parameters_is_refused(others):
+def test_optimizers_of_other_parameters_are_rejected(others):
     module, other = network(), torch.nn.Linear(7, 1)
     foreign = list(other.parameters())
     parameters = foreign if others == "all" else [*module.parameters(), foreign[0]]
@@ -238,7 +238,7 @@ def test_an_optimizer_of_other_parameters_is_refused(others):
         dump_optimizer(torch.optim.SGD(parameters, lr=0.1), module)
 
 
-def test_state_survives_and_can_be_read_by_torch_alone():
+def test_plain_torch_can_read_saved_state():
     module = network()
     optimizer = torch.optim.Adam(module.parameters())
     step(module, optimizer)
@@ -269,7 +269,7 @@ def test_loading_state_runs_no_code_from_the_file(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
-def test_an_optimizer_made_with_numpys_scalars_is_saved_and_loaded():
+def test_optimizers_with_numpy_scalars_are_saved_and_loaded():
     net = network()
     rates = np.logspace(-2, -1, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=rates[0], momentum=np.float32(0.5))
@@ -286,7 +286,7 @@ def test_an_optimizer_made_with_numpys_scalars_is_saved_and_loaded():
 
 
 class Outer(torch.optim.Optimizer):
-    """Wraps an optimizer as timm's Lookahead does, without its base class's ``__init__``."""
+    """Optimizer wrapper that skips the base class's ``__init__``, like timm's Lookahead."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -298,11 +298,11 @@ class Outer(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def test_attributes_of_optimizers_are_sent_and_what_belongs_to_this_process_is_not():
+def test_attributes_of_optimizers_are_serialized_without_process_state():
     net = torch.nn.Linear(2, 1)
     inner = torch.optim.LBFGS(net.parameters(), lr=0.5)
     inner.register_step_pre_hook(lambda *_: pytest.fail("a hook of another process"))
-    # It replaces step() of the object.
+    # The scheduler replaces the optimizer's step().
     torch.optim.lr_scheduler.StepLR(inner, 1)
     inner.function = open
     copied = copy.deepcopy(net)
@@ -324,7 +324,7 @@ def test_attributes_of_optimizers_are_sent_and_what_belongs_to_this_process_is_n
     assert not torch.equal(copied.weight, before)
 
 
-def test_optimizers_among_the_users_objects_are_bound_to_the_model_with_their_attributes():
+def test_optimizers_in_users_objects_are_rebound_to_the_model():
     net = torch.nn.Linear(2, 1)
     first, second = torch.optim.SGD(net.parameters(), 0.1), torch.optim.LBFGS(net.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
@@ -337,7 +337,7 @@ def test_optimizers_among_the_users_objects_are_bound_to_the_model_with_their_at
     assert [id(p) for p in bound._params] == [id(p) for p in copied.parameters()]
 
 
-def test_hooks_of_all_optimizers_see_the_steps_of_a_class_that_was_sent_by_value():
+def test_global_hooks_see_steps_of_classes_serialized_by_value():
     source = """
         import torch
         from hvd_estimators.torch.serialization import dump_optimizer
@@ -361,7 +361,7 @@ def test_hooks_of_all_optimizers_see_the_steps_of_a_class_that_was_sent_by_value
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Adam", "NAdam", "RAdam", "Adadelta", "Rprop", "Adamax"])
-def test_an_optimizer_that_was_saved_steps_bit_for_bit_as_one_that_was_not(kind, dtype):
+def test_saving_an_optimizer_does_not_change_its_steps(kind, dtype):
     def make():
         torch.manual_seed(0)
         net = torch.nn.Linear(3, 2, dtype=dtype)
@@ -387,7 +387,7 @@ def test_an_optimizer_that_was_saved_steps_bit_for_bit_as_one_that_was_not(kind,
         assert torch.equal(found, expected)
 
 
-def test_groups_that_training_added_are_restored():
+def test_parameter_groups_added_in_training_are_restored():
     def pair():
         torch.manual_seed(0)
         net = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
@@ -396,7 +396,7 @@ def test_groups_that_training_added_are_restored():
     net, optimizer = pair()
     optimizer.param_groups[0]["params"].append(net[0].bias)
     optimizer.add_param_group({"params": [net[1].weight], "lr": 0.2})
-    # That of a loss, say, which does not exist elsewhere.
+    # For example a parameter of a loss, which does not exist elsewhere.
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     optimizer.add_param_group({"params": [net[2].bias], "lr": 0.3})
     for group in optimizer.param_groups:
@@ -415,6 +415,6 @@ def test_groups_that_training_added_are_restored():
     assert names == [["0.weight", "0.bias"], ["1.weight"], ["2.bias"]]
     for parameter, original in ((other[2].bias, net[2].bias), (other[0].bias, net[0].bias)):
         assert torch.equal(found.state[parameter]["exp_avg"], optimizer.state[original]["exp_avg"])
-    # As old as a version that kept no names.
+    # As saved by an old version, which stored no names.
     older, again = pair()
     restore_optimizer(again, older, {"optimizer": pair()[1].state_dict()})

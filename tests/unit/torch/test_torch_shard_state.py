@@ -1,4 +1,4 @@
-"""What torch ranks add to a checkpoint, with threads in the place of ranks."""
+"""Per-shard torch state in a checkpoint, with threads instead of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_estimators.training.shard_state import ShardStates
 
 
 class Threads:
-    """An exchange between threads."""
+    """All-gather between threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,7 +42,7 @@ class Threads:
 
 
 class Net(torch.nn.Module):
-    """Has buffers of each kind."""
+    """Module with buffers of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +54,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_buffers_that_shards_have_of_their_own_come_back_to_them(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_per_shard_buffers_are_restored(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     threads = Threads(size)
     monkeypatch.setattr(shard_state, "exchange", threads)
     num_shards = 3
@@ -74,7 +72,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
             net.passing += shard
             net.norm.num_batches_tracked += 1
 
-        # As an epoch begins with seeds.
+        # As at the start of an epoch.
         shards.for_each(lambda shard: None)
         shards.for_each(train)
         found = unequal(net, shards)
@@ -94,14 +92,14 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
         return found, restored
 
     for found, restored in threads.run(as_rank):
-        # Not those that are the same for all, nor those that a state does not have.
+        # Neither buffers that all shards share nor non-persistent buffers.
         assert [list(buffers) for buffers in found] == [["norm.running_mean"]] * num_shards
         assert all(mean == [shard, shard] for shard, mean in restored.items())
     equal = threads.run(lambda rank: unequal(Net(), ShardStates(num_shards, rank, size)))
     assert equal == [[{}] * num_shards] * size
 
 
-def test_a_copy_changes_no_more_and_has_what_is_shared_once() -> None:
+def test_snapshots_do_not_change_and_hold_shared_tensors_once() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     second.weight = first.weight
     net = torch.nn.Sequential(first, second, torch.nn.BatchNorm1d(2))

@@ -1,4 +1,4 @@
-"""Columns to tensors, and losses against NumPy."""
+"""Conversion of columns to tensors, and losses against NumPy."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def columns(rng):
     }
 
 
-def test_columns_become_float32_tensors_of_their_own_shapes_unless_told_otherwise(columns):
+def test_columns_become_float32_tensors_of_their_shapes_by_default(columns):
     spec = TensorSpec(("pixels", "flag"), ("count",), dtypes={"count": "int64"})
 
     batch = spec.batch(columns)
@@ -44,7 +44,7 @@ def test_columns_become_float32_tensors_of_their_own_shapes_unless_told_otherwis
     assert count.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_inputs_and_labels_take_the_shapes_that_are_set(columns):
+def test_inputs_and_labels_get_the_configured_shapes(columns):
     spec = TensorSpec(
         ("pixels", "count"), ("flag",), None, ((-1, 3, 2, 2), (-1, 1)), ((-1, 1),), {}
     )
@@ -58,7 +58,7 @@ def test_inputs_and_labels_take_the_shapes_that_are_set(columns):
     assert [tuple(tensor.shape) for tensor in batch.labels] == [(ROWS, 1)]
 
 
-def test_a_batch_without_rows_keeps_its_shapes(columns):
+def test_empty_batches_keep_their_shapes(columns):
     spec = TensorSpec(("pixels",), ("count",), "weight", ((-1, 3, 4),), None, {})
 
     batch = spec.batch({name: array[:0] for name, array in columns.items()})
@@ -67,12 +67,12 @@ def test_a_batch_without_rows_keeps_its_shapes(columns):
     assert batch.rows == len(batch.weights) == 0
 
 
-def test_a_shape_that_does_not_fit_the_column_is_an_error_and_never_changes_the_rows(columns):
+def test_shapes_that_do_not_fit_the_column_are_rejected(columns):
     with pytest.raises(RuntimeError):
         TensorSpec(("pixels",), (), None, ((-1, 6),), None, {}).inputs(columns)
 
 
-def test_read_only_columns_are_taken_without_a_warning(columns, recwarn):
+def test_read_only_columns_are_accepted_without_a_warning(columns, recwarn):
     columns["pixels"].flags.writeable = False
 
     TensorSpec(("pixels",), ()).inputs(columns)
@@ -86,10 +86,10 @@ def test_read_only_columns_are_taken_without_a_warning(columns, recwarn):
         ((4, 1), (4,), (4, 1)),
         ((4,), (4, 1), (4,)),
         ((4, 2, 3), (4, 6), (4, 2, 3)),
-        ((4, 3), (4,), (4,)),  # class numbers stay as they are
+        ((4, 3), (4,), (4,)),  # class indices keep their shape
     ],
 )
-def test_labels_take_their_outputs_shape_where_elements_are_as_many(output, label, expected):
+def test_labels_get_the_outputs_shape_if_sizes_match(output, label, expected):
     labels = [torch.arange(float(np.prod(label))).reshape(label)]
 
     outputs, aligned = ONE_LABEL.align(torch.zeros(output), labels)
@@ -99,26 +99,26 @@ def test_labels_take_their_outputs_shape_where_elements_are_as_many(output, labe
     assert aligned[0].flatten().tolist() == labels[0].flatten().tolist()
 
 
-def test_labels_keep_shapes_that_were_set():
+def test_labels_keep_configured_shapes():
     spec = TensorSpec(("x",), ("y",), label_shapes=((-1,),))
     _, labels = spec.align([torch.zeros(4, 1)], [torch.zeros(4)])
 
     assert tuple(labels[0].shape) == (4,)
 
 
-def test_an_output_without_its_label_is_an_error():
+def test_outputs_without_a_label_are_rejected():
     with pytest.raises(ValueError, match="zip"):
         ONE_LABEL.align([torch.zeros(4), torch.zeros(4)], [torch.zeros(4)])
 
 
-def test_outputs_are_a_list_whatever_the_model_returns():
+def test_outputs_are_always_a_list():
     one, two = torch.zeros(1), torch.ones(1)
 
     assert select_outputs(one) == [one]
     assert select_outputs((one, two)) == [one, two]
 
 
-def test_the_loss_is_the_weighted_sum_of_the_labels_means(rng):
+def test_the_loss_is_the_weighted_sum_of_the_labels_mean_losses(rng):
     outputs, labels = rng.normal(size=(2, ROWS, 3)), rng.normal(size=(2, ROWS, 3))
 
     loss = Loss([F.mse_loss, torch.nn.L1Loss()], [0.3, 2.0])(*tensors(outputs, labels))
@@ -130,7 +130,7 @@ def test_the_loss_is_the_weighted_sum_of_the_labels_means(rng):
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(0, 1000))
-def test_with_sample_weights_it_is_the_sum_of_weight_times_loss_by_rows(weights, seed):
+def test_the_weighted_loss_is_the_weighted_sum_over_rows(weights, seed):
     rng = np.random.default_rng(seed)
     outputs, labels = rng.normal(size=(2, 1, len(weights), 3))
 
@@ -154,7 +154,7 @@ def test_sample_weights_of_a_classification_against_numpy(rng, function):
     assert loss.item() == pytest.approx((per_row * weights).sum() / ROWS)
 
 
-def test_a_weight_of_two_is_as_good_as_the_row_twice(rng):
+def test_a_weight_of_two_equals_the_row_twice(rng):
     outputs, labels = rng.normal(size=(2, 1, 3, 2))
 
     weighted = Loss([F.mse_loss], [1.0])(*tensors(outputs, labels), torch.tensor([2.0, 1.0, 0.0]))
@@ -163,7 +163,7 @@ def test_a_weight_of_two_is_as_good_as_the_row_twice(rng):
     assert weighted.item() == pytest.approx(repeated.item())
 
 
-def test_rows_of_weight_zero_alone_give_a_loss_and_a_gradient_of_zero():
+def test_batches_of_weight_zero_have_zero_loss_and_gradient():
     output = torch.ones(2, 1, requires_grad=True)
 
     loss = Loss([F.mse_loss], [1.0])([output], [torch.zeros(2, 1)], torch.zeros(2))
@@ -173,7 +173,7 @@ def test_rows_of_weight_zero_alone_give_a_loss_and_a_gradient_of_zero():
     assert output.grad.tolist() == [[0], [0]]
 
 
-def test_a_loss_module_gets_its_reduction_back_even_after_an_error():
+def test_the_reduction_of_a_loss_is_restored_even_after_an_error():
     module = torch.nn.CrossEntropyLoss(reduction="sum")
     loss = Loss([module], [1.0])
 
@@ -184,7 +184,7 @@ def test_a_loss_module_gets_its_reduction_back_even_after_an_error():
     assert module.reduction == "sum"
 
 
-def test_aligned_tensors_and_loss_of_a_batch_come_together():
+def test_evaluation_returns_aligned_tensors_with_the_loss():
     batch = Batch([torch.zeros(2)], [torch.tensor([1.0, 3.0])], None)
 
     outputs, labels = ONE_LABEL.align(torch.zeros(2, 1), batch.labels)

@@ -1,4 +1,4 @@
-"""Blocks of rows on their way to a GPU: once each, the next ones while these are used."""
+"""Transfer of blocks of rows to a GPU: once each, ahead of their use."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ def columns():
 
 
 def chunks_of(columns, batch_size=7, memory=None):
-    """Cut into chunks of about a tenth."""
+    """Cut columns into chunks of about a tenth."""
     parts = [
         {name: array[i : i + 100] for name, array in columns.items()} for i in range(0, ROWS, 100)
     ]
@@ -37,7 +37,7 @@ def chunks_of(columns, batch_size=7, memory=None):
         yield from stream_batches([part], sizes, memory=memory)
 
 
-def test_copies_are_begun_by_another_thread_while_earlier_ones_are_used_and_come_in_order():
+def test_another_thread_copies_ahead_and_keeps_the_order():
     begun = [threading.Event() for _ in range(5)]
     threads = set()
 
@@ -51,13 +51,13 @@ def test_copies_are_begun_by_another_thread_while_earlier_ones_are_used_and_come
         for what, copies in blocks:
             assert copies == [f"copy of {what}"]
             if what < 4:
-                assert begun[what + 1].wait(timeout=30)  # nobody has asked for it
+                assert begun[what + 1].wait(timeout=30)  # not requested yet
     assert what == 4
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
 
-def test_at_most_three_copies_of_blocks_are_held():
+def test_at_most_three_copied_blocks_are_held():
     begun = []
 
     def copy(blocks):
@@ -66,11 +66,11 @@ def test_at_most_three_copies_of_blocks_are_held():
 
     with contextlib.closing(ahead_of_use(((i, [i]) for i in range(100)), copy)) as blocks:
         for what, _ in itertools.islice(blocks, 50):
-            # Used, waiting in the queue, and in the hands of the thread.
+            # One in use, one in the queue, and one held by the thread.
             assert begun[-1] <= what + 3
 
 
-def test_what_the_reader_raises_reaches_the_loop():
+def test_errors_of_the_reader_reach_the_loop():
     def blocks():
         yield 0, [0]
         raise OSError("gone")
@@ -79,7 +79,7 @@ def test_what_the_reader_raises_reaches_the_loop():
         list(ahead_of_use(blocks(), lambda tensors: lambda: tensors))
 
 
-def test_each_block_is_copied_once_whatever_its_columns_and_batches(columns, monkeypatch):
+def test_each_block_is_copied_once_for_any_columns_and_batches(columns, monkeypatch):
     copied = []
 
     def copy(blocks):
@@ -98,7 +98,7 @@ def test_each_block_is_copied_once_whatever_its_columns_and_batches(columns, mon
         np.testing.assert_array_equal(whole.numpy(), array)
 
 
-def test_chunks_are_let_go_when_batches_are_no_longer_wanted(columns, monkeypatch):
+def test_chunks_are_released_when_the_iteration_stops(columns, monkeypatch):
     monkeypatch.setattr(tensors, "cuda_copies", lambda device: lambda blocks: lambda: blocks)
     ended = []
 
@@ -117,7 +117,7 @@ def test_chunks_are_let_go_when_batches_are_no_longer_wanted(columns, monkeypatc
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("locked", [False, True])
-def test_on_a_gpu_copies_are_what_was_read(columns, locked):
+def test_copies_on_a_gpu_equal_the_rows_read(columns, locked):
     memory = gpu_memory(torch.device("cuda")) if locked else None
     batches = list(tensor_batches(chunks_of(columns, memory=memory), "cuda"))
 
@@ -128,7 +128,7 @@ def test_on_a_gpu_copies_are_what_was_read(columns, locked):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_memory_is_not_used_again_while_a_slow_step_uses_it_or_waits_for_it():
+def test_gpu_memory_is_not_reused_while_a_slow_step_needs_it():
     device = torch.device("cuda", torch.cuda.current_device())
     memory = gpu_memory(device)
     work = torch.rand(2048, 2048, device=device)

@@ -1,4 +1,4 @@
-"""What passes between the driver and the ranks as files: nothing is lost, and nothing left."""
+"""File transfer between driver and ranks loses nothing, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT = {f"store/runs/mine/checkpoints/{CHECKPOINT}.{suffix}" for suffix in ("ckp
 
 @dataclasses.dataclass
 class Spec:
-    """The parts of a TrainSpec that matter here."""
+    """The parts of a TrainSpec that these tests need."""
 
     store: Store
     run: RunPaths
@@ -63,7 +63,7 @@ def write_checkpoint(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("save_runs", [True, False])
-def test_what_ranks_return_is_small_and_the_state_comes_back(
+def test_ranks_return_little_and_the_state_arrives_in_a_file(
     tmp_path: Path, save_runs: bool
 ) -> None:
     spec = make_spec(tmp_path, save_runs=save_runs)
@@ -85,7 +85,7 @@ def file_trainer(spec: Spec) -> TrainResult:
     return TrainResult(state.path, state, ())
 
 
-def test_a_state_that_is_a_file_stays_one(tmp_path: Path) -> None:
+def test_a_state_in_a_file_stays_a_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
         answer = train_stored(handover.put(file_trainer))
@@ -107,7 +107,7 @@ def reads_files(spec: Spec) -> TrainResult:
     return TrainResult(" and ".join(c.decode() for c in content), None, ())
 
 
-def test_files_of_a_spec_come_to_the_ranks_and_are_checked(tmp_path: Path) -> None:
+def test_files_of_a_spec_reach_the_ranks_and_are_checked(tmp_path: Path) -> None:
     locals_ = [LocalFile(), LocalFile()]
     for local, text in zip(locals_, ("a model", "another"), strict=True):
         Path(local.path).write_text(text)
@@ -124,7 +124,7 @@ def test_files_of_a_spec_come_to_the_ranks_and_are_checked(tmp_path: Path) -> No
     assert files(tmp_path) == set()
 
 
-def test_the_options_of_a_store_are_not_in_the_file(tmp_path: Path) -> None:
+def test_storage_options_are_not_in_the_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, storage_options={"key": "a secret of somebody"})
     with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(tells_options)
@@ -132,7 +132,7 @@ def test_the_options_of_a_store_are_not_in_the_file(tmp_path: Path) -> None:
         assert train_stored(call).weights_digest == "a secret of somebody twice"
 
 
-def test_a_file_that_somebody_changed_is_not_unpickled(tmp_path: Path) -> None:
+def test_modified_files_are_not_unpickled(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
@@ -148,9 +148,7 @@ def test_a_file_that_somebody_changed_is_not_unpickled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), ParamError("no such thing")])
 @pytest.mark.parametrize("save_runs", [True, False])
-def test_late_errors_tell_where_the_work_is(
-    tmp_path: Path, save_runs: bool, error: Exception
-) -> None:
+def test_late_errors_name_the_saved_work(tmp_path: Path, save_runs: bool, error: Exception) -> None:
     spec = make_spec(tmp_path, save_runs=save_runs)
     kind = ParamError if isinstance(error, ParamError) else ResultsError
 
@@ -168,7 +166,7 @@ def test_late_errors_tell_where_the_work_is(
     assert str(error) in message
     assert "run_id='mine'" in message
     if save_runs:
-        # The checkpoint says as much: the state's file is not needed.
+        # The checkpoint has the same content, so the state's file is not needed.
         assert "fit() with that run_id" in message
         assert f"{CHECKPOINT}.ckpt" in message
         assert files(tmp_path) == KEPT
@@ -180,7 +178,7 @@ def test_late_errors_tell_where_the_work_is(
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_a_failed_rank_leaves_what_it_had_finished(tmp_path: Path, has_checkpoint: bool) -> None:
+def test_finished_checkpoints_survive_a_failed_rank(tmp_path: Path, has_checkpoint: bool) -> None:
     spec = make_spec(tmp_path)
 
     def fit() -> None:
@@ -200,7 +198,7 @@ def test_a_failed_rank_leaves_what_it_had_finished(tmp_path: Path, has_checkpoin
     assert files(tmp_path) == (KEPT if has_checkpoint else set())
 
 
-def test_a_model_that_cannot_be_saved_says_which_run_it_is_of(tmp_path: Path) -> None:
+def test_errors_in_saving_a_model_name_its_run(tmp_path: Path) -> None:
     cannot = {"model": torch.nn.Linear(1, 1), "loss": threading.Lock()}
     with pytest.raises(StoreError, match=r"cannot pickle .*run_id='mine'"):
         TorchModel(**cannot, run_id="mine").save(str(tmp_path / "model"))
@@ -208,7 +206,7 @@ def test_a_model_that_cannot_be_saved_says_which_run_it_is_of(tmp_path: Path) ->
         TorchModel(**cannot).save(str(tmp_path / "model"))
 
 
-def test_a_backends_own_error_stays_what_it_is(tmp_path: Path) -> None:
+def test_errors_of_the_backend_are_not_converted(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     with (
         pytest.raises(KeyError),
@@ -218,7 +216,7 @@ def test_a_backends_own_error_stays_what_it_is(tmp_path: Path) -> None:
         raise KeyError("of the backend")
 
 
-def test_what_a_killed_fit_has_left_is_deleted_by_the_next_one(tmp_path: Path) -> None:
+def test_the_next_fit_deletes_files_of_a_killed_fit(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     write_checkpoint(spec)
     kept = files(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints are written and read beside training, whole, as their store allows it."""
+"""Checkpoints are written during training, and are complete on every store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hvd_estimators.training.spec import CheckpointOptions
 
 
 class Slow(FilesystemStore):
-    """Its uploads wait until they are let go, and may fail."""
+    """Store whose uploads wait for a test, and may fail."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,12 +59,12 @@ def writer_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("hvd_estimators checkpoint")]
 
 
-def test_training_goes_on_while_a_checkpoint_is_uploaded(slow: Slow) -> None:
+def test_training_continues_during_an_upload(slow: Slow) -> None:
     run = slow.run_paths("mine")
     weight = torch.zeros(3)
     with CheckpointWriter(slow, run, CheckpointOptions("torch")) as writer:
         writer.save(state_of(1), lambda file: torch.save({"epoch": 1, "weight": weight}, file))
-        # What is saved is what there was then.
+        # Later changes do not affect the checkpoint.
         weight += 1
         assert epochs_in(slow) == []
         second = threading.Thread(target=writer.save, args=(state_of(2), model_of(2)))
@@ -76,7 +76,7 @@ def test_training_goes_on_while_a_checkpoint_is_uploaded(slow: Slow) -> None:
         slow.free.set()
         second.join(60)
         assert epochs_in(slow)[0] == 1
-    # All is there when the block has ended.
+    # The end of the block waits for all uploads.
     assert epochs_in(slow) == [1, 2]
     assert not writer_threads()
     loaded = torch.load(io.BytesIO(slow.read(slow.get_checkpoints("mine")[0])), weights_only=True)
@@ -84,7 +84,7 @@ def test_training_goes_on_while_a_checkpoint_is_uploaded(slow: Slow) -> None:
 
 
 @pytest.mark.parametrize("ends", ["well", "by an error", "by another save"])
-def test_an_upload_that_fails_is_told_and_earlier_ones_stay(
+def test_failed_uploads_are_reported_and_keep_earlier_checkpoints(
     slow: Slow, ends: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -115,7 +115,7 @@ def test_an_upload_that_fails_is_told_and_earlier_ones_stay(
     assert epochs_in(slow) == [2, 3]
 
 
-def test_a_model_that_cannot_be_written_leaves_nothing(store: Any) -> None:
+def test_failed_writes_leave_nothing(store: Any) -> None:
     save(store, 1)
 
     def write(file: IO[bytes]) -> None:
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_written_leaves_nothing(store: Any) -> None:
 
 
 class ForwardOnly(io.RawIOBase):
-    """A file as some remote stores have them: neither read nor sought."""
+    """File of a remote store, without read and seek."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -144,9 +144,7 @@ class ForwardOnly(io.RawIOBase):
         return self.file.write(data)
 
 
-def test_files_may_be_written_from_beginning_to_end_only(
-    any_store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_sequentially(any_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = type(any_store).open_atomic
 
     @contextlib.contextmanager
@@ -159,7 +157,7 @@ def test_files_may_be_written_from_beginning_to_end_only(
     assert restored(any_store) == (2, 2)
 
 
-def test_a_remote_checkpoint_is_read_once_from_beginning_to_end(monkeypatch: Any) -> None:
+def test_remote_checkpoints_are_read_once_sequentially(monkeypatch: Any) -> None:
     store = Store.create(f"memory://{uuid.uuid4().hex}")
     save(store, 1, 2)
     opened: list[str] = []
@@ -187,7 +185,7 @@ def test_a_remote_checkpoint_is_read_once_from_beginning_to_end(monkeypatch: Any
 
 
 class Full(io.BytesIO):
-    """A disk with room for a few bytes."""
+    """File on a disk with space for a few bytes."""
 
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > 500:
@@ -195,7 +193,7 @@ class Full(io.BytesIO):
         return super().write(data)
 
 
-def test_a_full_disk_is_told_of_where_torch_says_something_else(
+def test_a_full_disk_is_reported_despite_torchs_own_error(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager

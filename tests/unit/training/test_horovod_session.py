@@ -39,7 +39,7 @@ print(horovod.{second}.global_process_set.size())
 """
 
 
-def test_another_framework_that_is_imported_while_ranks_train_takes_nothing_away() -> None:
+def test_importing_another_framework_keeps_the_process_sets() -> None:
     program = textwrap.dedent(PROGRAM).format(first="tensorflow", second="torch")
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False
@@ -47,7 +47,7 @@ def test_another_framework_that_is_imported_while_ranks_train_takes_nothing_away
     assert ended.stdout.splitlines() == ["1 0", "1 0", "1"], ended.stderr[-4000:]
 
 
-def test_ranks_epochs_and_seeds_have_seeds_of_their_own() -> None:
+def test_seeds_differ_between_ranks_epochs_and_seeds() -> None:
     places = [(s, r, e) for s in (0, 1, 2**31) for r in range(4) for e in range(4)]
     seeds = [rank_seed(*place) for place in places]
     assert len(set(seeds)) == len(places)
@@ -67,7 +67,7 @@ def test_python_and_numpy_are_seeded() -> None:
 
 @dataclasses.dataclass
 class Spec:
-    """The parts of a TrainSpec that matter here."""
+    """The parts of a TrainSpec that these tests need."""
 
     store: Store
     run: RunPaths
@@ -96,7 +96,7 @@ def test_the_timeline_of_a_fit_is_in_the_runs_logs(tmp_path: Path) -> None:
                 train_stored, (handover.put(train),), env={"HOROVOD_TIMELINE": str(path)}
             )
 
-        # Horovod's rank 0 writes what it knows of all ranks.
+        # Horovod's rank 0 writes the timeline of all ranks.
         assert [p.name for p in path.parent.iterdir()] == ["seen.json"]
         events = json.loads(path.read_text())
         named = {event["args"]["name"] for event in events if "name" in event.get("args", {})}
@@ -108,7 +108,7 @@ def test_the_timeline_of_a_fit_is_in_the_runs_logs(tmp_path: Path) -> None:
     ("variable", "rank", "logs"),
     [(None, "0", "logs"), ("DYNAMIC", "0", "logs"), ("x.json", "1", "logs"), ("x.json", "0", None)],
 )
-def test_without_a_timeline_nothing_is_done(
+def test_nothing_is_registered_without_a_timeline(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     variable: str | None,

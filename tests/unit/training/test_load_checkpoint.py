@@ -1,4 +1,4 @@
-"""Checkpoints as users read them: with the framework that wrote them, without Spark and Horovod."""
+"""Loading checkpoints with the framework that wrote them, without Spark and Horovod."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def epoch_of(checkpoint: Any) -> int:
     return int(epoch)
 
 
-def test_the_newest_the_best_and_any_by_its_path(store: Any) -> None:
+def test_checkpoints_load_by_newest_best_or_path(store: Any) -> None:
     save(store, torch_file)
     paths = store.get_checkpoints("mine")
     newest = load_checkpoint(store, run_id="mine")
@@ -55,27 +55,29 @@ def test_the_newest_the_best_and_any_by_its_path(store: Any) -> None:
     assert epoch_of(newest) == 4
     assert epoch_of(load_checkpoint(store, "mine", which="best")) == 2
     assert epoch_of(load_checkpoint(store, "mine", which=paths[2])) == 3
-    # By the prefix, and by the path alone.
+    # By the store's prefix, and by the path alone.
     assert epoch_of(load_checkpoint(store.prefix_path, run_id="mine")) == 4
     assert epoch_of(load_checkpoint(paths[0])) == 1
     assert epoch_of(load_checkpoint(store, which=paths[0])) == 1
 
 
-def test_damaged_ones_are_skipped_and_named(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoints_are_skipped_and_named(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     save(store, torch_file)
     paths = store.get_checkpoints("mine")
     for path in (paths[1], paths[3]):
         Path(path).write_bytes(b"cut")
     assert epoch_of(load_checkpoint(store, "mine")) == 3
     assert repr(paths[3]) in caplog.text
-    # The best of those that are whole.
+    # The best of the valid ones.
     assert epoch_of(load_checkpoint(store, "mine", which="best")) == 3
     assert repr(paths[1]) in caplog.text
     with pytest.raises(StoreError, match=r"000002.ckpt' is damaged: it has 3 bytes"):
         load_checkpoint(paths[1])
 
 
-def test_what_is_not_there_is_told(store: Any) -> None:
+def test_missing_checkpoints_are_reported(store: Any) -> None:
     for which in ("newest", "best"):
         with pytest.raises(StoreError, match="no checkpoint of the run 'mine'"):
             load_checkpoint(store, "mine", which=which)
@@ -89,7 +91,7 @@ def test_what_is_not_there_is_told(store: Any) -> None:
         load_checkpoint(f"{store.prefix_path}/text")
 
 
-def test_a_file_that_no_estimator_wrote_has_its_content_alone(tmp_path: Path) -> None:
+def test_files_of_other_programs_have_only_content(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "state")
     found = load_checkpoint(str(tmp_path / "state"))
     assert (found.framework, found.epoch, found.history, found.metrics) == ("torch", None, [], {})
@@ -97,7 +99,7 @@ def test_a_file_that_no_estimator_wrote_has_its_content_alone(tmp_path: Path) ->
 
 
 class Custom:
-    """No plain value."""
+    """Class that is not a plain value."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Custom)
@@ -105,7 +107,7 @@ class Custom:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_code_in_a_file_runs_only_when_asked_for(store: Any) -> None:
+def test_code_in_a_file_runs_only_on_request(store: Any) -> None:
     save(store, lambda file, epoch: torch.save({"of users": Custom()}, file), "lightning")
     with pytest.raises(StoreError, match="safe=False"):
         load_checkpoint(store, "mine")
@@ -118,7 +120,7 @@ def make_net(**kwargs: Any) -> keras.Model:
     return net
 
 
-def test_a_keras_model_comes_back_with_its_optimizer(store: Any) -> None:
+def test_keras_models_are_restored_with_their_optimizer(store: Any) -> None:
     net = make_net()
     net.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     save(store, lambda file, epoch: save_file(net, file), "keras")
@@ -137,7 +139,7 @@ def halved(x: Any) -> Any:
 
 
 class Subclassed(keras.Model):
-    """Has no config."""
+    """Model without a config."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -161,13 +163,13 @@ def test_custom_objects_and_models_without_a_config(store: Any, tmp_path: Path) 
     save(other, lambda file, epoch: save_file(net, file), "keras", [0.1])
     weights = load_checkpoint(other, "mine").content
     assert sorted(array.shape for array in weights.values()) == [(2, 3), (3,)]
-    # And a file of weights alone.
+    # Also a file of weights only.
     net.save_weights(tmp_path / "a.weights.h5")
     alone = load_checkpoint(str(tmp_path / "a.weights.h5")).content
     assert alone.keys() == weights.keys()
 
 
-def test_neither_spark_nor_horovod_is_needed(store: Any) -> None:
+def test_loading_needs_neither_spark_nor_horovod(store: Any) -> None:
     save(store, torch_file)
     program = f"""
         import sys
@@ -185,7 +187,7 @@ def test_neither_spark_nor_horovod_is_needed(store: Any) -> None:
     assert told.stdout == "2 [2.0, 2.0]\n", told.stderr
 
 
-def test_any_store_serves(tmp_path: Path) -> None:
+def test_checkpoints_load_from_any_store(tmp_path: Path) -> None:
     store = Store.create("memory://load-checkpoint")
     save(store, torch_file)
     assert epoch_of(load_checkpoint(store, "mine", which="best")) == 2

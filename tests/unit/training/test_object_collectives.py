@@ -1,4 +1,4 @@
-"""Objects from rank to rank: those of a stranger are not unpickled."""
+"""Exchange of objects between ranks; unauthenticated objects are not unpickled."""
 
 import hmac
 import threading
@@ -24,7 +24,7 @@ def key(monkeypatch):
 
 
 class Ranks:
-    """Threads that take part in the same collectives, where what they say can be changed."""
+    """Threads in the same collectives, whose messages a test can change."""
 
     def __init__(self, size, change=lambda name, rank, document: document):
         self.size, self._change = size, change
@@ -67,7 +67,7 @@ class Ranks:
         return gather
 
 
-def test_every_rank_gets_the_objects_of_all_in_their_order():
+def test_gather_returns_the_objects_in_the_order_of_ranks():
     values = [{"loss": 1.5}, None, [np.arange(3), "größe" * 1000]]
     results = Ranks(3).run(lambda rank, exchange: exchange.gather(values[rank], "values"))
     for gathered in results:
@@ -77,7 +77,7 @@ def test_every_rank_gets_the_objects_of_all_in_their_order():
 
 
 @pytest.mark.parametrize("root", [0, 1])
-def test_every_rank_gets_the_object_of_one(root):
+def test_broadcast_returns_the_roots_object(root):
     results = Ranks(2).run(
         lambda rank, exchange: [
             exchange.broadcast({"of": rank, "n": n}, "value", root) for n in range(3)
@@ -94,7 +94,7 @@ class Evil:
 
 
 def evil_document(length, key=b""):
-    """Return as many bytes that begin with a code of what follows, made with some key."""
+    """Return bytes of a given length that start with an authentication code of the rest."""
     document = cloudpickle.dumps(Evil()).ljust(length - LENGTH_BYTES - TAG_BYTES, b"\0")
     size = len(document).to_bytes(LENGTH_BYTES, "little")
     return size + hmac.new(key, b"values 0 1 " + document, "sha256").digest() + document
@@ -121,7 +121,7 @@ def evil_document(length, key=b""):
         "a changed byte",
     ],
 )
-def test_what_a_stranger_says_as_a_rank_is_not_run(change):
+def test_unauthenticated_objects_are_not_unpickled(change):
     ranks = Ranks(2, lambda name, rank, part: change(part) if rank == 1 else part)
 
     results = ranks.run(lambda rank, exchange: exchange.gather("x" * 1000, "values"))
@@ -132,8 +132,8 @@ def test_what_a_stranger_says_as_a_rank_is_not_run(change):
         assert "message of rank 1 is not authenticated by this job's key" in str(error)
 
 
-def test_the_evil_object_would_run(key):
-    """With the key it does: the other tests refuse it for want of it alone."""
+def test_the_evil_object_runs_if_authenticated(key):
+    """With the key the object is unpickled, so the other tests reject only the missing key."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evil, "ran", False)
         ranks = Ranks(
@@ -144,7 +144,7 @@ def test_the_evil_object_would_run(key):
 
 
 @pytest.mark.parametrize("as_of", ["another time", "another rank", "another exchange"])
-def test_what_a_rank_said_before_or_elsewhere_is_not_taken_for_what_it_says(as_of):
+def test_replayed_messages_are_rejected(as_of):
     kept = {}
     ranks = Ranks(2)
 
@@ -158,6 +158,6 @@ def test_what_a_rank_said_before_or_elsewhere_is_not_taken_for_what_it_says(as_o
     assert all(isinstance(error, ConnectionError) for error in results), results
 
 
-def test_ranks_without_a_key_exchange_as_horovod_does(monkeypatch):
+def test_objects_are_exchanged_without_a_key(monkeypatch):
     monkeypatch.delenv(RANKS_KEY_VARIABLE)
     assert Ranks(2).run(lambda rank, exchange: exchange.gather(rank, "n")) == [[0, 1], [0, 1]]

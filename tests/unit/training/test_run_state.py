@@ -1,4 +1,4 @@
-"""The state of a run, in a file that is a framework's own."""
+"""The state of a run within a framework's file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvd_estimators.training.spec import EpochMetrics
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Compare types and bits, through all that values hold."""
+    """Compare types and bits recursively."""
     assert type(found) is type(expected), (found, expected)
     if isinstance(expected, (list, tuple)):
         assert len(found) == len(expected)
@@ -45,7 +45,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def some_value(rng: random.Random, depth: int = 0) -> Any:
-    """Make any value that a checkpoint keeps."""
+    """Generate a random value that a checkpoint can hold."""
     leaves = [
         lambda: None,
         lambda: rng.random() < 0.5,
@@ -94,7 +94,7 @@ def write(store: Any, path: str, state: RunState) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_state_comes_back_bit_by_bit(store: Any, seed: int) -> None:
+def test_states_are_restored_bit_for_bit(store: Any, seed: int) -> None:
     state = some_state(seed)
     path = f"{store.prefix_path}/checkpoint"
     write(store, path, state)
@@ -106,13 +106,13 @@ def test_a_state_comes_back_bit_by_bit(store: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array([None]), [lambda: None]])
-def test_what_is_not_plain_is_refused(value: Any) -> None:
+def test_values_that_are_not_plain_are_rejected(value: Any) -> None:
     assert not is_encodable(value)
     with pytest.raises(TypeError, match="expected plain values, found"):
         encode(value, [])
 
 
-def test_torch_opens_the_file_as_its_own(store: Any) -> None:
+def test_torch_can_load_the_file(store: Any) -> None:
     path = f"{store.prefix_path}/checkpoint"
     write(store, path, some_state())
     for mmap in (False, True):
@@ -122,7 +122,7 @@ def test_torch_opens_the_file_as_its_own(store: Any) -> None:
 
 
 def written(path: Path, store: Any, kind: str) -> None:
-    """Write a checkpoint that nobody can go on from."""
+    """Write a checkpoint that cannot be resumed."""
     write(store, str(path), some_state())
     content = path.read_bytes()
     if kind == "empty":
@@ -143,7 +143,7 @@ def written(path: Path, store: Any, kind: str) -> None:
             for name, member in members.items():
                 archive.writestr(name, member.replace(b'"format": 1', b'"format": 2'))
     elif kind == "changed state":
-        # A bit of an array of ours.
+        # Flip one bit of an array of the run state.
         name = "hvd_estimators/0.npy"
         with zipfile.ZipFile(path) as archive:
             (info,) = [info for info in archive.infolist() if info.filename.endswith(name)]
@@ -156,7 +156,7 @@ KINDS = ["empty", "truncated", "foreign", "of torch alone", "a folder", "of anot
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "changed state"])
-def test_what_cannot_be_gone_on_from_is_told_with_what_to_do(
+def test_errors_about_unusable_checkpoints_suggest_a_fix(
     store: Any, tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "checkpoint"
@@ -168,13 +168,13 @@ def test_what_cannot_be_gone_on_from_is_told_with_what_to_do(
         with pytest.raises(StoreError, match=message):
             check_state(store, str(path))
     else:
-        # Only a look at all of it tells.
+        # Only reading the whole file finds the change.
         check_state(store, str(path))
         with pytest.raises(StoreError, match=message):
             read_state(store, str(path))
 
 
-def test_streams_go_on_where_they_were_and_shards_are_swapped() -> None:
+def test_random_streams_continue_across_swapped_shards() -> None:
     streams = TorchStreams(torch.device("cpu"))
 
     def draw() -> tuple[float, ...]:

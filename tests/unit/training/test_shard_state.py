@@ -1,4 +1,4 @@
-"""A rank that plays several shards is each of them in turn."""
+"""State of several shards on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARDS, STEPS, EPOCHS = 5, 3, 2
 
 
 def play(size: int) -> tuple[dict[int, list[Any]], dict[int, list[int]]]:
-    """Return what each shard draws, and how far it counts, played by so many ranks."""
+    """Return the draws and counts of each shard on a number of ranks."""
     drawn: dict[int, list[Any]] = {shard: [] for shard in range(SHARDS)}
     counted: dict[int, list[int]] = {shard: [] for shard in range(SHARDS)}
     for rank in range(size):
@@ -42,7 +42,7 @@ def play(size: int) -> tuple[dict[int, list[Any]], dict[int, list[int]]]:
     return drawn, counted
 
 
-def test_each_shard_draws_and_counts_as_on_a_rank_of_its_own() -> None:
+def test_shards_draw_and_count_as_on_separate_ranks() -> None:
     drawn, counted = play(SHARDS)
     assert len({number for shard in drawn.values() for entry in shard for number in entry}) == 90
     assert list(counted.values()) == [[STEPS, EPOCHS * STEPS]] * SHARDS
@@ -60,7 +60,7 @@ def test_statistics_are_averaged_over_the_shards_of_a_rank() -> None:
         layer(batch)
     with session("torch"):
         BufferReducer(layer, states, {}).reduce()
-    # By default a tenth of what is new.
+    # By default a tenth of the new value.
     means = [0.1 * float(batch.mean()) for batch in rows]
     variances = [0.9 + 0.1 * float(batch.var()) for batch in rows]
     found: list[Any] = []
@@ -71,7 +71,7 @@ def test_statistics_are_averaged_over_the_shards_of_a_rank() -> None:
 
 
 class Counted(torch.nn.Module):
-    """Buffers of several types, which each shard changes in its own way."""
+    """Module with buffers of several types, which each shard changes differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
         for turn in range(3):
             states.enter(turn)
             module.step(turn)
-        # Resumed within the epoch, with the sums' bases of a checkpoint.
+        # Resume within the epoch, with the bases of sums from a checkpoint.
         bases = reducer.bases
         reducer = BufferReducer(module, states, rules)
         reducer.start(bases)

@@ -26,7 +26,7 @@ from hvd_estimators.training.step_control import StepControl, StopRequest, inter
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """Clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -44,15 +44,15 @@ def clock(monkeypatch: Any) -> Clock:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: Any) -> str:
-    """Be a rank of ours, whose directory this is."""
+    """Set the directory of a rank of a launch."""
     monkeypatch.setenv(graceful_stop.DIRECTORY_VARIABLE, str(tmp_path))
     return str(tmp_path)
 
 
 class Ranks:
-    """Ranks that take each step at the same time, one after the other, in one thread.
+    """Ranks in one thread, which take each step one after the other.
 
-    A sum is known when all ranks have given their numbers, which a first pass over them finds out.
+    A first pass over the ranks collects the terms of a sum; a second pass uses the sum.
     """
 
     def __init__(self, number: int) -> None:
@@ -67,12 +67,12 @@ class Ranks:
         return value if self._known is None else self._known
 
     def after_step(self) -> list[bool]:
-        """Return what each of them is told."""
+        """Return the result of each rank."""
         before = [dict(vars(stop)) for stop in self.stops]
         self._own, self._known = [], None
         for stop in self.stops:
             stop.after_step()
-        assert len(self._own) in (0, len(self.stops))  # all of them look, or none does
+        assert len(self._own) in (0, len(self.stops))  # all of them exchange, or none does
         self._known = sum(self._own)
         self.sums -= len(self._own)
         for stop, state in zip(self.stops, before, strict=True):
@@ -82,9 +82,7 @@ class Ranks:
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("who", [0, -1])
-def test_all_ranks_hear_at_the_same_step_whom_of_them_has_been_asked(
-    clock: Clock, number: int, who: int
-) -> None:
+def test_all_ranks_see_a_request_at_the_same_step(clock: Clock, number: int, who: int) -> None:
     ranks = Ranks(number)
     for step in range(40):
         clock.now += 0.1
@@ -97,25 +95,23 @@ def test_all_ranks_hear_at_the_same_step_whom_of_them_has_been_asked(
         heard.append(ranks.after_step())
 
     assert heard[-1] == [True] * number
-    assert len(heard) <= 11  # a second, as it has been so far
+    assert len(heard) <= 11  # about one second of steps of 0.1 s
 
 
 @pytest.mark.parametrize(("seconds", "looks"), [(0.001, 110), (0.1, 103), (3.0, 34)])
-def test_they_look_about_once_a_second_whatever_a_step_takes(
-    clock: Clock, seconds: float, looks: int
-) -> None:
-    """100 s of steps; a step that takes longer than a second is looked after each time."""
+def test_ranks_exchange_about_once_a_second(clock: Clock, seconds: float, looks: int) -> None:
+    """Run 100 s of steps; ranks exchange after each step longer than a second."""
     ranks = Ranks(2)
     for step in range(int(100 / seconds)):
-        # The first one takes long, as where a graph is compiled.
+        # The first step is slow, as with the compilation of a graph.
         clock.now += 10.0 if step == 0 else seconds
         ranks.after_step()
 
     assert ranks.sums // 2 == pytest.approx(looks, abs=12)
 
 
-def test_ranks_that_differ_in_speed_look_equally_often(clock: Clock) -> None:
-    """What a rank has measured is added to what the others have: none acts on its own."""
+def test_ranks_of_different_speed_exchange_equally_often(clock: Clock) -> None:
+    """Ranks add their measurements; none decides alone."""
     ranks = Ranks(2)
     slow = ranks.stops[1]
     for _ in range(2000):
@@ -126,8 +122,8 @@ def test_ranks_that_differ_in_speed_look_equally_often(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1, 65534])
-def test_two_numbers_in_one_sum_do_not_run_into_each_other(clock: Clock, others: int) -> None:
-    """All ranks want as many steps as there can be, and so many others have been asked."""
+def test_two_numbers_share_a_sum_without_overflow(clock: Clock, others: int) -> None:
+    """All ranks add the maximum number of steps; some others have a request."""
     most, number = step_control._MOST_STEPS, 65535
     sums: list[float] = []
 
@@ -142,9 +138,7 @@ def test_two_numbers_in_one_sum_do_not_run_into_each_other(clock: Clock, others:
     assert stop._left == most
 
 
-def test_sigterm_is_a_request_within_the_block_and_as_before_after_it(
-    directory: str, monkeypatch: Any
-) -> None:
+def test_sigterm_is_a_request_only_within_the_block(directory: str, monkeypatch: Any) -> None:
     monkeypatch.setenv(graceful_stop.GRACE_VARIABLE, "4.5")
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(lambda own: own, 1) as stop:
@@ -157,7 +151,7 @@ def test_sigterm_is_a_request_within_the_block_and_as_before_after_it(
     assert os.listdir(directory) == []
 
 
-def test_in_another_thread_it_hears_of_the_others_and_asks_for_nothing(directory: str) -> None:
+def test_other_threads_see_requests_but_ask_for_no_grace(directory: str) -> None:
     heard: list[Any] = []
 
     def work() -> None:
@@ -174,12 +168,12 @@ def test_in_another_thread_it_hears_of_the_others_and_asks_for_nothing(directory
     ("env", "seconds"),
     [({}, 15.0), ("0", 0.0), ("60", 60.0), ("-1", 15.0), ("soon", 15.0), ("inf", 15.0)],
 )
-def test_the_seconds_are_the_environments(env: Any, seconds: float) -> None:
+def test_grace_seconds_come_from_the_environment(env: Any, seconds: float) -> None:
     found = env if isinstance(env, dict) else {graceful_stop.GRACE_VARIABLE: env}
     assert graceful_stop.grace_seconds(found) == seconds
 
 
-def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: str) -> None:
+def test_grace_can_be_cancelled_and_must_be_requested(directory: str) -> None:
     assert graceful_stop.grace_asked(directory) == 0.0
     with graceful_stop.asking_for_grace():
         assert graceful_stop.grace_asked(directory) == 15.0
@@ -189,8 +183,8 @@ def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: s
 
 
 @pytest.mark.forks
-def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
-    """Of a process whose standard output and error are pipes without a reader."""
+def test_output_without_a_reader_is_not_an_error(capfd: Any, directory: str) -> None:
+    """Standard output and error of the process are pipes without a reader."""
 
     def child(act: Callable[[], None], closed: Sequence[int]) -> int:
         pid = os.fork()
@@ -215,7 +209,7 @@ def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
             os._exit(9)
 
     def print_something() -> None:
-        """Nobody has asked this process to end yet, and who read it has gone."""
+        """Print without a stop request, after the reader has closed the pipe."""
         with graceful_stop.asking_for_grace():
             print("out", flush=True)
             sys.stderr.writelines(["e", "rr\n"])
@@ -224,13 +218,13 @@ def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
     assert child(lambda: None, [1, 2]) == 7
     assert child(print_something, [1, 2]) == 0
     assert child(graceful_stop.mute_if_unheard, [1, 2]) == 0
-    assert child(graceful_stop.mute_if_unheard, []) == 3  # what is read stays as it is
+    assert child(graceful_stop.mute_if_unheard, []) == 3  # streams with a reader do not change
 
 
 @pytest.mark.parametrize(
     ("saved", "says"), [(True, "same run_id resumes"), (False, "no state of it is saved")]
 )
-def test_the_error_says_where_and_what_is_kept(saved: bool, says: str) -> None:
+def test_the_error_names_the_position_and_the_saved_state(saved: bool, says: str) -> None:
     error = interrupted(3, 17, saved)
     assert isinstance(error, HvdEstimatorsError)
     assert "epoch 3 after step 17" in str(error)
@@ -245,7 +239,7 @@ def make_spec(every_n_steps: int | None = None, *, has_checkpoints: bool = True)
 
 
 def make_control(every_n_steps: int | None, *, has_checkpoints: bool = True) -> StepControl:
-    """Return the control of the only rank of a job."""
+    """Return the step control of a single rank."""
     spec = make_spec(every_n_steps, has_checkpoints=has_checkpoints)
     exchange: Any = None
     return StepControl(spec, 1, lambda value, name: value, exchange)
@@ -263,14 +257,14 @@ def test_a_due_checkpoint_waits_until_the_run_can_be_saved() -> None:
     assert saved == [3, 4, 5, 6, 9]
 
 
-def test_several_steps_of_one_call_make_one_checkpoint() -> None:
+def test_several_steps_in_one_call_make_one_checkpoint() -> None:
     control, saved = make_control(every_n_steps=3), []
     for first in range(1, 13, 4):
         control.after_step(0, first, range(first, first + 4), lambda: saved.append(1) or True)
     assert len(saved) == 3
 
 
-def test_a_stop_request_ends_training_once_the_run_is_saved(clock: Clock) -> None:
+def test_a_stop_request_ends_training_after_a_checkpoint(clock: Clock) -> None:
     control = make_control(every_n_steps=None)
     control._stop.ask()
     control.after_step(2, 1, [1], lambda: False)  # gradients still accumulate
@@ -278,7 +272,7 @@ def test_a_stop_request_ends_training_once_the_run_is_saved(clock: Clock) -> Non
         control.after_step(2, 2, [2], lambda: True)
 
 
-def test_a_stop_request_within_an_epoch_that_cannot_be_saved_ends_training_after_it(
+def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(
     clock: Clock,
 ) -> None:
     control = make_control(every_n_steps=None)
@@ -302,7 +296,7 @@ NAN = float("nan")
 
 
 class ThreadedRanks:
-    """ThreadedRanks that are threads: gather and sum what each has brought."""
+    """Ranks in threads that gather and sum their values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -318,7 +312,7 @@ class ThreadedRanks:
         return values
 
     def after_step(self, found: list[tuple[float | None, list[str]]]) -> list[str | None]:
-        """Return what each rank has raised, if each finds what is given for it."""
+        """Return the errors of the ranks for given findings."""
         raised: list[str | None] = [None] * self.size
 
         def be(rank: int) -> None:
@@ -353,13 +347,13 @@ def test_all_ranks_end_with_the_same_message() -> None:
     assert issubclass(NotFiniteError, (HvdEstimatorsError, FloatingPointError))
 
 
-def test_nothing_is_gathered_where_all_is_finite() -> None:
+def test_nothing_is_gathered_if_all_values_are_finite() -> None:
     ranks = ThreadedRanks(2)
     assert ranks.after_step([(None, []), (None, [])]) == [None, None]
     assert not ranks.gathered
 
 
-def test_one_rank_asks_nobody_and_names_a_few() -> None:
+def test_a_single_rank_exchanges_nothing_and_names_a_few() -> None:
     ranks = ThreadedRanks(1)
     names = [f"layer.{n}" for n in range(8)]
     (message,) = ranks.after_step([(None, names)])
@@ -378,7 +372,7 @@ class Data:
 def test_steps_are_counted_over_the_run() -> None:
     spec = object.__new__(TrainSpec)
     spec.__dict__.update(data=Data(7), backward_passes_per_step=3)
-    # Three steps an epoch, the last of one batch.
+    # Three steps per epoch, the last with one batch.
     done = [(epoch, b) for epoch in (0, 1, 2) for b in (3, 6, 7)]
     assert [spec.steps_done(*at) for at in done] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert spec.steps_done(1, 0) == spec.steps_done(0, 7)

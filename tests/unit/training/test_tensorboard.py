@@ -1,4 +1,4 @@
-"""TensorBoard shows each epoch of a run once, however often the run was cut off."""
+"""TensorBoard shows each epoch of a run once, despite interruptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hvd_estimators.training.tensorboard import EventWriter
 
 
-def test_what_a_part_that_was_cut_off_has_written_too_much_is_not_shown(tmp_path: Path) -> None:
+def test_repeated_steps_replace_those_of_an_interrupted_part(tmp_path: Path) -> None:
     for first, values in ((0, [1.0, 2.0, 3.0]), (1, [2.5, 3.5]), (3, [4.0]), (4, [])):
         with EventWriter(str(tmp_path), first) as writer:
             for step, value in enumerate(values, start=first):

@@ -1,4 +1,4 @@
-"""Every test here runs with each reader, and must leave no thread behind."""
+"""Every test in this folder runs with each reader, and must leave no thread behind."""
 
 import gc
 import threading
@@ -19,7 +19,7 @@ def reader(request):
 def no_thread_is_left():
     before = set(threading.enumerate())
     yield
-    gc.collect()  # the threads with which Petastorm looks at files end with their executor
+    gc.collect()  # threads of Petastorm that inspect files end with their executor
     left = set(threading.enumerate()) - before
     for thread in left:
         thread.join(5)

@@ -1,4 +1,4 @@
-"""Numbered rows in Parquet files, and what a rank reads of them through one of the readers."""
+"""Numbered rows in Parquet files, read by a rank through one of the readers."""
 
 import contextlib
 import itertools
@@ -14,13 +14,13 @@ from hvd_estimators.store import LocalStore
 
 ROWS = 53
 READERS = {"arrow": ArrowDataModule}
-with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+with contextlib.suppress(ImportError):  # it cannot be installed with today's PyArrow
     from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 
 current = []
-"""The reader that the running test is about."""
+"""The reader of the current test."""
 
 
 def current_reader():
@@ -28,7 +28,7 @@ def current_reader():
 
 
 class Dataset:
-    """Numbered rows in several files and row groups, and what is to be told of them."""
+    """Numbered rows in several files and row groups, with their manifest."""
 
     def __init__(self, folder, rows, files, row_group_size, first=0):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""What is left behind when reading stops early or fails."""
+"""Cleanup after reading stops early or fails."""
 
 import itertools
 import pickle
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
-def test_leaving_in_the_middle_of_a_pass_ends_all_threads(dataset, pool):
+def test_closing_in_the_middle_of_a_pass_ends_all_threads(dataset, pool):
     before = set(threading.enumerate())
 
     with module(dataset, reader_pool_type=pool) as data:
@@ -45,7 +45,7 @@ def test_an_error_in_the_training_loop_ends_all_threads(dataset):
     assert set(threading.enumerate()) == before
 
 
-def test_a_validation_pass_that_is_broken_off_ends_its_threads(dataset):
+def test_an_aborted_validation_pass_ends_its_threads(dataset):
     with module(dataset, val_plan=dataset.plan(1), val_batch_size=2) as data:
         before = set(threading.enumerate())
         batches = data.val_data()
@@ -57,12 +57,12 @@ def test_a_validation_pass_that_is_broken_off_ends_its_threads(dataset):
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 @pytest.mark.parametrize("damage", ["garbage", "truncated", "missing", "fewer row groups"])
-def test_a_file_that_was_damaged_since_the_plan_raises(tmp_path, pool, damage):
+def test_files_damaged_since_the_plan_raise(tmp_path, pool, damage):
     dataset = Dataset(tmp_path / "train", 40, files=2, row_group_size=5)
     file = dataset.folder / "part-001.parquet"
     content = file.read_bytes()
     if damage == "garbage":
-        # The footer is whole, what it points at is not.
+        # The footer is valid, but the data pages are not.
         file.write_bytes(b"\xff" * (len(content) - 3000) + content[-3000:])
     elif damage == "truncated":
         file.write_bytes(content[: len(content) // 2])
@@ -75,7 +75,7 @@ def test_a_file_that_was_damaged_since_the_plan_raises(tmp_path, pool, damage):
         take(dataset, 20, reader_pool_type=pool)
 
 
-def test_a_row_group_that_became_shorter_since_the_plan_raises(tmp_path):
+def test_row_groups_shortened_since_the_plan_raise(tmp_path):
     dataset = Dataset(tmp_path / "train", 20, files=2, row_group_size=10)
     file = dataset.folder / "part-001.parquet"
     parquet.write_table(parquet.read_table(file).slice(0, 8), file)
@@ -85,10 +85,10 @@ def test_a_row_group_that_became_shorter_since_the_plan_raises(tmp_path):
 
 
 def failing_store(folder, error, after):
-    """Return a store of a class that no process can import; opening files fails after a while."""
+    """Return a store of a local class, whose open fails after some calls."""
 
     class TwoArguments(Exception):
-        """Has other arguments than those that it was made with, as botocore's errors have."""
+        """Error with other ``args`` than its constructor's, like botocore's."""
 
         def __init__(self, code, message):
             super().__init__(f"{code}: {message}")
@@ -117,7 +117,7 @@ ERRORS = [OSError("no such host"), queue.Empty(), StopIteration(), SystemExit(3)
     ],
     ids=repr,
 )
-def test_whatever_a_worker_raises_ends_reading_with_its_traceback(dataset, pool, error):
+def test_any_error_of_a_worker_ends_reading_with_its_traceback(dataset, pool, error):
     store = failing_store(dataset.folder, error, after=2)
 
     with pytest.raises((Exception, SystemExit)) as raised:
@@ -131,9 +131,7 @@ def test_whatever_a_worker_raises_ends_reading_with_its_traceback(dataset, pool,
 
 @pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
 @pytest.mark.parametrize("after", [0, 2])
-def test_whatever_ends_the_thread_that_plans_the_reading_ends_reading(
-    dataset, monkeypatch, pool, after
-):
+def test_any_error_of_the_planning_thread_ends_reading(dataset, monkeypatch, pool, after):
     with module(dataset, reader_pool_type=pool) as data:
         planned = data._train_passes
 
@@ -149,7 +147,7 @@ def test_whatever_ends_the_thread_that_plans_the_reading_ends_reading(
     assert "in plan_badly" in "".join(traceback.format_exception(raised.value))
 
 
-def test_a_source_that_fails_while_it_is_closed_ends_reading():
+def test_a_source_that_fails_in_close_ends_reading():
     class Source:
         def __next__(self):
             raise StopIteration
@@ -164,7 +162,7 @@ def test_a_source_that_fails_while_it_is_closed_ends_reading():
         next(Prefetch(Source(), 1, "rows"))
 
 
-def test_processes_read_through_a_store_that_plain_pickle_does_not_take(dataset):
+def test_processes_can_use_stores_that_plain_pickle_rejects(dataset):
     store = failing_store(dataset.folder, None, after=10**6)
     store.get_train_data_path = lambda index=None: store.folder
 
@@ -174,7 +172,7 @@ def test_processes_read_through_a_store_that_plain_pickle_does_not_take(dataset)
     assert take(dataset, 20, reader_pool_type="process", store=store) == expected
 
 
-def test_a_store_that_nothing_can_send_to_processes_is_an_error(dataset, reader):
+def test_stores_that_cannot_be_pickled_are_an_error(dataset, reader):
     """Only Petastorm starts processes."""
     store = LocalStore(str(dataset.folder))
     store.connection = threading.Lock()

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("name", ["with space", "a#b?c%20d", "day=2024-01-01", "[1]*"])
-def test_paths_with_characters_that_urls_and_globs_treat_specially(tmp_path, name):
+def test_paths_may_have_special_characters_of_urls_and_globs(tmp_path, name):
     dataset = Dataset(tmp_path / name, 6, files=2, row_group_size=2)
 
     assert flat(take(dataset, 2, shuffle=False)) == list(range(6))
 
 
-def test_columns_with_characters_that_regular_expressions_treat_specially(tmp_path):
+def test_columns_may_have_special_characters_of_regular_expressions(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     names = ["a.b", "a b", "a+b (c)", "class", "ü", "1st", "_x", "a"]

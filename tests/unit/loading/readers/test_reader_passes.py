@@ -1,4 +1,4 @@
-"""Rows that are kept, transformed, validated on, or read in part."""
+"""Rows that are cached, transformed, validated on, or read in part."""
 
 import itertools
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_kept_in_memory_outlive_their_files(tmp_path, shuffle):
+def test_cached_rows_outlive_their_files(tmp_path, shuffle):
     dataset = Dataset(tmp_path / "train", 20, files=2, row_group_size=4)
     count = steps(dataset)
 
@@ -28,8 +28,8 @@ def test_rows_kept_in_memory_outlive_their_files(tmp_path, shuffle):
     assert len(orders) == (3 if shuffle else 1)
 
 
-def test_all_rows_that_are_kept_in_memory_are_shuffled_together(tmp_path):
-    """However small the buffer is, and in an order that does not ask what was read before."""
+def test_all_cached_rows_are_shuffled_together(tmp_path):
+    """The order depends neither on a small buffer nor on earlier passes."""
     dataset = Dataset(tmp_path / "train", 4000, files=1, row_group_size=4000)
     options = {"batch_size": 50, "inmemory_cache_all": True, "shuffle_buffer_size": 1000}
 
@@ -44,7 +44,7 @@ def test_all_rows_that_are_kept_in_memory_are_shuffled_together(tmp_path):
 
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
-def test_every_validation_pass_is_the_ranks_rows_in_stored_order(dataset, tmp_path, pool, cache):
+def test_every_validation_pass_has_the_ranks_rows_in_stored_order(dataset, tmp_path, pool, cache):
     validation = Dataset(tmp_path / "val", 11, files=2, row_group_size=3, first=1000)
     rows = []
     for rank in range(3):
@@ -65,7 +65,7 @@ def test_every_validation_pass_is_the_ranks_rows_in_stored_order(dataset, tmp_pa
     assert rows == list(range(1000, 1011))
 
 
-def test_training_goes_on_undisturbed_by_validation_between_its_batches(dataset, tmp_path):
+def test_validation_between_batches_does_not_disturb_training(dataset, tmp_path):
     validation = Dataset(tmp_path / "val", 5, files=1, row_group_size=2, first=1000)
     expected = take(dataset, 20)
 
@@ -94,7 +94,7 @@ def test_a_rank_without_validation_rows_has_no_validation_batches(dataset, tmp_p
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_rows_are_transformed_once_in_every_pass(dataset, cache):
+def test_rows_are_transformed_once_per_pass(dataset, cache):
     def transform(row):
         return {"id": row["id"], "sum": row["pair"].sum() + 1, "three": [row["id"]] * 3}
 
@@ -113,7 +113,7 @@ def test_rows_are_transformed_once_in_every_pass(dataset, cache):
 
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_a_transformation_may_edit_what_it_is_given(dataset, cache, by_row):
+def test_transformations_may_edit_their_input(dataset, cache, by_row):
     """Each pass starts from the stored values."""
 
     def edit(fields):
@@ -139,8 +139,8 @@ def test_a_transformation_may_edit_what_it_is_given(dataset, cache, by_row):
         np.testing.assert_array_equal(batch["pair"], 2 * pairs(batch["id"]))
 
 
-def test_an_epoch_can_be_cut_and_can_cycle_the_data(dataset):
-    """The stream has no end and no memory of epochs: 20 steps are a pass of 14, and 6 more."""
+def test_epochs_may_be_shorter_or_longer_than_the_data(dataset):
+    """The stream is endless and independent of epochs: 20 steps are a pass of 14 and 6 more."""
     count = steps(dataset)
 
     batches = take(dataset, 20, shuffle=False)

@@ -1,4 +1,4 @@
-"""Which rows a rank gets, and in which order."""
+"""Rows of a rank, and their order."""
 
 import itertools
 
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_each_row_is_delivered_once_per_pass_whatever_the_number_of_ranks(
-    dataset, size, pool, shuffle
-):
+def test_each_row_is_delivered_once_per_pass_on_any_number_of_ranks(dataset, size, pool, shuffle):
     count = steps(dataset, size)
     passes = [[], []]
     for rank in range(size):
@@ -33,14 +31,14 @@ def test_each_row_is_delivered_once_per_pass_whatever_the_number_of_ranks(
 
 
 def test_processes_deliver_the_same_batches_as_threads(dataset):
-    """Two passes: processes answer in any order, which must not show."""
+    """Two passes: processes answer in any order, without an effect on the batches."""
     count = 2 * steps(dataset)
 
     assert take(dataset, count, reader_pool_type="process") == take(dataset, count)
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
-def test_unshuffled_rows_come_in_stored_order_with_their_columns(dataset, pool):
+def test_unshuffled_rows_keep_stored_order_and_columns(dataset, pool):
     with module(dataset, shuffle=False, reader_pool_type=pool) as data:
         batches = list(itertools.islice(data.train_data(), steps(dataset)))
 
@@ -57,7 +55,7 @@ def test_shuffled_rows_keep_their_columns(dataset):
             np.testing.assert_array_equal(batch["pair"], pairs(batch["id"]))
 
 
-def test_the_seed_decides_the_batches_and_passes_differ(dataset):
+def test_the_seed_determines_the_batches_and_passes_differ(dataset):
     count = steps(dataset)
 
     once = take(dataset, 2 * count)
@@ -70,8 +68,8 @@ def test_the_seed_decides_the_batches_and_passes_differ(dataset):
     assert flat(once[:count]) != list(range(ROWS))
 
 
-def test_many_row_groups_are_read_at_a_time_so_that_sorted_rows_come_mixed(tmp_path, monkeypatch):
-    """By two ranks, through buffers that hold an eighth of their rows."""
+def test_sorted_rows_are_mixed_by_reading_many_row_groups(tmp_path, monkeypatch):
+    """Two ranks read through buffers for an eighth of their rows."""
     monkeypatch.setattr(interleave, "_LEAST_SLICE", 64)
     rows, batch_size = 4000, 50
     dataset = Dataset(tmp_path / "train", rows, files=4, row_group_size=100)
@@ -103,8 +101,8 @@ def test_many_row_groups_are_read_at_a_time_so_that_sorted_rows_come_mixed(tmp_p
     current.pop()
 
 
-def test_a_pass_over_several_bundles_is_mixed_in_each(tmp_path, monkeypatch):
-    """Five row groups of forty at a time: one of each fifth of the stored order."""
+def test_each_bundle_of_a_pass_is_mixed(tmp_path, monkeypatch):
+    """Five of forty row groups at a time: one from each fifth of the stored order."""
     monkeypatch.setattr(interleave, "_LEAST_SLICE", 64)
     dataset = Dataset(tmp_path / "train", 4000, files=4, row_group_size=100)
     size = max(group.open_bytes for group in dataset.manifest.train.row_groups)
@@ -118,7 +116,7 @@ def test_a_pass_over_several_bundles_is_mixed_in_each(tmp_path, monkeypatch):
     assert min(fifths) == 5
 
 
-def test_ranks_shuffle_in_orders_of_their_own(tmp_path):
+def test_ranks_shuffle_in_different_orders(tmp_path):
     dataset = Dataset(tmp_path / "twice", 40, files=1, row_group_size=20)
 
     first = flat(take(dataset, 5, rank=0, size=2))
@@ -130,8 +128,8 @@ def test_ranks_shuffle_in_orders_of_their_own(tmp_path):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("skip", [1, 5, 14, 15, 33])
-def test_a_resumed_run_goes_on_where_the_uninterrupted_one_would(dataset, skip, cache, shuffle):
-    """In the middle of a pass, at its end, and in a later one (a pass has 14 steps)."""
+def test_resumed_runs_continue_like_uninterrupted_ones(dataset, skip, cache, shuffle):
+    """Resume in the middle of a pass, at its end, and in a later one (14 steps per pass)."""
     assert steps(dataset) == 14
     options = {"shuffle": shuffle, "inmemory_cache_all": cache}
 
@@ -141,7 +139,7 @@ def test_a_resumed_run_goes_on_where_the_uninterrupted_one_would(dataset, skip, 
 
 
 @pytest.mark.parametrize("skip", [0, 3, 17])
-def test_global_sizes_are_the_ranks_batches_added_up(dataset, skip):
+def test_global_sizes_are_sums_of_the_ranks_batches(dataset, skip):
     size, count = 3, 12
     per_rank = [
         take(dataset, count, rank=rank, size=size, skip_train_steps=skip) for rank in range(size)
