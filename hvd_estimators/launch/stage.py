@@ -52,4 +52,4 @@ EXPLANATIONS = {
     Stage.FUNCTION: "the rank runs its function, and has not called hvd.init()",
     Stage.HOROVOD_INIT: "hvd.init() connects the rank to the other ranks",
 }
-"""What a launch waits for in each stage, for messages."""
+"""Explanation of each stage in messages: the cause of the wait."""
