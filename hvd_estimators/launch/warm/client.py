@@ -47,8 +47,8 @@ HELLO, STALE, GO = b"hello", b"stale", b"go"
 _IMPORT_SECONDS = 120.0
 _MOST_PROCESSES = 2
 
-# Variables that differ between ranks. No module reads them when it is imported, except Lightning,
-# which forks number again.
+# Variables that differ between ranks, or between tests of pytest. No module reads them when it is
+# imported, except Lightning, which forks number again.
 _OF_A_RANK = re.compile(
     "HOROVOD_(?:RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|CONTROLLER)"
     "|HOROVOD_CPU_OPERATIONS"
@@ -56,6 +56,7 @@ _OF_A_RANK = re.compile(
     r"|HOROVOD_STALL_\w*|HVD_ESTIMATORS_\w*|\w*VISIBLE_DEVICES"
     "|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|(?:GROUP|ROLE)_(?:RANK|WORLD_SIZE)|ROLE_NAME"
     r"|NODE_RANK|MASTER_(?:ADDR|PORT)|TORCHELASTIC_\w*|GLOO_SOCKET_IFNAME"
+    "|PYTEST_CURRENT_TEST"
 )
 
 # The first torch optimizer imports more of torch, which takes another second in each rank. The

@@ -247,6 +247,7 @@ def test_the_warm_environment_excludes_variables_of_a_rank() -> None:
             **ranks_key(new_secret()),
             **stall_environment({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"}),
             "CUDA_VISIBLE_DEVICES": "1",
+            "PYTEST_CURRENT_TEST": "a test",
             SERVICE_VARIABLE: "where",
         }
     present = {name: value or "inherited" for name, value in own.items()}
