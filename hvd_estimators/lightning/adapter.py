@@ -203,7 +203,7 @@ class ModuleAdapter(LightningModule):
         if not evaluation.is_row_mean or self._on_rank.has_own_step:
             self.counts_losses = True
             measured["loss"] = self.epoch_losses[f"{stage}_loss"]
-            measured["loss"].update(evaluation.counted)
+            measured["loss"].update(evaluation.numerators())
         for name, value in measured.items():
             self.log(
                 f"{stage}_{name}",

@@ -270,6 +270,12 @@ class Evaluation:
     stated: Any = None
     is_row_mean: bool = True
 
+    def numerators(self) -> torch.Tensor:
+        """Return `counted`, computed from the loss if that is a mean over rows."""
+        if self.counted is not None:
+            return self.counted
+        return LossParts([1.0]).counted([LossPart("rows", self.loss.detach(), self.rows)])
+
 
 class LossParts:
     """Weighted sum of loss parts, each a numerator over a denominator.

@@ -272,9 +272,10 @@ class RankObjective:
         """Return a batch's evaluation; with ``share``, including the loss for a backward pass."""
         raw = self._tensors.call(module, batch.inputs)
         outputs, labels = self._tensors.align(raw, batch.labels)
-        is_joint = isinstance(self._loss, JointLoss)
-        arranged = (raw, batch.labels) if is_joint else (outputs, labels)
-        parts = self._parts(*arranged, batch.weights, batch)
+        given: tuple[Any, Any] = (outputs, labels)
+        if isinstance(self._loss, JointLoss):
+            given = raw, batch.labels
+        parts = self._parts(*given, batch.weights, batch)
         assert self._loss is not None
         loss = self._loss.mean(parts)
         is_mean = all(part.kind == "rows" for part in parts)
