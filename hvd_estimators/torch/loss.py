@@ -271,7 +271,7 @@ class Evaluation:
     is_row_mean: bool = True
 
     def numerators(self) -> torch.Tensor:
-        """Return `counted`, computed from the loss if that is a mean over rows."""
+        """Return `counted`: numerators and denominators, also if ``loss`` is a mean over rows."""
         if self.counted is not None:
             return self.counted
         return LossParts([1.0]).counted([LossPart("rows", self.loss.detach(), self.rows)])

@@ -429,7 +429,7 @@ class MetricSums:
         self._names = metrics.function_names
         self._states = EpochMetricStates(metrics) if metrics.have_state else None
         self._sums: torch.Tensor | None = None
-        # A loss that is a mean over rows is counted apart, with one operation for each batch.
+        # Without metrics, a loss that is a mean over rows is summed with one operation per batch.
         self._row_mean: torch.Tensor | None = None
         self._rows_of_mean = 0
         self._rows = 0
@@ -443,13 +443,10 @@ class MetricSums:
         measured = [
             value.reshape(1).double() * rows for value in self._metrics(evaluation).values()
         ]
-        counted = evaluation.counted
-        if counted is None:
+        if evaluation.counted is None and not measured:
             self._add_row_mean(evaluation.loss.detach(), rows)
-            if measured:
-                counted = measured[0].new_zeros(2 * self._parts)
-        if counted is not None:
-            self._add_sums(torch.cat([counted.reshape(-1), *measured]))
+        else:
+            self._add_sums(torch.cat([evaluation.numerators().reshape(-1), *measured]))
         if self._states is not None:
             self._states.update(evaluation)
 

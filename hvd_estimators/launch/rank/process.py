@@ -38,6 +38,7 @@ from hvd_estimators.launch.rank.hang_detection import (
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_filter
 from hvd_estimators.launch.rank.worker import CALLED_FILE, OUTCOME_FILE
+from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 _EXIT_SECONDS = 3.0
@@ -103,12 +104,9 @@ class RankProcess:
         lines of both pipes is unknown. Default: standard error goes to `on_lines`, too.
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
-    on_start : callable
-        Called once when the process runs this package's code; by `stalled`.
-    on_call : callable
-        Called once when the process has loaded the call and runs its function; by `stalled`.
-    on_end : callable
-        Called when the process has ended; by `outcome`.
+    on_stage : callable
+        Called with each stage that the process enters: by `stalled` when it runs this package's
+        code and when it calls the function, and by `outcome` when it has ended.
     problem : callable
         Returns the reason why the running process cannot continue; empty without a problem.
     """
@@ -123,9 +121,7 @@ class RankProcess:
         executable: str | None = None,
         on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
-        on_start: Callable[[], None] = lambda: None,
-        on_call: Callable[[], None] = lambda: None,
-        on_end: Callable[[], None] = lambda: None,
+        on_stage: Callable[[Stage], None] = lambda stage: None,
         problem: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank = rank
@@ -140,8 +136,8 @@ class RankProcess:
         self._on_error_lines = on_error_lines
         self._executable = executable or sys.executable
         self._warm = warm
-        self._awaited_files = {PID_FILE: on_start, CALLED_FILE: on_call}
-        self._on_end = on_end
+        self._stage_files = {PID_FILE: Stage.RANK_PROCESS, CALLED_FILE: Stage.FUNCTION}
+        self._on_stage = on_stage
 
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
@@ -177,9 +173,9 @@ class RankProcess:
         if self._process is None or now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
-        for name in [*self._awaited_files]:
+        for name in [*self._stage_files]:
             if Path(self._directory, name).exists():
-                self._awaited_files.pop(name)()
+                self._on_stage(self._stage_files.pop(name))
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
@@ -214,7 +210,7 @@ class RankProcess:
             return self._failure(NOT_STARTED, self._start_error)
         status = self._process.wait()
         ended_at = time.time()
-        self._on_end()
+        self._on_stage(Stage.ENDED)
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():

@@ -93,17 +93,13 @@ class RankLauncher:
         line_handlers : (callable or None, callable or None)
             Handlers of the rank's output; see ``on_lines`` and ``on_error_lines`` of `RankProcess`.
         on_stage : callable
-            Called, from any thread, with each `hvd_estimators.launch.stage.Stage` that
-            the process enters, once or more often.
+            Called, from any thread, with each `hvd_estimators.launch.stage.Stage` that the process
+            enters, once or more often.
         """
-
-        def entering(stage: Stage) -> Callable[[], None]:
-            return functools.partial(on_stage, stage)
-
         with GlooProxy(
             client,
-            entering(Stage.HOROVOD_INIT),
-            entering(Stage.HOROVOD_JOINED),
+            functools.partial(on_stage, Stage.HOROVOD_INIT),
+            functools.partial(on_stage, Stage.HOROVOD_JOINED),
             bool(self.horovod_problem),
         ) as proxy:
             # The user's variables may show a rank other GPUs, too.
@@ -123,9 +119,7 @@ class RankLauncher:
                 executable=self.executable,
                 on_error_lines=on_error_lines,
                 warm=self.warm,
-                on_start=entering(Stage.RANK_PROCESS),
-                on_call=entering(Stage.FUNCTION),
-                on_end=entering(Stage.ENDED),
+                on_stage=on_stage,
                 problem=lambda: self.horovod_problem if proxy.was_rejected else "",
             ) as process:
                 yield process
