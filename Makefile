@@ -5,6 +5,9 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
+# Processes keep the bytecode of what they import; without it, each would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 comma := ,
 BIN := .venv/bin
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -82,7 +85,7 @@ distclean: clean  ## remove the environments too
 	rm -rf .venv .venv-modern
 
 # $(call install,FOLDER,CONSTRAINTS,EXTRAS,PACKAGES WITHOUT THEIR DEPENDENCIES)
-# Python compiles what is imported; pip would compile all of 30,000 files.
+# Processes compile what they import; pip would compile all of 30,000 files.
 define install
 	@echo "== $(1): creating the environment"
 	@$(PYTHON) -m venv $(1)

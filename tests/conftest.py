@@ -61,6 +61,8 @@ def spark() -> Iterator[object]:
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.driver.memory", "2g")
+        .config("spark.python.daemon.module", "python_daemon")
+        .config("spark.executorEnv.PYTHONPATH", str(Path(__file__).parent / "helpers"))
     )
     if archives := s3a_jars():
         builder = builder.config("spark.driver.extraClassPath", os.pathsep.join(archives))

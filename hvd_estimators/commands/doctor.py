@@ -277,18 +277,21 @@ def collect() -> Facts:
     }
     frameworks = [name for name in DISTRIBUTIONS if name in versions]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        imports = {
-            name: pool.submit(_import_error, module)
-            for name, module in _IMPORTED.items()
-            if name in versions
-        }
         horovod = {
             name: pool.submit(_horovod_facts, name) for name in frameworks if "horovod" in versions
         }
         torch_backends = pool.submit(_torch_backends) if "torch" in versions else None
-    builds = {name: future.result() for name, future in horovod.items()}
+        builds = {name: future.result() for name, future in horovod.items()}
+        backends = torch_backends.result() if torch_backends else ()
+        # Horovod and torch.distributed import their framework, too.
+        seen = {name for name, build in builds.items() if build.error is None}
+        seen |= {"torch"} if backends else set()
+        imports = {
+            name: pool.submit(_import_error, module)
+            for name, module in _IMPORTED.items()
+            if name in versions and name not in seen
+        }
     works = next((name for name, build in builds.items() if build.error is None), None)
-    backends = torch_backends.result() if torch_backends else ()
     allreduce = {_HOROVOD: _try_allreduce(f"horovod.{works}")} if works else {}
     if "gloo" in backends:
         allreduce[_TORCH] = _try_allreduce(_TORCH)

@@ -155,6 +155,8 @@ def column_dataset(
                 start, stop = stop, stop + count * size
                 yield (count, size, *chunk.rows.slice(start, stop).blocks)
 
+    # Their branches depend on structures alone. AutoGraph takes a second to rewrite them.
+    @tf.autograph.experimental.do_not_convert
     def stacked(count: tf.Tensor, size: tf.Tensor, *blocks: tf.Tensor) -> Any:
         columns: dict[str, tf.Tensor] = {}
         for group, block in zip(layout.groups, blocks, strict=True):
@@ -169,6 +171,7 @@ def column_dataset(
         batches = tf.reshape(tensor, (count, size, *shape))
         return tf.ensure_shape(batches, (None, rows, *shape))
 
+    @tf.autograph.experimental.do_not_convert
     def slices(*stack: Any) -> tf.data.Dataset:
         # A tuple arrives as several arguments, even a tuple of one structure.
         is_tuple = isinstance(stacks.element_spec, tuple)

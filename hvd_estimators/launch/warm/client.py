@@ -23,6 +23,7 @@ import select
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,23 +60,28 @@ _OF_A_RANK = re.compile(
     "|PYTEST_CURRENT_TEST"
 )
 
-# The first torch optimizer imports more of torch, which takes another second in each rank. The
-# trainers always create one.
-_OPTIMIZERS = "torch._dynamo"
+# What a trainer imports when it opens its data and its log. Petastorm imports pandas. A module that is
+# not installed is skipped.
+_OPENED = ("hvd_estimators.loading.petastorm", "tensorboard.summary.writer.record_writer")
 
-# Either may reduce gradients. A module that is not installed is skipped.
-_COLLECTIVES = ("horovod.torch", "hvd_estimators.torch.distributed_collectives")
+_WITH_TORCH = (
+    *_OPENED,
+    # The first optimizer imports more of torch, which takes another second in each rank.
+    "torch._dynamo",
+    # Either may reduce gradients.
+    "horovod.torch",
+    "hvd_estimators.torch.distributed_collectives",
+)
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 _MODULES = {
-    "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer",),
+    "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer", *_OPENED),
     "hvd_estimators.lightning.trainer": (
-        *("hvd_estimators.lightning.trainer", _OPTIMIZERS),
-        *_COLLECTIVES,
+        *("hvd_estimators.lightning.trainer", *_WITH_TORCH, *_LIGHTNING),
+        "s3fs",  # imported by Lightning to ask whether a path is in an object store
     ),
-    "hvd_estimators.torch.trainer": (
-        *("hvd_estimators.torch.trainer", _OPTIMIZERS),
-        *_COLLECTIVES,
-    ),
+    "hvd_estimators.torch.trainer": ("hvd_estimators.torch.trainer", *_WITH_TORCH),
     "horovod.keras": ("horovod.keras",),
     "horovod.tensorflow": ("horovod.tensorflow",),
     "horovod.torch": ("horovod.torch",),
@@ -432,4 +438,7 @@ def modules_of(call: bytes) -> tuple[str, ...]:
             # A longer string only begins like a module name.
             if length[0] == len(text):
                 modules.update(_MODULES[name.decode()])
+                if name.startswith(b"hvd_estimators"):
+                    # The driver has imported the one that the user's module belongs to.
+                    modules -= {package for package in _LIGHTNING if package not in sys.modules}
     return tuple(sorted(modules))
