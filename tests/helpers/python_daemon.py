@@ -26,8 +26,8 @@ _IMPORTED = (
 )
 
 if __name__ == "__main__":
-    # Spark starts one daemon for its pandas functions, which has this variable, and one for tasks of
-    # RDDs, which start ranks and do not predict.
+    # Spark starts one daemon for its pandas functions, which has this variable, and one for tasks
+    # of RDDs, which start ranks and do not predict.
     if "SPARK_SIMPLIFIED_TRACEBACK" in os.environ:
         for module in _IMPORTED:
             importlib.import_module(module)

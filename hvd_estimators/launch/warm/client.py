@@ -60,8 +60,8 @@ _OF_A_RANK = re.compile(
     "|PYTEST_CURRENT_TEST"
 )
 
-# What a trainer imports when it opens its data and its log. Petastorm imports pandas. A module that is
-# not installed is skipped.
+# What a trainer imports when it opens its data and its log. Petastorm imports pandas. A module that
+# is not installed is skipped.
 _OPENED = ("hvd_estimators.loading.petastorm", "tensorboard.summary.writer.record_writer")
 
 _WITH_TORCH = (
