@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.base import RunPaths, Store, require_store
+from hvd_estimators.store.base import RunPaths, Store, as_store
 from hvd_estimators.store.checkpoints import (
     CheckpointInfo,
     DamagedCheckpoint,
@@ -145,9 +145,7 @@ def _opened(
     by_name = which in ("newest", "best")
     if run_id is None and by_name and isinstance(store, str):
         which, by_name, store = store, False, posixpath.dirname(store)
-    if isinstance(store, str):
-        store = Store.create(store)
-    require_store(store)
+    store = as_store(store)
     if not isinstance(which, str):
         raise ParamError(
             f"which: expected 'newest', 'best' or a path of a checkpoint, found {which!r}."

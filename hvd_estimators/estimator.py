@@ -39,7 +39,6 @@ from hvd_estimators.prepare.schema import (
     require_columns,
     require_frame,
 )
-from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
 from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
@@ -91,7 +90,7 @@ class HorovodEstimator(EstimatorHooks):
 
     def _fit_on_parquet(self, dataset_idx: str | None) -> HorovodModel:
         backend = self._ready_backend()
-        store, validation = self.getOrDefault("store"), self.getOrDefault("validation")
+        store, validation = self._get_store(), self.getOrDefault("validation")
         if dataset_idx is None:
             if not validation and store.exists(store.get_val_data_path()):
                 logger.warning(
@@ -134,7 +133,7 @@ class HorovodEstimator(EstimatorHooks):
                 prepared = self._prepare(dataset, num_shards)
                 with self._warming_up(backend):
                     dataset_idx = stack.enter_context(prepared)
-            manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
+            manifest = load_manifest(self._get_store(), dataset_idx)
             return self._train(manifest, backend, trial)
 
     def _train(
@@ -261,7 +260,7 @@ class HorovodEstimator(EstimatorHooks):
         self._check_params()
         self._check_sent()
         backend = as_backend(self._get_or_create_backend())
-        store: Store = self.getOrDefault("store")
+        store = self._get_store()
         self._check_restarts(backend)
         backend.check()
         if self._uses_horovod():
@@ -271,7 +270,7 @@ class HorovodEstimator(EstimatorHooks):
         return backend
 
     def _warming_up(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
-        store, env = self.getOrDefault("store"), self._rank_environment()
+        store, env = self._get_store(), self._rank_environment()
         return warming_up(backend, self._rank_function(), store, env)
 
     def _prepare(
@@ -281,7 +280,7 @@ class HorovodEstimator(EstimatorHooks):
         get = self.getOrDefault
         options: dict[str, Any] = {
             "num_processes": num_shards,
-            "store": get("store"),
+            "store": self._get_store(),
             "df": dataset,
             "label_columns": get("label_cols"),
             "feature_columns": self._all_feature_cols(),

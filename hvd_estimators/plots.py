@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.store import Store
+from hvd_estimators.store.base import as_store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ _LONGEST_NAME = 40
 
 
 def plot_histories(
-    store: Store,
+    store: Store | str,
     run_ids: Sequence[str] | None = None,
     path: str | None = None,
     names: Collection[str] | None = None,
@@ -46,8 +47,8 @@ def plot_histories(
 
     Parameters
     ----------
-    store : Store
-        The store that holds the runs.
+    store : Store or str
+        The store that holds the runs, or its path or URL.
     run_ids : sequence of str, optional
         The runs, in the order of the legend. Default: all runs with metrics, the oldest first.
     path : str, optional
@@ -70,6 +71,7 @@ def plot_histories(
     """
     if isinstance(run_ids, str):
         raise ParamError(f"run_ids: expected a list of names of runs, found {run_ids!r}.")
+    store = as_store(store)
     if run_ids is None:
         run_ids = [run.run_id for run in reversed(store.list_runs())]
         histories = {run_id: store.load_history(run_id) for run_id in run_ids}

@@ -27,6 +27,11 @@ def using_session(session: SparkSession) -> Iterator[None]:
         _session.reset(token)
 
 
+def known_session() -> SparkSession | None:
+    """Return the session of `using_session`, else this thread's session, else None."""
+    return _session.get() or SparkSession.getActiveSession()
+
+
 def current_session() -> SparkSession:
     """Return the session of `using_session`, else this thread's session, else a new one.
 
@@ -35,7 +40,7 @@ def current_session() -> SparkSession:
     DependencyError
         If no session can be created, for example in a thread without its Spark Connect session.
     """
-    session = _session.get() or SparkSession.getActiveSession()
+    session = known_session()
     if session is not None:
         return session
     try:

@@ -56,7 +56,7 @@ class EstimatorHooks(
             If a required param is not set, or if params are incompatible.
         """
         self._check_other_names()
-        for name in ("store", "model", "feature_cols"):
+        for name in ("model", "feature_cols"):
             value = self.getOrDefault(name)
             if value is None or (isinstance(value, list) and not value):
                 raise ParamError(f"{name} is not set. Set {name}.")

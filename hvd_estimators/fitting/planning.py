@@ -56,7 +56,7 @@ class TrainPlanning(
         ParamError
             If these ranks cannot resume the run, or another fit trains it.
         """
-        store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
+        store, run_id = self._get_store(), self.getOrDefault("run_id")
         if run_id is None or self._grid_index is not None:
             return num_ranks
         run = self._make_run(store.run_paths(run_id))
@@ -71,7 +71,7 @@ class TrainPlanning(
     def _make_run(self, paths: RunPaths) -> Run:
         """Return a run; with ``max_restarts``, this fit waits for its lease."""
         patient = self.getOrDefault("max_restarts") > 0
-        return Run(self.getOrDefault("store"), paths, patient=patient)
+        return Run(self._get_store(), paths, patient=patient)
 
     def _check_restarts(self, backend: Backend) -> None:
         """Check that the ranks can be relaunched with ``min_num_proc`` ranks.
@@ -118,7 +118,7 @@ class TrainPlanning(
         module = self.getOrDefault("data_module")
         check_shards(module, order.canonical_shards, num_ranks, run.run_id)
         params = self._params_in(TrainSpec)
-        params["callbacks"] = tuple(params["callbacks"])
+        params |= {"callbacks": tuple(params["callbacks"]), "store": self._get_store()}
         return TrainSpec(
             **params,
             data=self._plan(manifest, order.canonical_shards, num_ranks, order.random_seed),
@@ -199,7 +199,7 @@ class TrainPlanning(
             val_reader_worker_count=get("val_reader_num_workers"),
             transform_fn=get("transformation_fn"),
             transformation=self._transformation(),
-            storage_options=get("store").storage_options,
+            storage_options=self._get_store().storage_options,
         )
 
     def _params_in(self, spec: type[Any]) -> dict[str, Any]:
@@ -218,6 +218,6 @@ class TrainPlanning(
 
     def _first_rows(self, manifest: DatasetManifest) -> Columns:
         """Return the first rows of a dataset after the transformation, as the model gets them."""
-        rows = first_rows(self.getOrDefault("store"), manifest, DRY_RUN_ROWS)
+        rows = first_rows(self._get_store(), manifest, DRY_RUN_ROWS)
         transformation = self._transformation()
         return rows if transformation is None else transformation(rows)

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
+from hvd_estimators.fitting.default_store import default_store
 from hvd_estimators.fitting.fingerprint import (
     as_json,
     data_identity,
@@ -38,7 +39,7 @@ from hvd_estimators.params import boolean, param, string
 from hvd_estimators.params.estimator import ColumnParams
 from hvd_estimators.prepare.datasets import SharedDatasets
 from hvd_estimators.store import RunPaths, Store
-from hvd_estimators.store.base import require_store
+from hvd_estimators.store.base import as_store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.leases import FencingToken, Lease
 from hvd_estimators.store.paths import Position, orphans
@@ -287,7 +288,12 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     _grid_tracking: TrackingRun | None = None
     _shared_data: SharedDatasets | None = None
 
-    store = param("Store that keeps datasets, checkpoints and logs. Required.")
+    store = param(
+        "Store that keeps datasets, checkpoints and logs, or its path or URL. Default: Spark's "
+        "configuration spark.hvdEstimators.store. Without it, a local master gets a temporary "
+        "folder, which is deleted when the program ends.",
+        convert=lambda name, value: as_store(value),
+    )
     run_id = param(
         "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string
     )
@@ -300,16 +306,20 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         convert=boolean,
     )
 
+    def _get_store(self) -> Store:
+        """Return the store that is set, or the application's default."""
+        given: Store | None = self.getOrDefault("store")
+        return default_store() if given is None else given
+
     def _check_run(self) -> None:
         """Check ``store`` and ``run_id`` without reading files of the store.
 
         Raises
         ------
         ParamError
-            If ``store`` is not a store, or ``run_id`` is not a valid folder name.
+            If there is no store, or ``run_id`` is not a valid folder name.
         """
-        store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
-        require_store(store)
+        store, run_id = self._get_store(), self.getOrDefault("run_id")
         if run_id is not None:
             store.run_paths(run_id)
 
@@ -334,11 +344,10 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
 
     def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
         """Return the paths of the fit's run, with its fingerprint."""
-        get = self.getOrDefault
         run_id = self._new_run_id(prefix)
         if self._grid_index is not None:
             run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
-        return replace(get("store").run_paths(run_id), fingerprint=fingerprint)
+        return replace(self._get_store().run_paths(run_id), fingerprint=fingerprint)
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]

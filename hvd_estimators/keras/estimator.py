@@ -135,7 +135,7 @@ class KerasEstimator(KerasParams):
                 "the model's attributes are not built and would lose their state. Set another "
                 "run_id, or call build() of each optimizer with its variables before fit()."
             )
-        check_state(self.getOrDefault("store"), path)
+        check_state(self._get_store(), path)
 
     def _check_spec(self, common: TrainSpec, trial: Any) -> None:
         check_batches(trial.dry_run.model, common.data)

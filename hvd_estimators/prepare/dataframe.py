@@ -33,7 +33,7 @@ from hvd_estimators.prepare.schema import (
 )
 from hvd_estimators.prepare.write import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.store import Store
-from hvd_estimators.store.base import require_store
+from hvd_estimators.store.base import as_store
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _USUAL_WIDTH = 64
 @contextlib.contextmanager
 def prepare_data(
     num_processes: int,
-    store: Store,
+    store: Store | str,
     df: DataFrame,
     label_columns: Sequence[str],
     feature_columns: Sequence[str] | None = None,
@@ -67,8 +67,8 @@ def prepare_data(
     ----------
     num_processes : int
         Number of ranks that will train on the data.
-    store : Store
-        Store to which the data is written.
+    store : Store or str
+        Store to which the data is written, or its path or URL.
     df : DataFrame
         The rows; evaluated at most once.
     label_columns, feature_columns, sample_weight_col
@@ -122,7 +122,7 @@ def prepare_data(
     )
     validation, random_seed = to_python(validation), to_python(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
-    require_store(store)
+    store = as_store(store)
     require_frame("df", df)
     label_columns = list(label_columns or [])
     if label_columns:

@@ -26,7 +26,7 @@ from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManif
 from hvd_estimators.data.types import SPARK_DTYPES
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import Store
-from hvd_estimators.store.base import require_store
+from hvd_estimators.store.base import as_store
 from hvd_estimators.store.leases import (
     Heartbeat,
     LeaseRecord,
@@ -73,7 +73,7 @@ class PreparedDataset:
     validation_path: str | None = None
 
 
-def list_prepared_data(store: Store) -> list[PreparedDataset]:
+def list_prepared_data(store: Store | str) -> list[PreparedDataset]:
     """Return the finished datasets in a store, the oldest first. Runs on the driver.
 
     The result includes the datasets of other applications, even if they ended without deleting
@@ -81,20 +81,19 @@ def list_prepared_data(store: Store) -> list[PreparedDataset]:
 
     Parameters
     ----------
-    store : Store
-        The store to which `prepare_data` wrote.
+    store : Store or str
+        The store to which `prepare_data` wrote, or its path or URL.
 
     Returns
     -------
     list of PreparedDataset
         See `clear_prepared_data` for how to delete them.
     """
-    return [dataset for dataset in _stored_datasets(store) if dataset.rows]
+    return [dataset for dataset in _stored_datasets(as_store(store)) if dataset.rows]
 
 
 def _stored_datasets(store: Store) -> list[PreparedDataset]:
     """Return all datasets in a store, the oldest first, and data of killed writers (0 rows)."""
-    require_store(store)
     datasets = [_describe(store, index) for index in stored_indices(store)]
     earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
     return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
@@ -514,7 +513,7 @@ class SharedDatasets:
 
 
 def clear_prepared_data(
-    store: Store, dataset_idx: str | None = None, force: bool = False
+    store: Store | str, dataset_idx: str | None = None, force: bool = False
 ) -> list[PreparedDataset]:
     """Delete prepared datasets that are not in use. Runs on the driver.
 
@@ -526,8 +525,8 @@ def clear_prepared_data(
 
     Parameters
     ----------
-    store : Store
-        The store to which `prepare_data` wrote.
+    store : Store or str
+        The store to which `prepare_data` wrote, or its path or URL.
     dataset_idx : str, optional
         Delete only this dataset, regardless of its owner. It is kept if this process uses it, or if
         a process other than its owner reads it. Default: all datasets.
@@ -539,6 +538,7 @@ def clear_prepared_data(
     list of PreparedDataset
         The deleted datasets; data that a killed writer left behind has 0 rows.
     """
+    store = as_store(store)
     datasets = [d for d in _stored_datasets(store) if dataset_idx in (None, d.index)]
     chosen = [(store, dataset.index) for dataset in datasets]
     all_owners = force or dataset_idx is not None
@@ -556,7 +556,7 @@ def clear_training_cache() -> None:
 
 
 def get_dataset_properties(
-    dataset_idx: str, store: Store | None = None
+    dataset_idx: str, store: Store | str | None = None
 ) -> tuple[int, int, dict[str, dict[str, Any]], float]:
     """Return the properties of a dataset that `prepare_data` wrote. Runs on the driver.
 
@@ -564,8 +564,9 @@ def get_dataset_properties(
     ----------
     dataset_idx : str
         The index that `prepare_data` yielded.
-    store : Store, optional
-        The store of the dataset. Default: the store to which this application wrote it.
+    store : Store or str, optional
+        The store of the dataset, or its path or URL. Default: the store to which this application
+        wrote it.
 
     Returns
     -------
@@ -581,16 +582,16 @@ def get_dataset_properties(
     StoreError
         If the dataset does not exist.
     """
-    store = store or _registry.store_of(dataset_idx)
-    if store is None:
+    found = _registry.store_of(dataset_idx) if store is None else as_store(store)
+    if found is None:
         raise StoreError(
             f"dataset_idx: this application has not prepared a dataset {dataset_idx!r}, or has "
             "deleted it. Call get_dataset_properties inside the 'with prepare_data(...)' block, or "
             "pass the store that another application wrote to."
         )
-    manifest = load_manifest(store, dataset_idx)
+    manifest = load_manifest(found, dataset_idx)
     files = {group.file for group in manifest.train.row_groups}
-    num_bytes = sum(int(store.fs.size(file)) for file in files)
+    num_bytes = sum(int(found.fs.size(file)) for file in files)
     return (
         manifest.train.rows,
         manifest.validation.rows if manifest.validation else 0,

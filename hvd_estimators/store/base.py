@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from hvd_estimators.store.registry import store_class
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LEFT_OUT", "LeftOutNames", "RunPaths", "Store", "require_store"]
+__all__ = ["LEFT_OUT", "LeftOutNames", "RunPaths", "Store", "as_store"]
 
 _RANKS = (
     "Ranks write to the store themselves: write_text(path, text), open_atomic(path) and read(path) "
@@ -72,16 +73,25 @@ class LeftOutNames:
             return object.__getattribute__(self, name)
 
 
-def require_store(given: Any) -> None:
-    """Check that the argument ``store`` is a `Store`.
+def as_store(given: Any) -> Store:
+    """Return a given `Store`, or the store at a given path or URL.
 
     Raises
     ------
     ParamError
-        If ``given`` is not a `Store`.
+        If ``given`` is neither, or if no store class supports the path.
     """
+    if isinstance(given, (str, os.PathLike)) and given != "":
+        try:
+            return Store.create(os.fspath(given))
+        except ParamError as error:
+            raise ParamError(str(error).replace("prefix_path:", "store:", 1)) from None
     if not isinstance(given, Store):
-        raise ParamError(f"store: expected a Store, found {given!r}. Set Store.create(prefix).")
+        raise ParamError(
+            f"store: expected a Store, or its path or URL, found {given!r}. "
+            "Set Store.create(prefix), or the prefix."
+        )
+    return given
 
 
 class Store(LeftOutNames, StorePaths):

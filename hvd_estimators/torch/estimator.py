@@ -89,7 +89,7 @@ class TorchEstimator(TorchParams):
         return _model_fingerprint(get("model"), get("optimizer"), get("learning_rate") is not None)
 
     def _check_checkpoint(self, path: str, trial: Trial) -> None:
-        check_state(self.getOrDefault("store"), path)
+        check_state(self._get_store(), path)
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         get = self.getOrDefault

@@ -247,7 +247,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
         step = get("train_minibatch_fn")
         if step is not None and not callable(step):
             raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
-        if get("store") is not None and get("store").saving_runs():
+        if self._get_store().saving_runs():
             _check_extra_state(plain_module(get("model")))
             self._warn_of_undeclared_state()
 

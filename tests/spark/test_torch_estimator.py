@@ -17,6 +17,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import Store, clear_training_cache, prepare_data
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.fitting.default_store import STORE_SETTING, default_store
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -232,6 +233,19 @@ def test_params_passed_to_fit_override_set_params(spark: Any, store: Any) -> Non
     models = estimator.fit(frame, [{estimator.epochs: 2}, {estimator.epochs: 3}])
     assert [len(model.getHistory()) for model in models] == [2, 3]
     assert estimator.getEpochs() == 1
+
+
+def test_a_fit_without_store_uses_the_applications_default(spark: Any, tmp_path: Path) -> None:
+    params = {"feature_cols": ["a", "b"], "epochs": 1, "num_proc": 1, "run_id": "kept"}
+    for path in (tmp_path / "of all", None):
+        if path is None:
+            spark.conf.unset(STORE_SETTING)
+        else:
+            spark.conf.set(STORE_SETTING, str(path))
+        estimator = make_estimator(None, TwoColumns(), **params)
+        estimator.fit(make_frame(spark))
+        folder = path or Path(default_store().prefix_path)
+        assert list(Path(folder, "runs", "kept", "checkpoints").iterdir())
 
 
 def test_prepared_data_is_usable_until_it_is_cleared(spark: Any, store: Any) -> None:

@@ -1,0 +1,93 @@
+"""The store of a fit without ``store``, and stores given as paths."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_estimators import prepare_data
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting import default_store as module
+from hvd_estimators.fitting.default_store import STORE_SETTING, default_store
+from hvd_estimators.store import Store
+from hvd_estimators.torch import TorchEstimator
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Return the settings of this thread's Spark session, which can be changed."""
+    found = {"spark.master": "local[2]"}
+    session = SimpleNamespace(conf=SimpleNamespace(get=found.get))
+    monkeypatch.setattr(module, "known_session", lambda: session)
+    return found
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_paths_are_stores(tmp_path, form):
+    store = TorchEstimator(store=form(tmp_path)).getStore()
+    assert isinstance(store, Store)
+    assert store.prefix_path == Store.create(str(tmp_path)).prefix_path
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, r"^store: expected a Store, or its path or URL, found 7"),
+        ("ftp://host/path", r"^store: no store for the scheme 'ftp'"),
+        ("", r"^store: "),
+    ],
+)
+def test_other_values_are_rejected(given, message):
+    with pytest.raises(ParamError, match=message):
+        TorchEstimator(store=given)
+    with pytest.raises(ParamError, match=message), prepare_data(1, given, None, ["y"], ["x"]):
+        pass
+
+
+def test_local_spark_gets_one_temporary_folder(settings, caplog):
+    module._temporary_store.cache_clear()
+    with caplog.at_level(logging.INFO):
+        store = default_store()
+
+    assert os.path.isdir(store.prefix_path)
+    assert default_store() == store
+    (line,) = caplog.messages
+    assert store.prefix_path in line
+    assert "store is not set" in line
+
+
+def test_the_setting_of_the_application_is_its_default(settings, tmp_path):
+    settings[STORE_SETTING] = str(tmp_path / "runs of all")
+    settings["spark.master"] = "yarn"
+    assert default_store().prefix_path == str(tmp_path / "runs of all")
+
+    settings[STORE_SETTING] = "ftp://host/path"
+    with pytest.raises(ParamError, match=rf"^{STORE_SETTING}: store: no store for the scheme"):
+        default_store()
+
+
+@pytest.mark.parametrize("master", ["yarn", "spark://host:7077", "k8s://https://host"])
+def test_a_cluster_has_no_default(settings, master):
+    settings["spark.master"] = master
+    with pytest.raises(ParamError, match=f"^store is not set.*{STORE_SETTING}.*{master}"):
+        default_store()
+
+
+def test_the_folder_is_deleted_when_the_program_ends_and_not_when_its_child_ends():
+    code = (
+        "import os, sys\n"
+        "from hvd_estimators.fitting.default_store import default_store\n"
+        "path = default_store().prefix_path\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit()\n"
+        "os.waitpid(child, 0)\n"
+        "print(path, os.path.isdir(path))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    path, existed = done.stdout.split()
+    assert existed == "True"
+    assert not os.path.exists(path)
