@@ -16,16 +16,16 @@ from store_runs import make_estimator, make_frame, predict_alone
 
 from hvd_estimators import Store, clear_prepared_data, list_prepared_data
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 
 
+@pytest.mark.parametrize("server", ["s3a", pytest.param("hdfs", marks=pytest.mark.soak)])
 def test_data_prepared_by_one_application_trains_in_another(
-    spark: Any, hdfs: Any, s3a: Any, tmp_path: Path
+    spark: Any, request: Any, tmp_path: Path, server: str
 ) -> None:
-    places = [
-        {"url": f"{hdfs.url}/prepared", "storage_options": {}},
-        {"url": f"{s3a.url}/prepared", "storage_options": s3a.storage_options},
-    ]
+    place = request.getfixturevalue(server)
+    options = getattr(place, "storage_options", {})
+    places = [{"url": f"{place.url}/prepared", "storage_options": options}]
     job = Path(__file__).with_name("prepare_job.py")
     with open(tmp_path / "output.txt", "wb") as output:
         other = subprocess.Popen(

@@ -33,7 +33,6 @@ def test_tensorflow_before_triton_crashes_without_this_package() -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        ["import hvd_estimators", "import tensorflow", "import lightning"],
         ["import tensorflow", "import hvd_estimators", "import lightning"],
         ["from hvd_estimators.keras import KerasEstimator", "import hvd_estimators.lightning"],
     ],
