@@ -147,7 +147,7 @@ def test_a_secret_does_not_leak(s3: Any, tmp_path: Path) -> None:
 
         def look() -> None:
             rounds = 0
-            while not over.wait(0.2):
+            while not over.wait(0.5):
                 ranks = len(list(tmp_path.glob("*.pid")))
                 search.files()
                 search.processes(job.pid)
