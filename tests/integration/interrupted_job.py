@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules["resuming"])
 SLOW = "slow"
 """A file of the folder: how many seconds a step takes, so that somebody can interrupt training."""
 
-EPOCHS = 6
+EPOCHS = 20
 
 
 class Telling(DataDependent):
