@@ -20,7 +20,7 @@ from typing import Any
 import documented
 import pytest
 
-pytestmark = [pytest.mark.spark, pytest.mark.integration]
+pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.integration]
 
 PAGES = documented.pages()
 
