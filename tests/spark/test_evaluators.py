@@ -18,7 +18,7 @@ from sklearn import metrics
 
 from hvd_estimators.torch import TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 ROWS = 300
 rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ from hvd_estimators import (
 )
 from hvd_estimators.prepare import dataframe as prepare
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 @pytest.fixture(autouse=True)
