@@ -92,6 +92,11 @@ class HorovodEstimator(EstimatorHooks):
         backend = self._ready_backend()
         store, validation = self._get_store(), self.getOrDefault("validation")
         if dataset_idx is None:
+            if self.getOrDefault("store") is None:
+                raise ParamError(
+                    "store is not set. Set store to Store.create(prefix, train_path=...), with "
+                    "the folder of the Parquet files."
+                )
             if not validation and store.exists(store.get_val_data_path()):
                 logger.warning(
                     "validation is not set: the files in %s are not used. Set it, to True for "

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -117,6 +118,17 @@ def installed_record() -> dict[str, Any]:
 
 def read_record(text: str) -> dict[str, Any]:
     """Return the record in the text of a `BUILD_FILE` file, without running it."""
+    # Concurrent fits of a grid check their build. CPython up to 3.11.7 and 3.12.1 may raise
+    # SystemError if two threads parse (python/cpython#106905).
+    with _parsing:
+        return dict(_parsed_record(text))
+
+
+_parsing = threading.Lock()
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed_record(text: str) -> dict[str, Any]:
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign):
             (target,) = statement.targets

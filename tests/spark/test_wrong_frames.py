@@ -96,7 +96,7 @@ WRONG: dict[str, Wrong] = {
     "prepare_data: no ranks": prepare("num_processes", "1 or more", ranks=0),
     "prepare_data: text": prepare("num_processes", "a whole number", ranks="2"),
     "prepare_data: files": prepare("partitions_per_process", "1 or more", partitions_per_process=0),
-    "prepare_data: a path": prepare("store", r"Set Store\.create", store="/data"),
+    "prepare_data: a number": prepare("store", r"Set Store\.create", store=7),
     "prepare_data: rows of Arrow": prepare("df", "createDataFrame", df=[1]),
     "prepare_data: labels": prepare(
         "label_columns", "has no column", ColumnError, label_columns=["z"]

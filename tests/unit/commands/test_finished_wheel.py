@@ -1,9 +1,12 @@
 """Versions, requirements and records of finished wheels, and their use by pip and imports."""
 
+import ast
 import os
 import subprocess
 import sys
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -94,6 +97,28 @@ class TestRecord:
         assert built == record
         assert "g++" in built["compiler"].lower() or "gcc" in built["compiler"].lower()
         assert built["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+
+    def test_threads_parse_records_one_at_a_time(self, monkeypatch):
+        """Python 3.11.7 raises SystemError in fits of a parallel grid that parse together."""
+        parsing, overlaps = [], []
+        parse = ast.parse
+
+        def parse_slowly(text):
+            parsing.append(text)
+            overlaps.extend(parsing[:-1])
+            time.sleep(0.05)
+            parsing.remove(text)
+            return parse(text)
+
+        monkeypatch.setattr(horovod_build.ast, "parse", parse_slowly)
+        texts = [f"BUILD = {{'torch': '{minor}'}}" for minor in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            records = list(pool.map(read_record, texts))
+
+        assert [record["torch"] for record in records] == ["0", "1", "2", "3"]
+        assert overlaps == []
+        records[3]["torch"] = "changed"
+        assert read_record(texts[3]) == {"torch": "3"}
 
     def test_an_older_wheel_gets_a_record_with_its_own_patches(self, tmp_path):
         compiled = make_wheel(tmp_path / WHEEL_NAME, "x = 1")

@@ -53,7 +53,7 @@ def truth(name: str) -> Any:
 
 
 ALL = {
-    "store: a path": param(ParamError, "store", r"Set Store\.create", store="/data"),
+    "store: a number": param(ParamError, "store", r"Set Store\.create", store=7),
     "store: none": param(ParamError, "store", "Set store", store=None),
     "model: none": param(ParamError, "model", "Set model", model=None),
     "model: a name": param(ParamError, "model", r"expected a \w+", model="net"),
