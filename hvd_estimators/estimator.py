@@ -132,12 +132,13 @@ class HorovodEstimator(EstimatorHooks):
         backend = self._ready_backend()
         self._check_monitored(self.getOrDefault("validation") is not None)
         with contextlib.ExitStack() as stack:
-            with jobs_on(dataset), self._naming_params():
+            # Executors import the framework while the driver tries the model: the task slots are
+            # free until the rows are written.
+            with jobs_on(dataset), self._warming_up(backend), self._naming_params():
                 trial = self._try_frame(dataset)
                 num_shards = self._shards_of_named_run(backend.num_processes())
                 prepared = self._prepare(dataset, num_shards)
-                with self._warming_up(backend):
-                    dataset_idx = stack.enter_context(prepared)
+                dataset_idx = stack.enter_context(prepared)
             manifest = load_manifest(self._get_store(), dataset_idx)
             return self._train(manifest, backend, trial)
 

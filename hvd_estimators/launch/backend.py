@@ -178,6 +178,17 @@ class _Foreign(Backend):
     def check_store(self, store: Store) -> None:
         getattr(self._given, "check_store", super().check_store)(store)
 
+    def warming_up(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        env: Mapping[str, str | None] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        warming: contextlib.AbstractContextManager[None] = getattr(
+            self._given, "warming_up", super().warming_up
+        )(fn, args, env)
+        return warming
+
     def driver_host(self) -> str:
         return str(getattr(self._given, "driver_host", super().driver_host)())
 

@@ -326,10 +326,12 @@ class Cluster:
         """Yield a call in the form that the tasks of the block's jobs receive."""
         return broadcast(self.context, call)
 
-    def collect(self, num_tasks: int, task: Task, schema: str) -> list[Any]:
-        """Run a barrier job and return the rows of its tasks; see `collect_from_tasks`."""
+    def collect(
+        self, num_tasks: int, task: Task, schema: str, *, barrier: bool = True
+    ) -> list[Any]:
+        """Run a job and return the rows of its tasks; see `collect_from_tasks`."""
         session = self._session or current_session()
-        return collect_from_tasks(session, num_tasks, task, schema, self.profile)
+        return collect_from_tasks(session, num_tasks, task, schema, self.profile, barrier=barrier)
 
     def started_tasks(self, tag: str) -> int:
         """Return the number of tasks that have started in the jobs with a tag."""

@@ -224,8 +224,10 @@ class ConnectCluster(Cluster):
             self._session.addArtifact(path, file=True)
         yield AddedFile(name)
 
-    def collect(self, num_tasks: int, task: Task, schema: str) -> list[Any]:
-        """Run a barrier job and return the rows of its tasks; see `collect_from_tasks`."""
+    def collect(
+        self, num_tasks: int, task: Task, schema: str, *, barrier: bool = True
+    ) -> list[Any]:
+        """Run a job and return the rows of its tasks; see `collect_from_tasks`."""
         own_thread, tags = threading.get_ident(), set(self._session.getTags())
 
         def note(stages: Any, inflight_tasks: int, *_: Any, **__: Any) -> None:
@@ -236,7 +238,7 @@ class ConnectCluster(Cluster):
 
         self._session.registerProgressHandler(note)
         try:
-            return super().collect(num_tasks, task, schema)
+            return super().collect(num_tasks, task, schema, barrier=barrier)
         finally:
             self._session.removeProgressHandler(note)
 

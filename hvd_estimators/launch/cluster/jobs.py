@@ -225,8 +225,9 @@ _lock = threading.Lock()
 def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
     """Let executors import the modules of a job's ranks, concurrently with the block.
 
-    A barrier job sends the request, because its tasks reach all executors. The request takes only a
-    moment. Its errors are ignored, because the ranks' own job reports them. It is not repeated
+    A barrier job sends the request, because its tasks reach all executors; with a local master, one
+    task does, which needs no more than one free slot. The request takes only a moment. Its errors
+    are ignored, because the ranks' own job reports them. It is not repeated
     while the importing processes live.
 
     Parameters
@@ -247,7 +248,8 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
         yield
         return
     task = functools.partial(import_task, job=job)
-    collect = functools.partial(cluster.collect, num_proc, task, "x int")
+    tasks = 1 if cluster.is_local else num_proc
+    collect = functools.partial(cluster.collect, tasks, task, "x int", barrier=not cluster.is_local)
     request = BackgroundJob(cluster, "Imports for ranks", collect)
     seconds = timeouts.IMPORT_JOB
     try:

@@ -168,31 +168,40 @@ Task = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
 
 
 def collect_from_tasks(
-    session: SparkSession, num_tasks: int, task: Task, schema: str, profile: ResourceProfile | None
+    session: SparkSession,
+    num_tasks: int,
+    task: Task,
+    schema: str,
+    profile: ResourceProfile | None,
+    *,
+    barrier: bool = True,
 ) -> list[Any]:
-    """Run a barrier job; return the rows of its tasks, with values accessible by column name.
+    """Run a job; return the rows of its tasks, with values accessible by column name.
 
     Parameters
     ----------
     session : SparkSession
         The session that runs the job.
     num_tasks : int
-        Number of tasks that run at the same time.
+        Number of tasks.
     task : callable
         Takes Arrow batches, whose content has no meaning, and yields batches of results.
     schema : str
         Columns of the results.
     profile : ResourceProfile or None
         Resources that the tasks request.
+    barrier : bool
+        Whether all tasks run at the same time.
     """
     frame: Any = session.range(0, num_tasks, 1, num_tasks)
     knows_profiles = "profile" in inspect.signature(frame.mapInArrow).parameters
     if profile is not None and not knows_profiles:  # before PySpark 4
         numbers = session.sparkContext.parallelize(range(num_tasks), num_tasks)
-        barrier = numbers.withResources(profile).barrier()
-        return barrier.mapPartitions(functools.partial(rows_of_task, task=task)).collect()
+        tasks: Any = numbers.withResources(profile)
+        tasks = tasks.barrier() if barrier else tasks
+        return list(tasks.mapPartitions(functools.partial(rows_of_task, task=task)).collect())
     given: dict[str, Any] = {} if profile is None else {"profile": profile}
-    rows: list[Any] = frame.mapInArrow(task, schema, barrier=True, **given).collect()
+    rows: list[Any] = frame.mapInArrow(task, schema, barrier=barrier, **given).collect()
     return rows
 
 

@@ -36,6 +36,25 @@ class HereBackend:
         return self.ranks
 
 
+def test_methods_of_an_object_replace_those_of_backend() -> None:
+    """A subclass of a backend whose run() takes no on_event is such an object, too."""
+    called = []
+
+    class Own(HereBackend):
+        def __getattr__(self, name: str) -> Any:
+            if name not in vars(Backend):
+                raise AttributeError(name)
+            return lambda *args: called.append(name) or {"driver_host": "a"}.get(name)
+
+    backend = as_backend(Own())
+    arguments = {"check_store": (None,), "resized": (2,), "warming_up": (print, (), {})}
+    own = {name for name, value in vars(Backend).items() if callable(value) and name[0] != "_"}
+    expected = own - {"run", "num_processes", "resized"}
+    for name in sorted(expected):
+        getattr(backend, name)(*arguments.get(name, ()))
+    assert called == sorted(expected)
+
+
 def test_any_object_that_runs_functions_is_a_backend() -> None:
     given = HereBackend()
     backend = as_backend(given)

@@ -28,7 +28,9 @@ class FakeCluster:
     def tagged(self, *_):
         return threading.Lock()
 
-    def collect(self, *_):
+    is_local = False
+
+    def collect(self, *_, **__):
         self.cancelled.wait(self._seconds)
         self.ended.set()
 
