@@ -42,6 +42,7 @@ def output_of(environment: Mapping[str, str], *arguments: object, status: int = 
     done = subprocess.run(
         [environment["PYSPARK_PYTHON"], *map(str, arguments)],
         env={**environment, "HVD_TEST_MARK": mark},
+        cwd=environment["TMPDIR"],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
