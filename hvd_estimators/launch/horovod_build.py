@@ -28,6 +28,8 @@ from hvd_estimators.launch.versions import MARKER, REQUIRED_PATCHES
 BUILD_FILE = "horovod/hvd_estimators_build.py"
 """File of a wheel with the record of what it was built for."""
 
+_parsing = threading.Lock()
+
 BUILD_VARIABLE = "BUILD"
 """Variable of `BUILD_FILE` with the record, a dict of plain values."""
 
@@ -122,9 +124,6 @@ def read_record(text: str) -> dict[str, Any]:
     # SystemError if two threads parse (python/cpython#106905).
     with _parsing:
         return dict(_parsed_record(text))
-
-
-_parsing = threading.Lock()
 
 
 @functools.lru_cache(maxsize=4)

@@ -17,6 +17,8 @@ class FakeCluster:
 
     application = "app"
 
+    is_local = False
+
     def __init__(self, seconds, started):
         self._seconds, self._started = seconds, started
         self.cancelled = threading.Event()
@@ -27,8 +29,6 @@ class FakeCluster:
 
     def tagged(self, *_):
         return threading.Lock()
-
-    is_local = False
 
     def collect(self, *_, **__):
         self.cancelled.wait(self._seconds)
