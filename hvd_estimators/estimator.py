@@ -131,6 +131,8 @@ class HorovodEstimator(EstimatorHooks):
         require_frame("dataset", dataset)
         backend = self._ready_backend()
         self._check_monitored(self.getOrDefault("validation") is not None)
+        with self._naming_params():
+            self._check_columns(dataset)
         with contextlib.ExitStack() as stack:
             # Executors import the framework while the driver tries the model: the task slots are
             # free until the rows are written.
@@ -308,6 +310,13 @@ class HorovodEstimator(EstimatorHooks):
     def _allowed_text(self) -> bool | Mapping[str, bool]:
         return self._transformation() is not None or self._text_cols()
 
+    def _check_columns(self, dataset: DataFrame) -> None:
+        """Check that the DataFrame has the columns of the params, each once."""
+        for name in ("feature_cols", "label_cols", "sample_weight_col"):
+            columns = self.getOrDefault(name)
+            if columns:
+                require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
+
     def _try_frame(self, dataset: DataFrame) -> Trial | None:
         """Try the model before the DataFrame is written, to fail early.
 
@@ -319,10 +328,6 @@ class HorovodEstimator(EstimatorHooks):
         Trial or None
             None if the model must be tried on the first written rows instead.
         """
-        for name in ("feature_cols", "label_cols", "sample_weight_col"):
-            columns = self.getOrDefault(name)
-            if columns:
-                require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
         if self._transformation() is not None or not self._can_dry_run():
             return None  # only the written rows show the transformation's output
         specs = known_columns(dataset, self._needed_columns(), self._text_cols())

@@ -165,7 +165,9 @@ def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[An
 
     thread = cluster.thread(run)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        # A signal that another thread receives does not wake up this one.
+        thread.join(timeouts.SPARK_POLL)
     if errors:
         raise errors[0]
     return rows

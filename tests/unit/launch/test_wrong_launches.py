@@ -166,12 +166,12 @@ STORES: dict[str, Wrong] = {
         "expected letters, digits",
     ),
     "prepared data": (
-        lambda c: list_prepared_data("/a"),
+        lambda c: list_prepared_data(5),  # type: ignore[arg-type]
         ParamError,
         "store",
         r"Set Store\.create",
     ),
-    "clearing": (lambda c: clear_prepared_data("/a"), ParamError, "store", r"Set Store\.create"),
+    "clearing": (lambda c: clear_prepared_data(5), ParamError, "store", r"Set Store\.create"),
     "no checkpoint": (lambda c: load_checkpoint(c.store, "no"), StoreError, "run", "no checkpoint"),
     "no run_id": (lambda c: load_checkpoint(c.store), ParamError, "run_id", "Set run_id"),
     "no store": (lambda c: load_checkpoint(5, "no"), ParamError, "store", r"Set Store\.create"),
