@@ -21,7 +21,6 @@ import torch
 from common import make_parser
 from torch import nn
 
-from hvd_estimators import Store
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
@@ -109,23 +108,20 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     network = DelayNet(folders["train"])
     estimator = TorchEstimator(
         backend=LocalBackend(args.num_proc),
-        store=Store.create(
-            str(args.output / "store"),
-            train_path=str(args.output / "train"),
-            val_path=str(args.output / "validation"),
-        ),
+        store=args.output / "store",
         model=network,
         optimizer=torch.optim.Adam(network.parameters(), lr=args.learning_rate),
         loss=nn.functional.mse_loss,
         feature_cols=FEATURES,
         label_cols=[LABEL],
-        validation=True,  # on the data at val_path
         batch_size=args.batch_size,
         epochs=args.epochs,
         random_seed=args.seed,
         verbose=1,
     )
-    model = estimator.fit_on_parquet()
+    model = estimator.fit_on_parquet(
+        args.output / "train", validation_path=args.output / "validation"
+    )
 
     held_out = folders["validation"]
     columns = [torch.tensor(held_out[name].to_numpy("float32")) for name in FEATURES]

@@ -21,7 +21,9 @@ from hvd_estimators.exceptions import (
     StoreError,
     WorkerFailedError,
 )
+from hvd_estimators.fitting.default_store import configured_store
 from hvd_estimators.fitting.hooks import EstimatorHooks
+from hvd_estimators.fitting.parquet_files import ParquetFiles, Paths, find_files
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.fitting.record import RunRecord, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
@@ -30,6 +32,7 @@ from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.gpus import HIDDEN
+from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.prepare.datasets import column_metadata, load_manifest, pin
@@ -59,59 +62,114 @@ class HorovodEstimator(EstimatorHooks):
         self.setParams(**kwargs)
 
     def fit_on_parquet(
-        self, params: Mapping[Any, Any] | None = None, dataset_idx: str | None = None
+        self,
+        path: Paths | Mapping[Any, Any] | None = None,
+        dataset_idx: str | None = None,
+        *,
+        validation_path: Paths | None = None,
+        params: Mapping[Any, Any] | None = None,
     ) -> HorovodModel:
         """Train on existing Parquet files.
 
         Parameters
         ----------
+        path : str, PathLike or sequence of them, optional
+            Paths or URLs of folders or files with the training rows, all on one filesystem. A path
+            without a scheme is on the store's filesystem. Default: the store's train path, and its
+            validation path if ``validation`` is set to any true value. A dict is ``params``.
+        dataset_idx : str, optional
+            Dataset index from `prepare_data`, instead of a path.
+        validation_path : str, PathLike or sequence of them, optional
+            Paths or URLs of the validation rows.
         params : dict, optional
             Values by param; they override the params of this estimator.
-        dataset_idx : str, optional
-            Dataset index from `prepare_data`. Default: the files at the store's train path, and
-            those at the store's validation path if ``validation`` is set to any true value.
 
         Returns
         -------
         HorovodModel
             The trained model.
-        """
-        if params is not None and not isinstance(params, Mapping):
-            raise ParamError(
-                f"fit_on_parquet: expected a dict of params, found {params!r}. An index that "
-                "prepare_data yielded is given as fit_on_parquet(dataset_idx=...). A path of "
-                "Parquet files is one of the store's: Store.create(prefix, train_path=..., "
-                "val_path=...)."
-            )
-        if params:
-            return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
-        with self._naming_as_set():
-            return self._fit_on_parquet(dataset_idx)
 
-    def _fit_on_parquet(self, dataset_idx: str | None) -> HorovodModel:
+        Raises
+        ------
+        ParamError
+            If a param or a path is invalid.
+        StoreError, ColumnError, DataError
+            If there are no such files, if they lack a column, or if it contains nulls.
+        """
+        if isinstance(path, Mapping):
+            path, params = None, path
+        if params is not None and not isinstance(params, Mapping):
+            raise ParamError(f"params: expected a dict of params, found {params!r}.")
+        if dataset_idx is not None and (path is not None or validation_path is not None):
+            raise ParamError(
+                f"dataset_idx: found {dataset_idx!r} and a path. Pass the index of a dataset, or "
+                "the paths of files."
+            )
+        params = {**(params or {})}
+        if validation_path is not None:
+            params[self.getParam("validation")] = True
+        if params:
+            changed = self.copy(params)
+            return changed._fit_on_parquet(path, dataset_idx, validation_path)
+        return self._fit_on_parquet(path, dataset_idx, validation_path)
+
+    def _fit_on_parquet(
+        self, path: Paths | None, dataset_idx: str | None, validation_path: Paths | None
+    ) -> HorovodModel:
+        with self._naming_as_set():
+            if dataset_idx is not None:
+                return self._fit_on_dataset(dataset_idx)
+            return self._fit_on_files(self._find_files(path, validation_path))
+
+    def _find_files(self, path: Paths | None, validation_path: Paths | None) -> ParquetFiles:
+        """Return the existing files to train on."""
+        if path is None and self.getOrDefault("store") is None and configured_store() is None:
+            raise ParamError(
+                "path is not set. Pass the path or URL of the Parquet files, or set store to "
+                "Store.create(prefix, train_path=...)."
+            )
+        validation, store = self.getOrDefault("validation"), self._get_store()
+        if validation and validation_path is None:
+            if path is not None:
+                raise ParamError(
+                    f"validation: found {validation!r}, but existing files are not split. Pass the "
+                    "path of the validation files as validation_path, or leave validation out."
+                )
+            validation_path = store.get_val_data_path()
+        files = find_files(store, path, validation_path)
+        module = self.getOrDefault("data_module")
+        reads_one = isinstance(module, type) and not issubclass(module, PlannedDataModule)
+        if reads_one and max(len(files.train), len(files.validation)) > 1:
+            raise ParamError(
+                f"path: found {len(files.train)} paths for training and {len(files.validation)} "
+                f"for validation, and the data_module {module.__name__} reads one. Pass one "
+                "folder, or leave data_module out."
+            )
+        return files
+
+    def _fit_on_files(self, files: ParquetFiles) -> HorovodModel:
+        backend = self._ready_backend()
+        unused = self._get_store().get_val_data_path()
+        is_default = files.train == (self._get_store().get_train_data_path(),)
+        if is_default and not files.validation and self._get_store().exists(unused):
+            logger.warning(
+                "validation is not set: the files in %s are not used. Set it, to True for "
+                "example, to validate on them.",
+                unused,
+            )
+        with self._naming_params():
+            manifest = read_manifest(
+                files.store,
+                files.train,
+                files.validation,
+                self._needed_columns(),
+                allow_text=self._allowed_text(),
+            )
+        return self._train(manifest, backend)
+
+    def _fit_on_dataset(self, dataset_idx: str) -> HorovodModel:
         backend = self._ready_backend()
         store, validation = self._get_store(), self.getOrDefault("validation")
-        if dataset_idx is None:
-            if self.getOrDefault("store") is None:
-                raise ParamError(
-                    "store is not set. Set store to Store.create(prefix, train_path=...), with "
-                    "the folder of the Parquet files."
-                )
-            if not validation and store.exists(store.get_val_data_path()):
-                logger.warning(
-                    "validation is not set: the files in %s are not used. Set it, to True for "
-                    "example, to validate on them.",
-                    store.get_val_data_path(),
-                )
-            with self._naming_params():
-                manifest = read_manifest(
-                    store,
-                    store.get_train_data_path(),
-                    store.get_val_data_path() if validation else None,
-                    self._needed_columns(),
-                    allow_text=self._allowed_text(),
-                )
-            return self._train(manifest, backend)
         with pin(store, dataset_idx):
             manifest = load_manifest(store, dataset_idx)
             if validation and manifest.validation is None:

@@ -54,8 +54,8 @@ def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
 
 def read_manifest(
     store: Store,
-    train_path: str,
-    val_path: str | None,
+    train_path: str | Sequence[str],
+    val_path: str | Sequence[str] | None,
     names: Sequence[str],
     *,
     allow_text: bool | Mapping[str, bool] = False,
@@ -66,7 +66,7 @@ def read_manifest(
     ----------
     store : Store
         Opens the files.
-    train_path, val_path : str
+    train_path, val_path : str or sequence of str
         Directories of Parquet files, or single files; ``val_path`` is None without validation.
     names : sequence of str
         The required columns. A column that is not in the files is looked up in the paths, as a Hive
@@ -86,16 +86,42 @@ def read_manifest(
         See `read_split`. Also if the training files contain no rows, if a type is not supported, or
         if the types of two files differ.
     """
-    train = read_footers(store, train_path)
-    validation = read_footers(store, val_path) if val_path else []
+    train_paths, val_paths = _listed(train_path), _listed(val_path or ())
+    train, validation = _read(store, train_paths), _read(store, val_paths)
     with_rows = [footer for footer in [*train, *validation] if footer.metadata.num_rows]
     if not any(footer.metadata.num_rows for footer in train):
-        raise DataError(f"The Parquet files under {train_path!r} hold no rows.")
+        raise DataError(
+            f"The Parquet files under {', '.join(map(repr, train_paths))} hold no rows."
+        )
     specs: Sequence[ColumnSpec] = [_spec(with_rows, name, allow_text) for name in names]
-    train_split = _split(train_path, train, specs, with_rows[0])
+    train_split = _split(train_paths[0], train, specs, with_rows[0])
     # Validation rows are read like training rows, so their types must match the training files.
-    val_split = _split(val_path, validation, specs, with_rows[0]) if val_path else None
+    val_split = _split(val_paths[0], validation, specs, with_rows[0]) if val_paths else None
     return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
+
+
+def _listed(paths: str | Sequence[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths)
+
+
+def _read(store: Store, paths: Sequence[str]) -> list[FileFooter]:
+    """Read the footers of all files under some paths.
+
+    Raises
+    ------
+    DataError
+        If a file is under two of the paths.
+    """
+    found: dict[str, FileFooter] = {}
+    for path in paths:
+        for footer in read_footers(store, path):
+            if footer.file in found:
+                raise DataError(
+                    f"The file {footer.file!r} is under two of the paths {', '.join(paths)}: its "
+                    "rows would be read twice. Pass each file once."
+                )
+            found[footer.file] = footer
+    return list(found.values())
 
 
 def complete_shapes(

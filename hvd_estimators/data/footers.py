@@ -49,8 +49,9 @@ def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
     if below or store.exists(root):
         raise StoreError(f"There are no Parquet files under {path!r}.")
     raise StoreError(
-        f"There is no Parquet dataset at {path!r}. Write one there, or set the store's train_path "
-        "(for validation its val_path) to where one is."
+        f"There is no Parquet dataset at {path!r}. Write one there, or pass the path of one to "
+        "fit_on_parquet (as validation_path for validation, and the index of prepare_data as "
+        "dataset_idx)."
     )
 
 

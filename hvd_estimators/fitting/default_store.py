@@ -32,16 +32,11 @@ def default_store() -> Store:
     ParamError
         If Spark has no such setting and runs on a cluster.
     """
+    store = configured_store()
+    if store is not None:
+        return store
     session = known_session()
-    if session is None:
-        return _temporary_store()
-    path = session.conf.get(STORE_SETTING, None)
-    if path:
-        try:
-            return as_store(path)
-        except ParamError as error:
-            raise ParamError(f"{STORE_SETTING}: {error}") from error
-    master = session.conf.get("spark.master", None) or ""
+    master = "local" if session is None else session.conf.get("spark.master", None) or ""
     if not master.startswith("local"):
         raise ParamError(
             "store is not set. Set store to a path or URL that the driver and all executors see, "
@@ -49,6 +44,15 @@ def default_store() -> Store:
             f"default a temporary folder; the master is {master!r}.)"
         )
     return _temporary_store()
+
+
+def configured_store() -> Store | None:
+    """Return the store at the path in Spark's configuration, or None if there is none."""
+    session = known_session()
+    path = None if session is None else session.conf.get(STORE_SETTING, None)
+    if not path:
+        return None
+    return as_store(path, STORE_SETTING)
 
 
 @functools.lru_cache(maxsize=1)

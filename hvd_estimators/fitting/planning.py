@@ -13,6 +13,7 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.parquet_files import store_of
 from hvd_estimators.fitting.run import ReadOrder, Run, RunParams
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
@@ -27,7 +28,7 @@ from hvd_estimators.params.estimator import (
     TrainingParams,
 )
 from hvd_estimators.params.model import TransformationParams
-from hvd_estimators.store import RunPaths
+from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
@@ -185,13 +186,18 @@ class TrainPlanning(
             or (val_plan.steps(val_batch_size) if val_plan else 0),
             random_seed=seed,
             data_module=get("data_module"),
-            options=self._reader_options(),
+            options=self._reader_options(self._data_store(manifest)),
         )
 
-    def _reader_options(self) -> ReaderOptions:
-        """Return the reader options from the params."""
+    def _data_store(self, manifest: DatasetManifest) -> Store:
+        """Return the store that opens the files of a dataset."""
+        return store_of(manifest.train.path, self._get_store())
+
+    def _reader_options(self, store: Store) -> ReaderOptions:
+        """Return the reader options from the params; ``store`` opens the files."""
         get = self.getOrDefault
         params = self._params_in(ReaderOptions)
+        del params["store"]
         params["shuffle_buffer_size"] = self._shuffle_buffer_bytes()
         return ReaderOptions(
             **params,
@@ -199,7 +205,8 @@ class TrainPlanning(
             val_reader_worker_count=get("val_reader_num_workers"),
             transform_fn=get("transformation_fn"),
             transformation=self._transformation(),
-            storage_options=self._get_store().storage_options,
+            store=store,
+            storage_options=store.storage_options,
         )
 
     def _params_in(self, spec: type[Any]) -> dict[str, Any]:
@@ -218,6 +225,6 @@ class TrainPlanning(
 
     def _first_rows(self, manifest: DatasetManifest) -> Columns:
         """Return the first rows of a dataset after the transformation, as the model gets them."""
-        rows = first_rows(self._get_store(), manifest, DRY_RUN_ROWS)
+        rows = first_rows(self._data_store(manifest), manifest, DRY_RUN_ROWS)
         transformation = self._transformation()
         return rows if transformation is None else transformation(rows)

@@ -57,10 +57,11 @@ def open_lightning_data(
     """
     data = spec.data
     options = data.options
+    store = options.store or spec.store
     make: Any = data.data_module
     module: LightningDataModule = make(
-        train_dir=spec.store.url(data.train_path),
-        val_dir=None if data.val_path is None else spec.store.url(data.val_path),
+        train_dir=store.url(data.train_path),
+        val_dir=None if data.val_path is None else store.url(data.val_path),
         num_train_epochs=spec.epochs,
         has_val=data.val_plan is not None,
         train_batch_size=data.batch_size,

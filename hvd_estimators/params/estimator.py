@@ -294,7 +294,7 @@ class WritingParams(DeclaredParams):
 
     validation = param(
         "Fraction of the rows for validation, drawn at random with random_seed; or the name of "
-        "a column that is true, or above zero, for validation rows."
+        "a column that is true, or above zero, for validation rows; or a DataFrame of these rows."
     )
     shuffle_on_write = param(
         "Whether a DataFrame's rows are written in random order; no effect if shuffle is False. "

@@ -26,10 +26,12 @@ from hvd_estimators.prepare.connectors import check_connector
 from hvd_estimators.prepare.datasets import acquire
 from hvd_estimators.prepare.schema import (
     StoredColumn,
+    is_frame,
     quoted,
     require_columns,
     require_frame,
     stored_column,
+    unused_name,
 )
 from hvd_estimators.prepare.write import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.store import Store
@@ -48,7 +50,7 @@ def prepare_data(
     df: DataFrame,
     label_columns: Sequence[str],
     feature_columns: Sequence[str] | None = None,
-    validation: float | str | None = None,
+    validation: float | str | DataFrame | None = None,
     sample_weight_col: str | None = None,
     compress_sparse: bool = False,
     partitions_per_process: int = 10,
@@ -73,9 +75,10 @@ def prepare_data(
         The rows; evaluated at most once.
     label_columns, feature_columns, sample_weight_col
         The columns to write. ``feature_columns=None`` selects all other columns.
-    validation : float or str, optional
+    validation : float, str or DataFrame, optional
         The fraction of rows for validation (chosen at random, by the seed). Or the name of a column
-        that is true, or above zero, for these rows.
+        that is true, or above zero, for these rows. Or a DataFrame of these rows, with the same
+        columns and types.
     compress_sparse : bool
         Write vectors as indices and values of the nonzero elements.
     partitions_per_process : int
@@ -131,11 +134,13 @@ def prepare_data(
     if isinstance(validation, str):
         require_columns(df, "validation", [validation])
     if feature_columns is None:
-        left_out = {*label_columns, *extra, validation}
+        left_out = {*label_columns, *extra, *([validation] if isinstance(validation, str) else [])}
         feature_columns = [name for name in df.columns if name not in left_out]
     require_columns(df, "feature_columns", list(feature_columns))
     require_columns(df, "sample_weight_col", extra) if extra else None
     names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
+    if is_frame(validation):
+        df, validation = _with_validation_rows(df, validation, names)
     columns: list[StoredColumn] = []
     used_names = set(names)
     for name in names:
@@ -186,8 +191,35 @@ def prepare_data(
         yield index
 
 
+def _with_validation_rows(
+    df: DataFrame, rows: DataFrame, names: Sequence[str]
+) -> tuple[DataFrame, str]:
+    """Return the rows of two DataFrames, and the column that is true for those of the second.
+
+    Raises
+    ------
+    ColumnError
+        If the second one lacks a column, or has it with another type.
+    """
+    require_columns(rows, "validation", names)
+    for name in names:
+        own, other = (frame.schema[name].dataType.simpleString() for frame in (df, rows))
+        if own != other:
+            raise ColumnError(
+                f"validation: the column {name!r} has type {other}, but type {own} in the training "
+                "rows. Cast it to that type."
+            )
+    mark = unused_name("validation", names)
+    selected = [quoted(name) for name in names]
+    both = [
+        frame.select(*selected, F.lit(is_validation).alias(mark))
+        for frame, is_validation in ((df, False), (rows, True))
+    ]
+    return both[0].union(both[1]), mark
+
+
 def _check_numbers(
-    num_processes: int, partitions_per_process: int, validation: float | str | None
+    num_processes: int, partitions_per_process: int, validation: float | str | DataFrame | None
 ) -> None:
     numbers = {"num_processes": num_processes, "partitions_per_process": partitions_per_process}
     for name, value in numbers.items():
@@ -195,11 +227,12 @@ def _check_numbers(
             raise ParamError(f"{name}: expected a whole number, found {value!r}.")
         if value < 1:
             raise ParamError(f"{name}: expected 1 or more, found {value}.")
-    if validation is None or isinstance(validation, str):
+    if validation is None or isinstance(validation, str) or is_frame(validation):
         return
     if isinstance(validation, bool) or not isinstance(validation, (int, float)):
         raise ParamError(
-            f"validation: expected a fraction or a column's name, found {validation!r}."
+            f"validation: expected a fraction, a column's name or a DataFrame, found "
+            f"{validation!r}."
         )
     if not 0 <= validation < 1:
         raise ParamError(

@@ -15,6 +15,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from typing_extensions import TypeIs
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.data.manifest import ColumnSpec
@@ -63,6 +64,11 @@ def _lower(character: str) -> str:
     return character.lower()[0]
 
 
+def is_frame(given: Any) -> TypeIs[DataFrame]:
+    """Return whether a value is a Spark DataFrame, also one of Spark Connect."""
+    return isinstance(given, DataFrame) or hasattr(given, "sparkSession")
+
+
 def require_frame(param: str, given: Any) -> None:
     """Check that a parameter is a Spark DataFrame.
 
@@ -73,7 +79,7 @@ def require_frame(param: str, given: Any) -> None:
     DependencyError
         If its session is a Spark Connect session, and this PySpark version is too old for that.
     """
-    if isinstance(given, DataFrame) or hasattr(given, "sparkSession"):
+    if is_frame(given):
         is_connect(given.sparkSession)
         return
     type_name = f"{type(given).__module__}.{type(given).__name__}"

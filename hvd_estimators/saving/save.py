@@ -24,7 +24,7 @@ from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritabl
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.unpickle_imports import loads
-from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folder import Folder, open_folder
 from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
@@ -223,10 +223,23 @@ def dump_param(instance: Any, name: str, value: Any) -> bytes:
 
     A store is saved without its options, which may be secrets, unless ``save_storage_options`` is
     set.
+
+    Raises
+    ------
+    ParamError
+        If the value cannot be pickled.
     """
     if isinstance(value, Store) and not value.save_storage_options:
         value = value.without_options()
-    document: bytes = instance._dump_param(name, value)
+    try:
+        document: bytes = instance._dump_param(name, value)
+    except (HvdEstimatorsError, OSError):
+        raise
+    except Exception as error:
+        raise ParamError(
+            f"{name}: found a {type(value).__name__}, which cannot be saved "
+            f"({type(error).__name__}: {error}). Clear it before saving, and set it after loading."
+        ) from error
     return document
 
 

@@ -73,8 +73,8 @@ class LeftOutNames:
             return object.__getattribute__(self, name)
 
 
-def as_store(given: Any) -> Store:
-    """Return a given `Store`, or the store at a given path or URL.
+def as_store(given: Any, name: str = "store") -> Store:
+    """Return a given `Store`, or the store at a given path or URL; ``name`` is for messages.
 
     Raises
     ------
@@ -85,10 +85,10 @@ def as_store(given: Any) -> Store:
         try:
             return Store.create(os.fspath(given))
         except ParamError as error:
-            raise ParamError(str(error).replace("prefix_path:", "store:", 1)) from None
+            raise ParamError(str(error).replace("prefix_path:", f"{name}:", 1)) from None
     if not isinstance(given, Store):
         raise ParamError(
-            f"store: expected a Store, or its path or URL, found {given!r}. "
+            f"{name}: expected a Store, or its path or URL, found {given!r}. "
             "Set Store.create(prefix), or the prefix."
         )
     return given

@@ -17,7 +17,7 @@ import fsspec
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.files import CHUNK_BYTES
-from hvd_estimators.store.registry import dbfs_path
+from hvd_estimators.store.registry import dbfs_path, scheme_of
 from hvd_estimators.store.retries import typed_errors
 
 
@@ -38,7 +38,7 @@ class LocalStore(Store):
         """Return an absolute path without a scheme."""
         if path.startswith("file:"):
             path = unquote(urlparse(path).path)
-        elif "://" in path:
+        elif scheme_of(path):
             raise ParamError(
                 f"path: expected one of this machine's, found {path!r}. A store keeps everything "
                 "on one filesystem: set a prefix_path on that of the URL."

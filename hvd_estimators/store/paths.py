@@ -148,7 +148,7 @@ class StorePaths(Files):
             )
         self.storage_options = dict(storage_options or {})
         self.save_storage_options = save_storage_options
-        self.prefix_path = self._checked_path("prefix_path", prefix_path)
+        self.prefix_path = self.checked_path("prefix_path", prefix_path)
         if self.prefix_path is None and not (train_path and runs_path):
             raise ParamError("prefix_path is not set. Set it, or both train_path and runs_path.")
         self._train_path = self._data_path("train_path", train_path, "intermediate_train_data")
@@ -247,13 +247,19 @@ class StorePaths(Files):
         )
 
     def _data_path(self, name: str, path: str | None, default: str) -> str | None:
-        checked = self._checked_path(name, path)
+        checked = self.checked_path(name, path)
         if checked is None and self.prefix_path is not None:
             return f"{self.prefix_path}/{default}"
         return checked
 
-    def _checked_path(self, name: str, path: str | None) -> str | None:
-        """Return the full form of a path, or None if no path is given."""
+    def checked_path(self, name: str, path: str | None) -> str | None:
+        """Return the full form of a path, or None if no path is given.
+
+        Raises
+        ------
+        ParamError
+            If the path, which is called ``name``, contains credentials or is on another filesystem.
+        """
         require_path(name, path)
         if not path:
             return None

@@ -109,6 +109,7 @@ def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
     """Fit the reference's net; return the model and the backend with the ranks' results."""
     net = make_net()
     backend = params.pop("backend", None) or RecordingBackend(ranks)
+    paths = {name: params.pop(name, None) for name in ("path", "validation_path")}
     estimator = TorchEstimator(
         **{
             "backend": backend,
@@ -125,7 +126,7 @@ def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
             **params,
         }
     )
-    return estimator.fit_on_parquet(), backend
+    return estimator.fit_on_parquet(**paths), backend
 
 
 def assert_same_weights(found: torch.nn.Module, expected: torch.nn.Module) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import cloudpickle
 import fsspec
 
-from hvd_estimators.store import FilesystemStore
+from hvd_estimators.store import FilesystemStore, register_store
 
 
-def register_remote() -> None:
+def register_remote(scheme: str, expected_key: str) -> None:
     """Register a filesystem with fsspec: local files under URLs of another scheme.
 
     It requires an option, as a remote filesystem requires a key. Each process defines the class,
@@ -20,20 +20,20 @@ def register_remote() -> None:
     from fsspec.implementations.local import LocalFileSystem
 
     class RemoteFileSystem(LocalFileSystem):
-        protocol = "remote"
+        protocol = scheme
 
         def __init__(self, key: str = "", **kwargs: Any) -> None:
             super().__init__(**kwargs)
-            assert key == "right", "the store's options are missing"
+            assert key == expected_key, "the store's options are missing"
 
         @classmethod
         def _strip_protocol(cls, path: Any) -> str:
-            return str(LocalFileSystem._strip_protocol(str(path).removeprefix("remote://")))
+            return str(LocalFileSystem._strip_protocol(str(path).removeprefix(f"{scheme}://")))
 
         def unstrip_protocol(self, name: str) -> str:
-            return f"remote://{self._strip_protocol(name)}"
+            return f"{scheme}://{self._strip_protocol(name)}"
 
-    fsspec.register_implementation("remote", RemoteFileSystem, clobber=True)
+    fsspec.register_implementation(scheme, RemoteFileSystem, clobber=True)
 
 
 class RemoteStore(FilesystemStore):
@@ -41,8 +41,23 @@ class RemoteStore(FilesystemStore):
 
     def _opened(self, path: str) -> Any:
         if "remote" not in fsspec.registry:
-            register_remote()
+            register_remote("remote", "right")
         return super()._opened(path)
+
+
+class OpenStore(FilesystemStore):
+    """Store on a filesystem that requires no option, of URLs such as ``open:///folder``."""
+
+    def _opened(self, path: str) -> Any:
+        if "open" not in fsspec.registry:
+            register_remote("open", "")
+        return super()._opened(path)
+
+
+def register_open_store() -> None:
+    """Let `Store.create` know the scheme ``open``."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    register_store("open", OpenStore)
 
 
 def make_store(folder: Any) -> RemoteStore:

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import remote_store
 import torch
+from pyarrow import parquet
 from reference import OPTIMIZERS, assert_same_weights, global_batches, train_alone, write_rows
+
+from hvd_estimators.store import Store
 
 pytestmark = pytest.mark.integration
 
@@ -61,6 +64,31 @@ def test_torch(backend: Any, tmp_path: Path, columns: Any) -> None:
     files = files_of(tmp_path)
     assert files["checkpoints/checkpoint-000002"] > 0
     assert files["logs/events"] > 0
+
+
+def test_rows_in_several_folders_of_another_filesystem(
+    backend: Any, tmp_path: Path, columns: Any
+) -> None:
+    from reference import fit
+
+    remote_store.register_open_store()
+    folder = tmp_path / "intermediate_train_data"
+    (tmp_path / "second").mkdir()
+    (folder / "part-001.parquet").rename(tmp_path / "second" / "rows.parquet")
+    urls = [f"open://{folder}", f"open://{tmp_path}/second/rows.parquet"]
+    held_out = f"open://{tmp_path}/intermediate_val_data"
+
+    store = Store.create(str(tmp_path / "runs"))
+    params = {"backend": backend, "path": urls, "validation_path": held_out}
+    model, _ = fit(store, 2, "sgd", **params, **RUN)
+
+    check(model.getModel(), columns)
+    rows = parquet.read_table(tmp_path / "intermediate_val_data").to_pydict()
+    outputs = model.getModel()(torch.tensor(rows["features"])).reshape(-1)
+    loss = torch.nn.functional.mse_loss(outputs, torch.tensor(rows["label"]))
+    assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert store.get_checkpoints("far")
+    assert not (tmp_path / "runs" / "intermediate_train_data").exists()
 
 
 def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:

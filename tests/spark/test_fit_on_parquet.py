@@ -68,17 +68,27 @@ def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) ->
         verbose=0,
     )
 
-    model = estimator.fit_on_parquet()
+    other = {"store": str(tmp_path / "other"), "validation": None}
+    models = [
+        estimator.fit_on_parquet(),
+        estimator.copy(other).fit_on_parquet(
+            tmp_path / "train", validation_path=[f"file://{tmp_path}/val"]
+        ),
+        estimator.copy({"validation": frame.where("id % 2 = 0")}).fit(frame),
+    ]
 
     rows = np.array(frame.select("x", "day", "y").collect())
     inputs, labels = rows[:, :2], rows[:, 2]
     # One step from zero along the gradient of the mean squared error.
     # The learning rate is multiplied by the number of ranks.
     expected = 0.1 * 2 * (labels[:, None] * inputs).mean(axis=0)
-    weights = model.getModel().weights.detach().numpy()
-    np.testing.assert_allclose(weights, expected, rtol=1e-5)
-    loss = np.mean((inputs @ expected - labels) ** 2)
-    np.testing.assert_allclose(model.getHistory()[0]["validation"]["loss"], loss, rtol=1e-5)
+    errors = (inputs @ expected - labels) ** 2
+    held_out = np.array(frame.select("id").collect()).ravel() % 2 == 0
+    losses = [errors.mean(), errors.mean(), errors[held_out].mean()]
+    for model, loss in zip(models, losses, strict=True):
+        weights = model.getModel().weights.detach().numpy()
+        np.testing.assert_allclose(weights, expected, rtol=1e-5)
+        np.testing.assert_allclose(model.getHistory()[0]["validation"]["loss"], loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize("legacy", ["true", "false"])

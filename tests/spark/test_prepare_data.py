@@ -236,6 +236,27 @@ def test_both_sides_are_written_to_the_stores_paths(spark: Any, store: Any) -> N
     assert store.names(store.prefix_path) == []
 
 
+def test_validation_rows_are_those_of_another_frame(spark: Any, store: Any) -> None:
+    rows = spark.range(100).select(
+        F.col("id"),
+        (F.col("id") % 7).alias("validation"),
+        (F.col("id") * 2.0).alias("a.b"),
+        array_to_vector(F.array(F.col("id") * 1.0)).alias("vector"),
+    )
+    others = rows.where("id >= 60").withColumn("beside", F.lit("text"))
+    train, val = read(
+        store,
+        rows.where("id < 60").drop("beside"),
+        validation=others.select("beside", "vector", "`a.b`", "id", "validation"),
+        feature_columns=["validation", "a.b", "vector"],
+    )
+    for part, ids in ((train, range(60)), (val, range(60, 100))):
+        assert sorted(part["id"]) == list(ids)
+        np.testing.assert_array_equal(part["validation"], part["id"] % 7)
+        np.testing.assert_array_equal(part["a.b"], part["id"] * 2.0)
+        np.testing.assert_array_equal(part["vector"].ravel(), part["id"])
+
+
 def test_a_failed_move_leaves_no_files(spark: Any, store: Any, monkeypatch: Any) -> None:
     moved: list[str] = []
     move = type(store).move_folder

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyspark.sql import functions as F
 from wrong_calls import Calls, NoRanks, Wrong, check_wrong
 
 from hvd_estimators import prepare_data
@@ -72,7 +73,39 @@ frame = closing_over(lambda given: given.frame)
 WRONG: dict[str, Wrong] = {
     "fit: validation of more than all": fit("validation", "a fraction from 0", validation=1.5),
     "fit: validation below 0": fit("validation", "a fraction from 0", validation=-0.1),
-    "fit: validation of no kind": fit("validation", "a fraction or a", validation=[0.2]),
+    "fit: validation of no kind": fit("validation", "a fraction, a", validation=[0.2]),
+    "fit: validation rows of other types": (
+        lambda given: given.fit(validation=given.frame.withColumn("x", F.col("x").cast("int"))),
+        ColumnError,
+        "validation",
+        "'x' has type int, but type double in the training rows",
+    ),
+    "fit: validation rows without a column": (
+        lambda given: given.fit(validation=given.frame.drop("x")),
+        ColumnError,
+        "validation",
+        "has no column 'x'",
+    ),
+    "fit: validation rows of other files": (
+        lambda given: given.torch(validation=given.frame).fit_on_parquet("/data"),
+        ParamError,
+        "validation",
+        "as validation_path",
+    ),
+    "save: validation rows": (
+        lambda given: given.torch(validation=given.frame).save(str(given.folder / "saved")),
+        ParamError,
+        "validation",
+        "found a DataFrame, which cannot be saved .* set it after loading",
+    ),
+    "save: a loss that holds a lock": (
+        lambda given: given.torch(loss=closing_over(lambda _: lock)(given)).save(
+            str(given.folder / "saved")
+        ),
+        ParamError,
+        "loss",
+        "found a function, which cannot be saved",
+    ),
     "fit: no such column": fit(
         "feature_cols", "its columns are x, y", ColumnError, feature_cols=["z"]
     ),

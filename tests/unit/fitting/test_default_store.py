@@ -66,7 +66,7 @@ def test_the_setting_of_the_application_is_its_default(settings, tmp_path):
     assert default_store().prefix_path == str(tmp_path / "runs of all")
 
     settings[STORE_SETTING] = "ftp://host/path"
-    with pytest.raises(ParamError, match=rf"^{STORE_SETTING}: store: no store for the scheme"):
+    with pytest.raises(ParamError, match=rf"^{STORE_SETTING}: no store for the scheme"):
         default_store()
 
 

@@ -18,6 +18,7 @@ from hvd_estimators.exceptions import (
     ShapeError,
     StoreError,
 )
+from hvd_estimators.loading.readers import DataModule
 
 FRAMEWORKS = ("torch", "keras", "lightning")
 
@@ -54,7 +55,7 @@ def truth(name: str) -> Any:
 
 ALL = {
     "store: a number": param(ParamError, "store", r"Set Store\.create", store=7),
-    "store: none": param(ParamError, "store", "Set store", store=None),
+    "store: none": param(ParamError, "path", "Pass the path or URL", store=None),
     "model: none": param(ParamError, "model", "Set model", model=None),
     "model: a name": param(ParamError, "model", r"expected a \w+", model="net"),
     "unknown": param(ParamError, "epoch", "Did you mean 'epochs'", epoch=3),
@@ -163,7 +164,7 @@ ALL = {
     "continuous_cols: ragged": param(
         DataError, "continuous_cols", "Pad or cut", continuous_cols=["ragged"]
     ),
-    "validation: no files": param(StoreError, "val_path", "Write one there", validation=0.2),
+    "validation: no files": param(StoreError, "validation_path", "Write one there", validation=0.2),
     "transformation_fn: none": param(
         ParamError, "transformation_fn", "expected a callable", transformation_fn=5
     ),
@@ -302,11 +303,53 @@ FIT: dict[str, Wrong] = {
         "sample_weight_col",
         "Set a column with one",
     ),
-    "fit_on_parquet: a path": (
-        lambda c: c.torch().fit_on_parquet("/data"),
+    "fit_on_parquet: no such path": (
+        lambda c: c.torch().fit_on_parquet("/none"),
+        StoreError,
+        "'/none'",
+        "pass the path of one .*prepare_data as dataset_idx",
+    ),
+    "fit_on_parquet: a number": (
+        lambda c: c.torch().fit_on_parquet(5),
         ParamError,
-        "fit_on_parquet",
-        r"found '/data'\. .*dataset_idx=\.\.\..*train_path=",
+        "path",
+        "expected a path or URL of Parquet files",
+    ),
+    "fit_on_parquet: no paths": (
+        lambda c: c.torch().fit_on_parquet([]),
+        ParamError,
+        "path",
+        "or several as a list",
+    ),
+    "fit_on_parquet: two filesystems": (
+        lambda c: c.torch().fit_on_parquet(["/data", "memory://rows"]),
+        ParamError,
+        "path",
+        "Copy the files to one filesystem",
+    ),
+    "fit_on_parquet: secrets": (
+        lambda c: c.torch().fit_on_parquet("s3://key:secret@bucket/rows"),
+        ParamError,
+        "path",
+        "Set them as storage_options",
+    ),
+    "fit_on_parquet: an index and a path": (
+        lambda c: c.torch().fit_on_parquet("/data", "index"),
+        ParamError,
+        "dataset_idx",
+        "Pass the index of a dataset, or the paths",
+    ),
+    "fit_on_parquet: validation without its path": (
+        lambda c: c.torch(validation=0.1).fit_on_parquet("/data"),
+        ParamError,
+        "validation",
+        "as validation_path",
+    ),
+    "fit_on_parquet: two paths for a user's data module": (
+        lambda c: c.torch(data_module=DataModule).fit_on_parquet(["/a", "/b"]),
+        ParamError,
+        "path",
+        "Pass one folder",
     ),
     "optimizer: of another model, as in a grid": (
         lambda c: c.torch(model=_linear()).copy({"model": _linear()}).fit_on_parquet(),
