@@ -55,6 +55,18 @@ def _arguments(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+_OF_LIGHTNING = {
+    "gradient_clip_norm": "trainer_args={'gradient_clip_val': ...}",
+    "gradient_clip_value": (
+        "trainer_args={'gradient_clip_val': ..., 'gradient_clip_algorithm': 'value'}"
+    ),
+    "lr_scheduler": "a scheduler in the module's configure_optimizers()",
+    "lr_scheduler_interval": "the scheduler's interval in configure_optimizers()",
+    "precision": "trainer_args={'precision': 'bf16-mixed'} or '16-mixed'",
+}
+"""Params of TorchEstimator for which Lightning has its own settings."""
+
+
 class LightningParams(TorchEstimator):
     """Params of Lightning's Trainer and of the module that it trains."""
 
@@ -145,6 +157,9 @@ class LightningParams(TorchEstimator):
     def _check_training(self) -> None:
         """Check model, optimizer and loss together."""
         get = self.getOrDefault
+        for name, own in _OF_LIGHTNING.items():
+            if self.isSet(name) and get(name) != self._defaults().get(name):
+                raise ParamError(f"{name}: it is a param of TorchEstimator. Set {own}.")
         if not self._is_lightning:
             if is_lightning(plain_module(self.getOrDefault("model")), "LightningModule"):
                 raise ParamError(

@@ -368,10 +368,20 @@ class CheckpointParams(DeclaredParams):
             mode_of(monitor, self.getOrDefault("checkpoint_mode"))
 
     def _check_monitor(self, names: Sequence[str] | None, has_validation: bool) -> None:
-        """Check that the monitored metric is measured, if the measured metrics are known.
+        """Check that the metric of ``checkpoint_monitor`` is measured; see `_check_measured`."""
+        self._check_measured("checkpoint_monitor", self._monitor(), names, has_validation)
+
+    def _check_measured(
+        self, param: str, monitor: str | None, names: Sequence[str] | None, has_validation: bool
+    ) -> None:
+        """Check that a monitored metric is measured, if the measured metrics are known.
 
         Parameters
         ----------
+        param : str
+            What monitors the metric, for the message.
+        monitor : str or None
+            The metric; None for a default one.
         names : sequence of str or None
             Names of the training metrics; None if only the ranks know them.
         has_validation : bool
@@ -382,17 +392,16 @@ class CheckpointParams(DeclaredParams):
         ParamError
             If the metric is not measured.
         """
-        monitor = self._monitor()
         if monitor is None:
             return
         if monitor.startswith("val_") and not has_validation:
             raise ParamError(
-                f"checkpoint_monitor: found {monitor!r}, but the data have no validation rows. "
+                f"{param}: found {monitor!r}, but the data have no validation rows. "
                 "Set validation, or a metric of training."
             )
         if names is not None:
             of_validation = [f"val_{name}" for name in names] if has_validation else []
-            check_monitor(monitor, [*names, *of_validation])
+            check_monitor(monitor, [*names, *of_validation], param)
 
 
 class RankParams(DeclaredParams):

@@ -14,8 +14,10 @@ from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, repeated
 from hvd_estimators.history import as_records
+from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
 from hvd_estimators.torch.model import TorchModel
+from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -75,7 +77,8 @@ class TorchEstimator(TorchParams):
             if get("validation") is None:
                 return Trial(shapes or None)
         tensors = self._tensor_spec()
-        tried = check_fit(get("model"), self._loss(), tensors, columns)
+        with autocast(get("precision"), "cpu"):
+            tried = check_fit(get("model"), self._loss(), tensors, columns)
         inputs = tensors.inputs(repeated(columns, 1))
         one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
         return Trial(tried or shapes or None, one_row)
@@ -83,6 +86,14 @@ class TorchEstimator(TorchParams):
     def _metric_names(self) -> list[str] | None:
         names = self._named_metrics().names
         return None if names is None else ["loss", *names]
+
+    def _check_monitored(self, has_validation: bool) -> None:
+        super()._check_monitored(has_validation)
+        for callback in self.getOrDefault("callbacks"):
+            if isinstance(callback, EarlyStopping):
+                self._check_measured(
+                    MONITOR, callback.monitor, self._metric_names(), has_validation
+                )
 
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault

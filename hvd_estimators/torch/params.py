@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from hvd_estimators._util.to_python import to_python
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.params import functions, objects, one_of, param, shapes
+from hvd_estimators.params import functions, number, objects, one_of, param, shapes
+from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
@@ -21,6 +23,12 @@ from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
+from hvd_estimators.torch.optimizer_step import (
+    INTERVALS,
+    PRECISIONS,
+    StepOptions,
+    make_scheduler,
+)
 from hvd_estimators.torch.serialization import (
     Pickler,
     dump_optimizer,
@@ -34,14 +42,6 @@ from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-_HOOKS: dict[str, tuple[str, ...]] = {
-    "on_train_begin": ("module", "optimizer"),
-    "on_epoch_begin": ("epoch",),
-    "on_epoch_end": ("epoch", "logs"),
-    "on_train_end": (),
-}
-"""Callback methods, and the keyword arguments of their calls."""
-
 
 def _dtypes(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
@@ -53,6 +53,15 @@ def _dtypes(name: str, value: Any) -> dict[str, str]:
             raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
         converted[column] = text
     return converted
+
+
+def _function(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise ParamError(
+            f"{name}: expected a function of the optimizer, such as lambda optimizer: "
+            f"StepLR(optimizer, 10), found {value!r}."
+        )
+    return value
 
 
 def _stateful(name: str, value: Any) -> list[Any]:
@@ -114,6 +123,31 @@ class TorchParams(TorchFiles, HorovodEstimator):
         convert=_dtypes,
     )
 
+    gradient_clip_norm = param(
+        "Maximum norm of the averaged gradient of all parameters; larger gradients are scaled.",
+        convert=number(0),
+    )
+    gradient_clip_value = param(
+        "Maximum absolute value of each element of the averaged gradient.", convert=number(0)
+    )
+    lr_scheduler = param(
+        "Function that takes the optimizer and returns a scheduler, such as lambda optimizer: "
+        "StepLR(optimizer, 10). Checkpoints contain the scheduler's state. ReduceLROnPlateau gets "
+        "the validation loss, or the training loss without validation.",
+        convert=_function,
+    )
+    lr_scheduler_interval = param(
+        "When the scheduler steps: after each 'epoch' or after each optimizer 'step'.",
+        default="epoch",
+        convert=one_of(*INTERVALS),
+    )
+    precision = param(
+        "Precision of forward pass and loss in training: '32', 'bf16' or 'fp16' (with a gradient "
+        "scaler), by torch.autocast. Parameters are 32-bit floats, and transform() uses these.",
+        default="32",
+        convert=one_of(*PRECISIONS),
+    )
+
     collectives = param(
         "Library that reduces gradients and values over the ranks: 'horovod', or 'torch' for "
         "torch.distributed, with Gloo on CPUs and NCCL on GPUs. 'auto' stands for Horovod if the "
@@ -130,11 +164,17 @@ class TorchParams(TorchFiles, HorovodEstimator):
         *("input_shapes", "input_form", "column_dtypes"),
         *("loss", "loss_constructors", "train_minibatch_fn"),
     )
-    _optional_run_settings = (*HorovodEstimator._optional_run_settings, "loss_form")
+    _step_params = tuple(field.name for field in fields(StepOptions))
+    _optional_run_settings = (
+        *HorovodEstimator._optional_run_settings,
+        "loss_form",
+        *_step_params,
+    )
 
     _sent = (
         *HorovodEstimator._sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful"),
+        "lr_scheduler",
     )
 
     def _check_params(self) -> None:
@@ -182,14 +222,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
-            has_hook = any(getattr(callback, hook, None) is not None for hook in _HOOKS)
-            if isinstance(callback, type) or not has_hook:
-                raise ParamError(
-                    f"callbacks: expected objects with some of the methods {', '.join(_HOOKS)}, "
-                    f"found {callback!r}."
-                )
-            for hook, arguments in _HOOKS.items():
-                _check_hook(callback, hook, arguments)
+            check_callback(callback)
 
     def _check_training(self) -> None:
         """Check model, optimizer, loss and metrics together."""
@@ -243,6 +276,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
                     f"found {len(given)}."
                 )
         self._metric_groups()
+        self._check_step()
         self._check_callbacks()
         step = get("train_minibatch_fn")
         if step is not None and not callable(step):
@@ -250,6 +284,24 @@ class TorchParams(TorchFiles, HorovodEstimator):
         if self._get_store().saving_runs():
             _check_extra_state(plain_module(get("model")))
             self._warn_of_undeclared_state()
+
+    def _check_step(self) -> None:
+        """Check clipping, scheduler and precision."""
+        get = self.getOrDefault
+        defaults = self._defaults()
+        if get("train_minibatch_fn") is not None:
+            for name in self._step_params:
+                of_epochs = name == "lr_scheduler" and get("lr_scheduler_interval") == "epoch"
+                if get(name) != defaults.get(name) and not of_epochs:
+                    raise ParamError(
+                        f"{name}: found {get(name)!r} and a train_minibatch_fn, which steps the "
+                        f"optimizer itself. Leave {name} out, and do this in the function."
+                    )
+        if get("lr_scheduler") is not None:
+            module, optimizer = get("model"), get("optimizer")
+            make_scheduler(
+                get("lr_scheduler"), load_optimizer(dump_optimizer(optimizer, module), module)
+            )
 
     def _check_losses(self) -> None:
         """Check the loss, or its constructors, against the labels."""
@@ -363,7 +415,8 @@ class TorchParams(TorchFiles, HorovodEstimator):
         """Serialize callbacks, objective and stateful objects for the ranks."""
         get = self.getOrDefault
         stateful = tuple(get("stateful") or ())
-        given = tuple(get("callbacks")), self._objective(), stateful
+        step = StepOptions(**{name: get(name) for name in self._step_params})
+        given = tuple(get("callbacks")), self._objective(), stateful, step
         return dump_with_references(given, get("model"), get("optimizer"), stateful)
 
     def _warn_of_undeclared_state(self) -> None:
@@ -454,39 +507,6 @@ def _check_extra_state(model: torch.nn.Module) -> None:
                 "Return numbers, strings, tensors, and lists and dicts of them from "
                 "get_extra_state()."
             )
-
-
-def _check_hook(callback: Any, hook: str, arguments: tuple[str, ...]) -> None:
-    """Reject a callback method that cannot be called as documented."""
-    method = getattr(callback, hook, None)
-    if method is None:
-        return
-    documented = f"{hook}({', '.join(arguments)})"
-    kind = type(callback)
-    if not callable(method):
-        raise ParamError(f"callbacks: expected {documented} of {kind.__name__} to be a method.")
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # Built-in functions have no signature.
-        return
-    try:
-        signature.bind(**dict.fromkeys(arguments))
-    except TypeError as error:
-        other = ""
-        for framework, estimator in _OTHER_FRAMEWORKS.items():
-            if any(base.__module__.split(".")[0] == framework for base in kind.__mro__):
-                other = f" It is a callback for {framework}. Use {estimator}."
-        raise ParamError(
-            f"callbacks: {kind.__name__}.{hook}{signature} cannot be called as {documented} with "
-            f"keyword arguments: {error}.{other}"
-        ) from None
-
-
-_OTHER_FRAMEWORKS = {
-    "lightning": "LightningEstimator",
-    "pytorch_lightning": "LightningEstimator",
-    "keras": "KerasEstimator",
-}
 
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:

@@ -33,6 +33,7 @@ from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD
+from hvd_estimators.torch.optimizer_step import OptimizerStep
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
@@ -79,7 +80,7 @@ class TorchTrainSpec(TrainSpec):
         See `dump_optimizer`.
     objects : bytes
         A pickled tuple: the callbacks; the `Objective` with losses and metrics; the objects of the
-        param ``stateful``. See `dump_with_references`.
+        param ``stateful``; the `StepOptions`. See `dump_with_references`.
     """
 
     module: LocalFile
@@ -120,7 +121,9 @@ class _Trainer:
         # Loading moves the optimizer's state to the device of its parameters.
         load_optimizer_state(self.optimizer, self.optimizer.state_dict())
         objects = load_with_references(spec.objects, self.module, self.optimizer)
-        self.callbacks, self.given_objective, stateful = objects
+        self.callbacks, self.given_objective, stateful, options = objects
+        # The optimizer has its state from before training, from which schedulers start.
+        self.step = OptimizerStep(self.optimizer, options, self.device)
         self.objective = self.given_objective.on_rank(
             self.device,
             model=self.module,
@@ -133,7 +136,12 @@ class _Trainer:
             spec, self.rank, self.size, self.original_module, self.optimizer, self.device
         )
         self.checkpoints.add_stateful(
-            {"callbacks": self.callbacks, "stateful": stateful, **self.objective.users_objects}
+            {
+                "callbacks": self.callbacks,
+                "stateful": stateful,
+                **self.step.objects,
+                **self.objective.users_objects,
+            }
         )
         self.shards = self.checkpoints.shards
         self.history: list[EpochMetrics] = []
@@ -201,6 +209,7 @@ class _Trainer:
                 self.history.append(record)
                 self.progress.record(record)
                 writer.scalars(epoch, epoch_scalars(record))
+                self.step.epoch_ended(record)
                 self.stopped = self._is_stopped_by_callbacks(epoch, record)
                 logs.sync()
                 self._save_checkpoint()
@@ -309,8 +318,7 @@ class _Trainer:
             # The last batches may be too few for the user's function to step.
             is_cut = len(window) < self.num_micro_batches and self.averager.steps == steps_before
             if not self.user_steps or (is_cut and self.averager.has_unused):
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                self.step.step()
             if not (self.objective.has_own_step or steps_before):
                 self._warn_of_unused_gradients()
             done = end // batch_passes
@@ -348,10 +356,11 @@ class _Trainer:
             if self.averager.gradients != computed and not self.user_steps:
                 raise ParamError(LEAVES_BACKWARD)
         else:
-            evaluation = self.objective.evaluate(self.module, batch, share)
+            with self.step.autocast():
+                evaluation = self.objective.evaluate(self.module, batch, share)
         if evaluation.step_loss is not None:
             self.denominators.add(evaluation.stated, batch.rows)
-            loss = evaluation.step_loss
+            loss = self.step.scaled(evaluation.step_loss)
             (loss if self.num_micro_batches == 1 else loss / self.num_micro_batches).backward()
         metric_sums.add(evaluation)
         if self.output_shapes is None:
@@ -368,7 +377,9 @@ class _Trainer:
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
-                metric_sums.add(self.objective.evaluate(self.module, batch))
+                with self.step.autocast():
+                    evaluation = self.objective.evaluate(self.module, batch)
+                metric_sums.add(evaluation)
         return metric_sums
 
     def _save_checkpoint(self, batches: int = 0, metric_sums: MetricSums | None = None) -> bool:

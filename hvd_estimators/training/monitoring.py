@@ -57,8 +57,10 @@ def monitored(monitor: str | None, names: Collection[str]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def check_monitor(monitor: str | None, names: Collection[str]) -> None:
-    """Check that the requested metric exists.
+def check_monitor(
+    monitor: str | None, names: Collection[str], param: str = "checkpoint_monitor"
+) -> None:
+    """Check that the requested metric exists; ``param`` is for the message.
 
     Raises
     ------
@@ -67,12 +69,12 @@ def check_monitor(monitor: str | None, names: Collection[str]) -> None:
     """
     if monitor is not None and monitored(monitor, names) is None:
         raise ParamError(
-            f"checkpoint_monitor: found {monitor!r}, which is not measured. Set one of "
+            f"{param}: found {monitor!r}, which is not measured. Set one of "
             f"{', '.join(map(repr, sorted(names)))}, or none.{did_you_mean(monitor, names)}"
         )
 
 
-def mode_of(monitor: str, mode: str) -> str:
+def mode_of(monitor: str, mode: str, param: str = "checkpoint_mode") -> str:
     """Return ``"min"`` if lower values of a metric are better, and ``"max"`` if higher values are.
 
     Parameters
@@ -81,6 +83,8 @@ def mode_of(monitor: str, mode: str) -> str:
         The metric.
     mode : {"auto", "min", "max"}
         ``"auto"`` infers the direction from the metric's name, like Keras's ``ModelCheckpoint``.
+    param : str
+        Name of the param that sets ``mode``, for the message.
 
     Raises
     ------
@@ -96,7 +100,7 @@ def mode_of(monitor: str, mode: str) -> str:
     more = any(word in _MORE for word in words)
     if less == more:
         raise ParamError(
-            f"checkpoint_mode: the name {monitor!r} does not show if lower or higher values are "
-            "better. Set checkpoint_mode to 'min' or 'max'."
+            f"{param}: the name {monitor!r} does not show if lower or higher values are better. "
+            f"Set {param} to 'min' or 'max'."
         )
     return "min" if less else "max"

@@ -1,0 +1,140 @@
+"""Optimizer steps of the torch trainer: gradient clipping, mixed precision and schedulers.
+
+The params are `StepOptions`; each rank creates an `OptimizerStep`. Mixed precision follows
+https://pytorch.org/docs/stable/notes/amp_examples.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.training.monitoring import measured, monitored
+from hvd_estimators.training.spec import EpochMetrics
+
+PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of the param ``precision``, and the type of autocast's operations."""
+
+INTERVALS = ("epoch", "step")
+"""Values of the param ``lr_scheduler_interval``."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Params of the same names; see `TorchEstimator`."""
+
+    gradient_clip_norm: float | None = None
+    gradient_clip_value: float | None = None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    lr_scheduler_interval: str = "epoch"
+    precision: str = "32"
+
+
+def autocast(precision: str, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that computes in the precision of the param ``precision``."""
+    dtype = PRECISIONS[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+
+
+class OptimizerStep:
+    """Steps of an optimizer on averaged gradients. Each rank creates one.
+
+    Every rank has the same gradients, so clipping and schedulers have the same effect on all.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer, with its state from before training.
+    options : StepOptions
+        Clipping, scheduler and precision.
+    device : torch.device
+        Device of the model.
+
+    Attributes
+    ----------
+    objects : dict
+        Scheduler and gradient scaler, whose states belong in checkpoints, by name.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: StepOptions, device: torch.device
+    ) -> None:
+        self._optimizer = optimizer
+        self._options = options
+        self._device = device
+        self.objects: dict[str, Any] = {}
+        self._scheduler: Any = None
+        self._scaler: Any = None
+        if options.lr_scheduler is not None:
+            self._scheduler = self.objects["lr_scheduler"] = make_scheduler(
+                options.lr_scheduler, optimizer
+            )
+        if options.precision == "fp16":
+            self._scaler = self.objects["scaler"] = torch.amp.GradScaler(device.type)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that computes forward pass and loss in the chosen precision."""
+        return autocast(self._options.precision, self._device.type)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss for the backward pass: scaled, so that 16-bit gradients do not vanish."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def step(self) -> None:
+        """Clip the gradients, change the parameters, and reset the gradients."""
+        options = self._options
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        if options.gradient_clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, options.gradient_clip_value)
+        if options.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, options.gradient_clip_norm)
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None and options.lr_scheduler_interval == "step":
+            self._scheduler.step()
+
+    def epoch_ended(self, record: EpochMetrics) -> None:
+        """Step a scheduler of epochs. ``ReduceLROnPlateau`` gets ``val_loss``, or else ``loss``."""
+        if self._scheduler is None or self._options.lr_scheduler_interval != "epoch":
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            values = measured(record)
+            name = monitored(None, values)
+            assert name is not None
+            self._scheduler.step(values[name])
+        else:
+            self._scheduler.step()
+
+
+def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any) -> Any:
+    """Return the scheduler that the user's function creates for an optimizer.
+
+    Raises
+    ------
+    ParamError
+        If the function does not return a scheduler of that optimizer.
+    """
+    scheduler = make(optimizer)
+    methods = ("step", "state_dict", "load_state_dict")
+    if not all(callable(getattr(scheduler, name, None)) for name in methods):
+        raise ParamError(
+            "lr_scheduler: expected a function of the optimizer that returns a scheduler, such as "
+            f"lambda optimizer: StepLR(optimizer, 10); it returned {scheduler!r}."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ParamError(
+            "lr_scheduler: the function returned a scheduler of another optimizer. Create the "
+            "scheduler within the function, for the optimizer that the function gets."
+        )
+    return scheduler
