@@ -150,7 +150,7 @@ def check_callback(callback: Any) -> None:
     Raises
     ------
     ParamError
-        If it has none of the methods, or if one cannot be called as documented.
+        If it lacks all of the methods, or if one cannot be called as documented.
     """
     has_hook = any(getattr(callback, hook, None) is not None for hook in _HOOKS)
     if isinstance(callback, type) or not has_hook:

@@ -123,9 +123,15 @@ def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any)
     Raises
     ------
     ParamError
-        If the function does not return a scheduler of that optimizer.
+        If the function fails, or does not return a scheduler of that optimizer.
     """
-    scheduler = make(optimizer)
+    try:
+        scheduler = make(optimizer)
+    except Exception as error:
+        raise ParamError(
+            f"lr_scheduler: the function failed ({type(error).__name__}: {error}). Set a function "
+            "that takes only the optimizer, such as lambda optimizer: StepLR(optimizer, 10)."
+        ) from error
     methods = ("step", "state_dict", "load_state_dict")
     if not all(callable(getattr(scheduler, name, None)) for name in methods):
         raise ParamError(

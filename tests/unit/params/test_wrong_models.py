@@ -10,10 +10,12 @@ import keras
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 from wrong_calls import Calls, Wrong, cases, check_wrong, plain_module
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import BestModelCheckpoint
+from hvd_estimators.torch import EarlyStopping as TorchEarlyStopping
 
 pytestmark = pytest.mark.usefixtures("imported")
 
@@ -112,6 +114,51 @@ TORCH = {
     "callbacks: class": torch_row("callbacks", "expected objects", callbacks=[OneHook]),
     "callbacks: a lock": torch_row("callbacks", "Make what cannot", callbacks=[OneHook()]),
     "own step": torch_row("train_minibatch_fn", "expected a function", train_minibatch_fn=5),
+    "clip": torch_row("gradient_clip_norm", "0 or more", gradient_clip_norm=-1),
+    "clip: own step": torch_row(
+        "gradient_clip_value", "in the function", train_minibatch_fn=len, gradient_clip_value=1
+    ),
+    "lr_scheduler": torch_row(
+        "lr_scheduler",
+        "expected a function of the optimizer, such as",
+        lr_scheduler=StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1),
+    ),
+    "lr_scheduler: nothing": torch_row("lr_scheduler", "it returned None", lr_scheduler=print),
+    "lr_scheduler: fails": torch_row("lr_scheduler", "TypeError.*step_size", lr_scheduler=StepLR),
+    "lr_scheduler: another": torch_row(
+        "lr_scheduler",
+        "Create the scheduler within the function",
+        lr_scheduler=lambda _: StepLR(other_optimizer(), 1),
+    ),
+    "lr_scheduler_interval": torch_row(
+        "lr_scheduler_interval", "one of 'epoch', 'step'", lr_scheduler_interval="batch"
+    ),
+    "lr_scheduler: own step": torch_row(
+        "lr_scheduler",
+        "Leave lr_scheduler out",
+        train_minibatch_fn=len,
+        lr_scheduler=lambda optimizer: StepLR(optimizer, 1),
+        lr_scheduler_interval="step",
+    ),
+    "precision": torch_row("precision", "one of '32', 'bf16', 'fp16'", precision=16),
+    "early stopping: mode": (
+        lambda calls: TorchEarlyStopping("val_distance"),
+        ParamError,
+        "mode",
+        "Set mode to 'min' or 'max'",
+    ),
+    "early stopping: patience": (
+        lambda calls: TorchEarlyStopping(patience=0),
+        ParamError,
+        "patience",
+        "1 or more epochs",
+    ),
+    "early stopping: metric": torch_row(
+        "monitor of EarlyStopping", "Set one of 'loss'", callbacks=[TorchEarlyStopping("los_loss")]
+    ),
+    "early stopping: no validation": torch_row(
+        "monitor of EarlyStopping", "Set validation", callbacks=[TorchEarlyStopping("val_loss")]
+    ),
     "input_form": torch_row("input_form", "expected one of 'positional'", input_form="named"),
     "input_shapes: two": torch_row("input_shapes", "one shape per column", input_shapes=[[1], [1]]),
     "input_shapes: 3": torch_row(
@@ -228,6 +275,13 @@ def locked() -> Any:
 
 
 LIGHTNING = {
+    "clip": lightning_row(
+        "gradient_clip_norm", "Set trainer_args={'gradient_clip_val'", gradient_clip_norm=1.0
+    ),
+    "precision": lightning_row("precision", "'bf16-mixed'", precision="bf16"),
+    "early stopping of torch": lightning_row(
+        "callbacks", "expected instances", callbacks=[TorchEarlyStopping()]
+    ),
     "no step": lightning_row("model", r"no training_step\(\)\. Define it", model=NoStep()),
     "a lock": lightning_row("model", "Make what cannot be sent", model=locked()),
     "loss": lightning_row("loss", "Leave loss out", loss=torch.nn.functional.mse_loss),
