@@ -222,6 +222,9 @@ class HorovodEstimator(EstimatorHooks):
             self._check_resumable(run, tried)
             order = run.row_order or ReadOrder(backend.num_processes(), seed)
 
+            if run.newest is None:
+                self._log_learning_rates(tried, order.canonical_shards)
+
             def spec_for(num_ranks: int) -> TrainSpec:
                 common = self._common_spec(manifest, num_ranks, run.paths, order)
                 self._check_spec(common, tried)
@@ -232,6 +235,19 @@ class HorovodEstimator(EstimatorHooks):
             except WorkerFailedError as error:
                 # The message holds the rank's traceback. The driver's frames would bury it.
                 raise error.with_traceback(None) from None
+
+    def _log_learning_rates(self, trial: Trial, num_ranks: int) -> None:
+        """Log the learning rates that training uses, if it scales them."""
+        if num_ranks == 1 or not self.getOrDefault("scale_learning_rate"):
+            return
+        rates = dict.fromkeys(self._learning_rates(trial))
+        scaled = ", ".join(f"{rate:g} becomes {rate * num_ranks:g}" for rate in rates)
+        logger.info(
+            "The learning rate is multiplied by %d, the number of ranks%s. Set "
+            "scale_learning_rate=False to keep it.",
+            num_ranks,
+            f": {scaled}" if scaled else "",
+        )
 
     def _check_weights(self, manifest: DatasetManifest) -> None:
         """Check that each sample weight is one number, unless a transformation creates them."""

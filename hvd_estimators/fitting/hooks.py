@@ -143,6 +143,11 @@ class EstimatorHooks(
         """Return the names of the training metrics, or None if only the ranks know them."""
         return None
 
+    def _learning_rates(self, trial: Trial) -> list[float]:
+        """Return the initial learning rates of one rank, as far as the driver knows them."""
+        rate = self.getOrDefault("learning_rate")
+        return [] if rate is None else [rate]
+
     def _validates_itself(self) -> bool:
         """Return whether the ranks may validate if the dataset has no validation rows."""
         return False

@@ -16,7 +16,12 @@ from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_keras_history
-from hvd_estimators.keras.backend import all_layers, kept_random_state, model_optimizers
+from hvd_estimators.keras.backend import (
+    all_layers,
+    inner_optimizers,
+    kept_random_state,
+    model_optimizers,
+)
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, check_classes
 from hvd_estimators.keras.dry_run import DryRun, check_batches
@@ -118,6 +123,10 @@ class KerasEstimator(KerasParams):
         if self.getOrDefault("class_weight"):
             (label,) = trial.dry_run.tensors.label_fields()
             check_classes(label.column, label.array(self._first_rows(manifest)[label.column]))
+
+    def _learning_rates(self, trial: Any) -> list[float]:
+        optimizers = map(inner_optimizers, model_optimizers(trial.dry_run.model))
+        return [float(optimizer.learning_rate) for inner in optimizers for optimizer in inner]
 
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None

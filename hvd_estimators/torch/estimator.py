@@ -87,6 +87,10 @@ class TorchEstimator(TorchParams):
         names = self._named_metrics().names
         return None if names is None else ["loss", *names]
 
+    def _learning_rates(self, trial: Trial) -> list[float]:
+        groups = getattr(self.getOrDefault("optimizer"), "param_groups", ())
+        return super()._learning_rates(trial) or [float(group["lr"]) for group in groups]
+
     def _check_monitored(self, has_validation: bool) -> None:
         super()._check_monitored(has_validation)
         for callback in self.getOrDefault("callbacks"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
-from wrong_calls import Calls, Wrong, cases, check_wrong, plain_module
+from wrong_calls import Calls, NoRanks, Wrong, cases, check_wrong, plain_module
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import BestModelCheckpoint
@@ -327,3 +328,25 @@ ROWS = {
 @cases(ROWS)
 def test_fits_of_unsuitable_objects_fail_before_training(tmp_path: Path, wrong: Wrong) -> None:
     check_wrong(Calls(tmp_path), wrong)
+
+
+@pytest.mark.parametrize(
+    ("framework", "changes", "told"),
+    [
+        ("torch", {}, r"by 2, the number of ranks: 0\.1 becomes 0\.2\. Set scale_learning_rate"),
+        ("torch", {"learning_rate": 0.03}, r"0\.03 becomes 0\.06\."),
+        ("keras", {}, r"0\.01 becomes 0\.02\."),
+        ("keras", {"learning_rate": 3.0}, r"3 becomes 6\."),
+        ("lightning", {}, r"by 2, the number of ranks\. Set"),
+        ("torch", {"scale_learning_rate": False}, None),
+        ("torch", {"backend": NoRanks(1)}, None),
+    ],
+)
+def test_the_scaled_learning_rate_is_logged(
+    tmp_path: Path, caplog: Any, framework: str, changes: Any, told: str | None
+) -> None:
+    with caplog.at_level("INFO"), pytest.raises(AssertionError, match="ranks were to be started"):
+        Calls(tmp_path).train(framework, **changes)
+    lines = [line for line in caplog.messages if line.startswith("The learning rate is")]
+    assert len(lines) == (told is not None)
+    assert told is None or re.search(told, lines[0])
