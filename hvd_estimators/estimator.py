@@ -117,9 +117,10 @@ class HorovodEstimator(EstimatorHooks):
         self, path: Paths | None, dataset_idx: str | None, validation_path: Paths | None
     ) -> HorovodModel:
         with self._naming_as_set():
+            estimator = self._with_objects()
             if dataset_idx is not None:
-                return self._fit_on_dataset(dataset_idx)
-            return self._fit_on_files(self._find_files(path, validation_path))
+                return estimator._fit_on_dataset(dataset_idx)
+            return estimator._fit_on_files(estimator._find_files(path, validation_path))
 
     def _find_files(self, path: Paths | None, validation_path: Paths | None) -> ParquetFiles:
         """Return the existing files to train on."""
@@ -183,7 +184,7 @@ class HorovodEstimator(EstimatorHooks):
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the DataFrame as Parquet, train on it, and return the model."""
         with self._naming_as_set():
-            return self._fit_frame(dataset)
+            return self._with_objects()._fit_frame(dataset)
 
     def _fit_frame(self, dataset: DataFrame) -> HorovodModel:
         require_frame("dataset", dataset)

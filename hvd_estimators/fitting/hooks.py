@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.building import build, is_function
 from hvd_estimators.fitting.planning import TrainPlanning
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
@@ -32,6 +36,9 @@ class EstimatorHooks(
     All hooks run on the driver. They share a `Trial`, the result of the dry run, and a `TrainSpec`,
     the ranks' configuration.
     """
+
+    _model_class: ClassVar[type]
+    """Class of the models that the framework trains."""
 
     _state_reader: ClassVar[str] = "hvd_estimators.load_checkpoint(store, which=path)"
     """Expression that reads a trained state, for messages."""
@@ -73,6 +80,31 @@ class EstimatorHooks(
         self._check_classification(len(self.getOrDefault("outputs") or ()) or labels or 1)
         self._check_reading()
         self._transformation()
+
+    def _with_objects(self) -> Self:
+        """Return this estimator, or a copy that has built the model if that is a function.
+
+        Raises
+        ------
+        ParamError
+            If the function fails or does not return a model, or if ``model_args`` have no function.
+        """
+        model, arguments = self.getOrDefault("model"), self.getOrDefault("model_args")
+        if is_function(model):
+            seed = self.getOrDefault("random_seed")
+            with contextlib.nullcontext() if seed is None else self._seeded(seed):
+                built = build("model", model, self._model_class, **arguments)
+            return self.copy({"model": built})
+        if arguments:
+            raise ParamError(
+                f"model_args: found {arguments!r}, but model is a {type(model).__name__} and not a "
+                "function. Set a function or class that returns the model."
+            )
+        return self
+
+    def _seeded(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """Seed the framework's random numbers during the block, and restore their state."""
+        return contextlib.nullcontext()
 
     def _check_sent(self) -> None:
         """Check that the values of the params can be sent to the ranks.

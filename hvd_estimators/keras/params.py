@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -95,6 +97,8 @@ def _custom_objects(name: str, value: Any) -> dict[str, Any]:
 class KerasParams(HorovodEstimator):
     """Params for compiling and training a Keras model."""
 
+    _model_class = keras.Model
+
     optimizer = param(
         "The optimizer, or its name. Its learning rate is for one rank. Default: the optimizer "
         "of the compiled model."
@@ -146,6 +150,13 @@ class KerasParams(HorovodEstimator):
     _sent = (*HorovodEstimator._sent, "checkpoint_callback")
     # Keras objects are serialized separately.
     _sent_functions = ("loss", "metrics")
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        with kept_random_state():
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
 
     def _check_params(self) -> None:
         get = self.getOrDefault

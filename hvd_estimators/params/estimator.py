@@ -104,6 +104,12 @@ class ColumnParams(DeclaredParams):
         return {}
 
 
+def _keyword_arguments(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ParamError(f"{name}: expected a dict of keyword arguments, found {value!r}.")
+    return dict(value)
+
+
 def _compressor(name: str, value: Any) -> Any:
     if not all(callable(getattr(value, part, None)) for part in ("compress", "decompress")):
         raise ParamError(
@@ -116,8 +122,21 @@ def _compressor(name: str, value: Any) -> Any:
 class TrainingParams(DeclaredParams):
     """Params for the model, optimizer, loss and duration of training."""
 
-    model = param("The model to train. Required.")
-    optimizer = param("The optimizer. Its learning rate is for one rank.")
+    model = param(
+        "The model to train, or a function or class that returns it. Required. fit() calls a "
+        "function with model_args as keyword arguments, and seeds the initial weights with "
+        "random_seed if that is set."
+    )
+    model_args = param(
+        "Dict of keyword arguments for a model that is a function or class. A grid over it tries "
+        "several models.",
+        default={},
+        convert=_keyword_arguments,
+    )
+    optimizer = param(
+        "The optimizer. Its learning rate is for one rank. For a torch model, also a function or "
+        "class that takes the model's parameters and returns the optimizer."
+    )
     learning_rate = param(
         "Learning rate of one rank. It replaces the optimizer's rate in all parameter groups. A "
         "LightningModule must have it as learning_rate or lr, as an attribute or in hparams, as "

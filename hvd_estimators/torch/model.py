@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,9 +38,9 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
     """Saved modules, and optimizers that refer to the module's parameters by name."""
 
     def _dump_param(self, name: str, value: Any) -> bytes:
-        if name == "model":
+        if name == "model" and isinstance(value, torch.nn.Module):
             return dump_module(value)
-        if name == "optimizer":
+        if name == "optimizer" and isinstance(value, torch.optim.Optimizer):
             return dump_optimizer(value, self.getOrDefault("model"))
         return cloudpickle.dumps(value)
 
@@ -49,9 +50,12 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
         values = super()._load_params(documents)
         module = self.getOrDefault("model")
         if model is not None:
-            module = values["model"] = load_module(model)
-        if optimizer is not None and module is not None:
+            is_module = zipfile.is_zipfile(io.BytesIO(model))
+            module = values["model"] = (load_module if is_module else cloudpickle.loads)(model)
+        if optimizer is not None and isinstance(module, torch.nn.Module):
             values["optimizer"] = load_optimizer(optimizer, module)
+        elif optimizer is not None and module is not None:
+            values["optimizer"] = cloudpickle.loads(optimizer)
         return values
 
 

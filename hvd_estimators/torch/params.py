@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from hvd_estimators._util.to_python import to_python
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.fitting.building import build, is_function
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import functions, number, objects, one_of, param, shapes
 from hvd_estimators.torch.callbacks import check_callback
@@ -156,6 +159,8 @@ class TorchParams(TorchFiles, HorovodEstimator):
         convert=one_of(*COLLECTIVES),
     )
 
+    _model_class = torch.nn.Module
+
     # If set, metrics are named "group_0_label", as in horovod.spark.
     _upstream_names = False
 
@@ -176,6 +181,20 @@ class TorchParams(TorchFiles, HorovodEstimator):
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful"),
         "lr_scheduler",
     )
+
+    def _with_objects(self) -> Self:
+        estimator = super()._with_objects()
+        model, optimizer = map(estimator.getOrDefault, ("model", "optimizer"))
+        if isinstance(model, torch.nn.Module) and is_function(optimizer):
+            built = build("optimizer", optimizer, torch.optim.Optimizer, model.parameters())
+            return estimator.copy({"optimizer": built})
+        return estimator
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
 
     def _check_params(self) -> None:
         super()._check_params()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from backends import InProcessBackend
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ParamError
@@ -93,3 +95,53 @@ def test_runs_recognize_the_same_rows_and_reject_others(spark: Any, store: Any) 
     for given, params in ((other, {}), (frame, {"validation": 0.5})):
         with pytest.raises(ParamError, match=r"run_id: .*'mine'.*data: content of the rows"):
             make_estimator(store, run_id="mine", **params).fit(given)
+
+
+def test_a_search_over_the_size_of_the_network_and_the_rate(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    """Grid over a function's arguments; every candidate equals a fit of objects."""
+    frame = spark.range(20).select((F.col("id") / 20).alias("x"), (F.col("id") / 7).alias("y"))
+    frame = frame.coalesce(1)
+    sizes, rates = [2, 5], [0.1, 0.2]
+
+    def network(hidden: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(1, hidden), torch.nn.Linear(hidden, 1))
+
+    given = make_estimator(
+        store,
+        model=network,
+        model_args={"hidden": 1},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    )
+    given.save(str(tmp_path / "estimator"))
+    estimator = TorchEstimator.load(str(tmp_path / "estimator"))
+    estimator.setParams(backend=InProcessBackend())
+    grid = (
+        ParamGridBuilder()
+        .addGrid(estimator.model_args, [{"hidden": hidden} for hidden in sizes])
+        .addGrid(estimator.learning_rate, rates)
+        .build()
+    )
+    validator = TrainValidationSplit(
+        estimator=estimator,
+        estimatorParamMaps=grid,
+        evaluator=RegressionEvaluator(labelCol="y", predictionCol="y__output"),
+        seed=1,
+        collectSubModels=True,
+    )
+    fitted = validator.fit(frame)
+    best = int(np.argmin(fitted.validationMetrics))
+
+    for candidate, (hidden, rate) in enumerate(itertools.product(sizes, rates)):
+        torch.manual_seed(1)  # the estimator's random_seed
+        net = network(hidden)
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        expected = make_estimator(store, model=net, optimizer=optimizer).fit(frame)
+        found = fitted.subModels[candidate].getModel()
+        assert found[0].out_features == hidden
+        if candidate == best:
+            found = fitted.bestModel.getModel()
+            for a, b in zip(found.parameters(), expected.getModel().parameters(), strict=True):
+                assert torch.equal(a, b)
+    assert len(set(fitted.validationMetrics)) == 4

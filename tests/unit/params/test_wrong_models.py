@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,34 @@ def other_optimizer() -> Any:
 
 
 TORCH = {
-    "a class": torch_row("model", r"expected a torch\.nn\.Module", model=torch.nn.Linear),
+    "a number": torch_row("model", r"expected a torch\.nn\.Module", model=5),
+    "a class": torch_row("model", r"Linear\(\) failed \(TypeError", model=torch.nn.Linear),
+    "a function": torch_row(
+        "model",
+        r"torch Module, or a function that returns one\. dict\(\) returned {'a': 1}",
+        model=dict,
+        model_args={"a": 1},
+    ),
+    "a function's arguments": torch_row(
+        "model", r"Two\(\) failed with depth=3 \(TypeError", model=Two, model_args={"depth": 3}
+    ),
+    "arguments of an object": torch_row(
+        "model_args", "Set a function or class", model_args={"depth": 3}
+    ),
+    "arguments: no dict": torch_row("model_args", "expected a dict", model_args=[1]),
     "two outputs": torch_row("label_cols", "Set one label", ShapeError, model=Two()),
     "no rows": torch_row("output", "must count the rows", ShapeError, model=Number()),
     "a lock": torch_row("model", "Make what cannot be sent", model=Locked()),
     "too wide": torch_row(
         "feature_cols", "Set feature_cols in the", ShapeError, model=torch.nn.Linear(3, 1)
     ),
-    "optimizer: class": torch_row("optimizer", "expected a torch", optimizer=torch.optim.SGD),
+    "optimizer: a number": torch_row("optimizer", "expected a torch", optimizer=5),
+    "optimizer: a function": torch_row(
+        "optimizer", r"list\(\) returned \[Parameter", optimizer=list
+    ),
+    "optimizer: fails": torch_row(
+        "optimizer", r"failed \(ValueError: Invalid", optimizer=partial(torch.optim.SGD, lr=-1)
+    ),
     "optimizer: other's": torch_row(
         "optimizer", r"Create the optimizer from model\.parameters", optimizer=other_optimizer()
     ),
@@ -207,7 +228,8 @@ def dense(width: int) -> Any:
 
 
 KERAS = {
-    "a class": keras_row("model", r"expected a keras\.Model", model=keras.Model),
+    "a class": keras_row("model", r"Dense\(\) failed \(TypeError", model=keras.layers.Dense),
+    "a function": keras_row("model", r"keras Model, or a function", model=list),
     "torch's": keras_row("model", r"expected a keras\.Model", model=torch.nn.Linear(1, 1)),
     "a lock": keras_row("model", "Leave out of attributes", model=Locking()),
     "not built": keras_row("model", "Call it on a few rows", model=Unbuilt(), dry_run=False),
