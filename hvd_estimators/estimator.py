@@ -149,14 +149,13 @@ class HorovodEstimator(EstimatorHooks):
         return files
 
     def _fit_on_files(self, files: ParquetFiles) -> HorovodModel:
-        backend = self._ready_backend()
-        unused = self._get_store().get_val_data_path()
-        is_default = files.train == (self._get_store().get_train_data_path(),)
-        if is_default and not files.validation and self._get_store().exists(unused):
+        backend, store = self._ready_backend(), self._get_store()
+        is_default = files.train == (store.get_train_data_path(),)
+        if is_default and not files.validation and store.exists(store.get_val_data_path()):
             logger.warning(
                 "validation is not set: the files in %s are not used. Set it, to True for "
                 "example, to validate on them.",
-                unused,
+                store.get_val_data_path(),
             )
         with self._naming_params():
             manifest = read_manifest(

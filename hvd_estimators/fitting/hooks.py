@@ -37,8 +37,8 @@ class EstimatorHooks(
     the ranks' configuration.
     """
 
-    _model_class: ClassVar[type]
-    """Class of the models that the framework trains."""
+    _model_class: ClassVar[type | None] = None
+    """Class of the models that functions build; None if ``model`` cannot be such a function."""
 
     _state_reader: ClassVar[str] = "hvd_estimators.load_checkpoint(store, which=path)"
     """Expression that reads a trained state, for messages."""
@@ -90,7 +90,7 @@ class EstimatorHooks(
             If the function fails or does not return a model, or if ``model_args`` have no function.
         """
         model, arguments = self.getOrDefault("model"), self.getOrDefault("model_args")
-        if is_function(model):
+        if self._model_class is not None and is_function(model):
             seed = self.getOrDefault("random_seed")
             with contextlib.nullcontext() if seed is None else self._seeded(seed):
                 built = build("model", model, self._model_class, **arguments)
