@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from hvd_estimators.prepare.schema import (
     require_frame,
 )
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
+from hvd_estimators.summary import TrainingSummary, find_best_epoch
 from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
 
@@ -300,6 +302,7 @@ class HorovodEstimator(EstimatorHooks):
                 run.confirm()
             if run.checkpoints:
                 handover.delete_others()
+            started = time.monotonic()
             with ending_by_sigterm(), self._record(run, spec) as record, run.without_orphans():
                 with (
                     handover.describing_saved_state(trained=False),
@@ -314,11 +317,31 @@ class HorovodEstimator(EstimatorHooks):
                         **self._rank_environment(),
                     }
                     results = restarts.launch(backend, lambda on: launch(on, env, handler))
+                seconds = time.monotonic() - started
                 with handover.describing_saved_state(trained=True):
                     run_results = RunResults(handover.read(results), launch.spec)
                     model = self._wrap(run_results, trial)
+                    model._summary = self._summary(run_results, seconds, len(restarts.failures))
                     record.complete(run_results.history, model, run_results[0].stopped)
                     return model
+
+    def _summary(self, results: RunResults, seconds: float, restarts: int) -> TrainingSummary:
+        """Return the summary of a fit, see `TrainingSummary`."""
+        data, val_plan = results.spec.data, results.spec.data.val_plan
+        shards = range(data.num_shards)
+        return TrainingSummary(
+            run_id=results.spec.run.run_id,
+            metrics=tuple(row for record in results.history for row in record.rows()),
+            best_epoch=find_best_epoch(
+                results.history, self._monitor(), self.getOrDefault("checkpoint_mode")
+            ),
+            rows=sum(data.train_plan.rows(shard) for shard in shards),
+            validation_rows=0 if val_plan is None else sum(map(val_plan.rows, shards)),
+            num_ranks=data.num_ranks,
+            seconds=seconds,
+            restarts=restarts,
+            stopped=results[0].stopped,
+        )
 
     def _record(self, run: Run, spec: TrainSpec) -> RunRecord:
         """Create the record of this fit, which is updated while the ranks train."""

@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.exceptions import ColumnError, ParamError, ResultsError
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
 from hvd_estimators.inference.errors import naming_transformation
@@ -46,6 +46,7 @@ from hvd_estimators.prepare.schema import (
     require_frame,
 )
 from hvd_estimators.saving.save import FileReadable, FileWritable
+from hvd_estimators.summary import TrainingSummary
 
 __all__ = ["HorovodModel", "Predictor"]
 
@@ -93,7 +94,29 @@ class HorovodModel(
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self._shared = SharedBytes()
+        self._summary: TrainingSummary | None = None
         self.setParams(**kwargs)
+
+    @property
+    def hasSummary(self) -> bool:
+        """True for a model that `fit` returned, which has a `summary`; False for a loaded one."""
+        return self._summary is not None
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """Summary of the fit, as in Spark ML: metrics, duration, rows and restarts.
+
+        Raises
+        ------
+        ResultsError
+            If there is none, because the model was loaded or created without training.
+        """
+        if self._summary is None:
+            raise ResultsError(
+                f"summary: this {type(self).__name__} has none, because fit() did not return it. "
+                "history_frame() returns the metrics of a loaded model."
+            )
+        return self._summary
 
     def _get_metadata(self) -> dict[str, Any] | None:
         """Return ``_metadata``, as the models of ``horovod.spark`` do."""

@@ -155,6 +155,14 @@ def test_early_stopping_ends_all_ranks_and_restores_the_best_weights(
     assert len(losses) == 3
     assert_equal_bits(stopped.getModel().state_dict(), one.getModel().state_dict())
     assert stopping.best is None  # the ranks have copies
+    summary = stopped.summary
+    assert (summary.run_id, summary.best_epoch, summary.stopped) == ("stopped", 0, True)
+    assert (summary.rows, summary.validation_rows, summary.num_ranks) == (ROWS, 30, 2)
+    assert summary.totalIterations == 3
+    assert summary.values("loss", "validation") == losses
+    assert summary.objectiveHistory == [epoch["train"]["loss"] for epoch in stopped.getHistory()]
+    assert 0 < summary.seconds < 300
+    assert summary.restarts == 0
 
     # A large min_delta counts no epoch after the first; the last weights stay.
     kept = run("kept", 9, EarlyStopping("loss", patience=3, min_delta=1e6, mode="min"))

@@ -111,7 +111,9 @@ def test_a_kill_in_validation_repeats_steps_since_the_last_checkpoint(
         backend = KillingBackend(tmp_path / name, *([chosen] if chosen else []))
         params = {"store": store, "run_id": name, "backend": backend, "max_restarts": 1}
         estimator = make_estimator(framework, checkpoint_every_n_steps=EVERY, **params)
-        found[name] = end_of(framework, estimator.fit_on_parquet())
+        model = estimator.fit_on_parquet()
+        found[name] = end_of(framework, model)
+        assert model.summary.restarts == (name == "killed")
     assert was_killed(tmp_path / "killed")
     assert_equal_bits(found["killed"], found["whole"])
     whole, killed = (sum(events_of(tmp_path / name, "step")) for name in found)

@@ -1,0 +1,99 @@
+"""Summary of a fit, as ``model.summary`` returns it. Runs on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.training.monitoring import measured, mode_of, monitored
+from hvd_estimators.training.spec import EpochMetrics, HistoryRow
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """Metrics by epoch, duration, rows and restarts of a fit.
+
+    A resumed run's metrics include the epochs of its earlier fits; duration and restarts are those
+    of this fit.
+
+    Attributes
+    ----------
+    run_id : str
+        The run.
+    metrics : tuple of HistoryRow
+        Tuples of epoch (from 0), stage (``"train"`` or ``"validation"``), name and value.
+        ``model.history_frame()`` returns them as a DataFrame.
+    best_epoch : int or None
+        Epoch with the best value of the monitored metric; None if that was not measured, or if its
+        name does not show whether lower or higher values are better.
+    rows, validation_rows : int
+        Number of training and validation rows.
+    num_ranks : int
+        Number of ranks at the end.
+    seconds : float
+        Duration of the training, from the launch of the ranks to their results, in seconds.
+        Preparation of data is not included.
+    restarts : int
+        Number of times that the ranks were launched again.
+    stopped : bool
+        Whether a callback ended the training.
+    """
+
+    run_id: str
+    metrics: tuple[HistoryRow, ...]
+    best_epoch: int | None
+    rows: int
+    validation_rows: int
+    num_ranks: int
+    seconds: float
+    restarts: int
+    stopped: bool
+
+    @property
+    def totalIterations(self) -> int:
+        """Number of epochs of the run, under the name that Spark ML uses."""
+        return len({epoch for epoch, *_ in self.metrics})
+
+    @property
+    def objectiveHistory(self) -> list[float]:
+        """Training loss of each epoch, under the name that Spark ML uses."""
+        return self.values("loss")
+
+    def values(self, name: str, stage: str = "train") -> list[float]:
+        """Return a metric's values by epoch.
+
+        Parameters
+        ----------
+        name : str
+            Name of the metric.
+        stage : {"train", "validation"}
+            Stage that measured it.
+        """
+        return [value for _, of_stage, of, value in self.metrics if (of_stage, of) == (stage, name)]
+
+
+def find_best_epoch(history: Sequence[EpochMetrics], monitor: str | None, mode: str) -> int | None:
+    """Return the epoch with the best value of a metric, or None if it cannot be determined.
+
+    Parameters
+    ----------
+    history : sequence of EpochMetrics
+        The epochs.
+    monitor : str or None
+        The metric, see `monitored`.
+    mode : {"auto", "min", "max"}
+        Which values are better, see `mode_of`.
+    """
+    values = {record.epoch: measured(record) for record in history}
+    name = next((monitored(monitor, found) for found in values.values()), None)
+    found = {epoch: of[name] for epoch, of in values.items() if name in of} if name else {}
+    # NaN is never the best.
+    found = {epoch: value for epoch, value in found.items() if value == value}
+    if not found or name is None:
+        return None
+    try:
+        sign = 1 if mode_of(name, mode) == "min" else -1
+    except ParamError:
+        return None
+    return min(found, key=lambda epoch: sign * found[epoch])

@@ -1,0 +1,53 @@
+"""Summary of a fit: its best epoch, and models without one."""
+
+import math
+
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ResultsError
+from hvd_estimators.summary import find_best_epoch
+from hvd_estimators.torch import TorchModel
+from hvd_estimators.training.spec import EpochMetrics
+
+
+def history(**values):
+    """Return epochs with these training and validation metrics, given as lists."""
+    names = {name: name.removeprefix("val_") for name in values}
+    return [
+        EpochMetrics(
+            epoch,
+            {names[n]: v[epoch] for n, v in values.items() if not n.startswith("val_")},
+            {names[n]: v[epoch] for n, v in values.items() if n.startswith("val_")} or None,
+        )
+        for epoch in range(len(next(iter(values.values()))))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "monitor", "mode", "expected"),
+    [
+        ({"loss": [3.0, 1.0, 2.0]}, None, "auto", 1),
+        ({"loss": [3.0, 1.0, 2.0], "val_loss": [1.0, 2.0, 0.5]}, None, "auto", 2),
+        ({"loss": [1.0, 2.0], "val_accuracy": [0.1, 0.7]}, "val_accuracy", "auto", 1),
+        ({"loss": [1.0, 2.0], "val_accuracy": [0.1, 0.7]}, "accuracy", "min", 0),
+        ({"loss": [1.0, 1.0]}, None, "auto", 0),
+        ({"loss": [math.nan, 4.0]}, None, "auto", 1),
+        ({"loss": [math.nan, math.nan]}, None, "auto", None),
+        ({"loss": [1.0, 2.0], "distance": [1.0, 2.0]}, "distance", "auto", None),
+        ({"loss": [1.0, 2.0]}, "recall", "auto", None),
+    ],
+)
+def test_best_epoch(values, monitor, mode, expected):
+    assert find_best_epoch(history(**values), monitor, mode) == expected
+
+
+def test_no_epochs_have_no_best():
+    assert find_best_epoch([], None, "auto") is None
+
+
+def test_a_model_that_was_not_trained_here_has_no_summary():
+    model = TorchModel(model=torch.nn.Linear(1, 1))
+    assert not model.hasSummary
+    with pytest.raises(ResultsError, match=r"^summary: this TorchModel has none.*history_frame"):
+        _ = model.summary
