@@ -31,7 +31,8 @@ from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm,
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
 from hvd_estimators.launch.backend import Backend, as_backend
-from hvd_estimators.launch.cluster.jobs import jobs_on
+from hvd_estimators.launch.cluster.connect import current_cluster
+from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.model import HorovodModel
@@ -200,7 +201,10 @@ class HorovodEstimator(EstimatorHooks):
                 trial = self._try_frame(dataset)
                 num_shards = self._shards_of_named_run(backend.num_processes())
                 prepared = self._prepare(dataset, num_shards)
-                dataset_idx = stack.enter_context(prepared)
+                run_id = self.getOrDefault("run_id")
+                written = "Write training data" + (f" of run {run_id}" if run_id else "")
+                with describing(written), spark_job(current_cluster()):
+                    dataset_idx = stack.enter_context(prepared)
             manifest = load_manifest(self._get_store(), dataset_idx)
             return self._train(manifest, backend, trial)
 
@@ -262,8 +266,10 @@ class HorovodEstimator(EstimatorHooks):
             )
 
     def _check_monitored(self, has_validation: bool) -> None:
-        """Check that training measures the monitored metric, if the metric names are known."""
-        self._check_monitor(self._metric_names(), has_validation or self._validates_itself())
+        """Check that training measures the monitored metrics, if the metric names are known."""
+        names, validates = self._metric_names(), has_validation or self._validates_itself()
+        for what, monitor in self._monitors():
+            self._check_measured(what, monitor, names, validates)
 
     def _check_resumable(self, run: Run, trial: Trial) -> None:
         """Check that the ranks can resume from one of the run's checkpoints."""
@@ -328,15 +334,14 @@ class HorovodEstimator(EstimatorHooks):
     def _summary(self, results: RunResults, seconds: float, restarts: int) -> TrainingSummary:
         """Return the summary of a fit, see `TrainingSummary`."""
         data, val_plan = results.spec.data, results.spec.data.val_plan
-        shards = range(data.num_shards)
         return TrainingSummary(
             run_id=results.spec.run.run_id,
             metrics=tuple(row for record in results.history for row in record.rows()),
             best_epoch=find_best_epoch(
                 results.history, self._monitor(), self.getOrDefault("checkpoint_mode")
             ),
-            rows=sum(data.train_plan.rows(shard) for shard in shards),
-            validation_rows=0 if val_plan is None else sum(map(val_plan.rows, shards)),
+            rows=data.train_plan.total_rows,
+            validation_rows=0 if val_plan is None else val_plan.total_rows,
             num_ranks=data.num_ranks,
             seconds=seconds,
             restarts=restarts,

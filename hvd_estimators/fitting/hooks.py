@@ -175,6 +175,10 @@ class EstimatorHooks(
         """Return the names of the training metrics, or None if only the ranks know them."""
         return None
 
+    def _monitors(self) -> list[tuple[str, str | None]]:
+        """Return what monitors a metric, for messages, and the metric or None for a default."""
+        return [("checkpoint_monitor", self._monitor())]
+
     def _learning_rates(self, trial: Trial) -> list[float]:
         """Return the initial learning rates of one rank, as far as the driver knows them."""
         rate = self.getOrDefault("learning_rate")

@@ -29,6 +29,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting.record import now
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.cluster.jobs import describing
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, PATIENCE_VARIABLE
 from hvd_estimators.launch.relaunch import await_relaunch_slots, final_error, summary
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
@@ -108,7 +109,11 @@ class Launch:
             self._call = self._handover.put(self._train, self.spec)
         call = replace(self._call, fence=self._run.fencing_token(self._number))
         self._number += 1
-        return backend.run(train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler)
+        run_id, rows = self.spec.run.run_id, self.spec.data.train_plan.total_rows
+        with describing(f"Train run {run_id} on {num_ranks} ranks: {rows:,} rows"):
+            return backend.run(
+                train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler
+            )
 
 
 def warming_up(

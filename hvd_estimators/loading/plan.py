@@ -96,6 +96,11 @@ class ShardPlan:
         """Return the number of rows of a shard."""
         return sum(row_range.rows for row_range in self.shards[shard])
 
+    @property
+    def total_rows(self) -> int:
+        """Number of rows of all shards."""
+        return sum(map(self.rows, range(self.num_shards)))
+
     def steps(self, batch_size: int) -> int:
         """Return the number of steps in one pass, which is the same for all shards."""
         return -(-max(map(self.rows, range(self.num_shards))) // batch_size)

@@ -386,10 +386,6 @@ class CheckpointParams(DeclaredParams):
         if monitor is not None:
             mode_of(monitor, self.getOrDefault("checkpoint_mode"))
 
-    def _check_monitor(self, names: Sequence[str] | None, has_validation: bool) -> None:
-        """Check that the metric of ``checkpoint_monitor`` is measured; see `_check_measured`."""
-        self._check_measured("checkpoint_monitor", self._monitor(), names, has_validation)
-
     def _check_measured(
         self, param: str, monitor: str | None, names: Sequence[str] | None, has_validation: bool
     ) -> None:

@@ -91,13 +91,9 @@ class TorchEstimator(TorchParams):
         groups = getattr(self.getOrDefault("optimizer"), "param_groups", ())
         return super()._learning_rates(trial) or [float(group["lr"]) for group in groups]
 
-    def _check_monitored(self, has_validation: bool) -> None:
-        super()._check_monitored(has_validation)
-        for callback in self.getOrDefault("callbacks"):
-            if isinstance(callback, EarlyStopping):
-                self._check_measured(
-                    MONITOR, callback.monitor, self._metric_names(), has_validation
-                )
+    def _monitors(self) -> list[tuple[str, str | None]]:
+        stopping = [c for c in self.getOrDefault("callbacks") if isinstance(c, EarlyStopping)]
+        return [*super()._monitors(), *((MONITOR, callback.monitor) for callback in stopping)]
 
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault

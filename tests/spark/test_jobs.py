@@ -50,6 +50,46 @@ def my_jobs(spark: Any) -> Iterator[Callable[[], dict[str, str | None]]]:
         context.setLocalProperty(name, value)
 
 
+def descriptions(spark: Any, group: str) -> list[str]:
+    """Return what Spark's UI shows for the jobs of a group, oldest first."""
+    context = spark.sparkContext
+    context._jsc.sc().listenerBus().waitUntilEmpty()
+    jobs = sorted(context.statusTracker().getJobIdsForGroup(group))
+    return [context._jsc.sc().statusStore().job(job).description().get() for job in jobs]
+
+
+def test_jobs_say_what_they_do(spark: Any, store: Any) -> None:
+    frame = spark.range(50).select((F.col("id") / 7).alias("x"), (F.col("id") / 3).alias("y"))
+    net = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[1]],
+        run_id="told",
+        verbose=0,
+    )
+    context = spark.sparkContext
+    context.setLocalProperty("spark.jobGroup.id", "told")
+    try:
+        estimator.fit(frame)
+        found = list(dict.fromkeys(descriptions(spark, "told")))
+        found = [text for text in found if text != "Imports for ranks"]
+        assert found == ["Write training data of run told", "Train run told on 2 ranks: 50 rows"]
+        # The user's own description stays.
+        context.setLocalProperty("spark.jobGroup.id", "mine too")
+        context.setLocalProperty("spark.job.description", "my jobs")
+        estimator.copy({"run_id": "other"}).fit(frame)
+        assert set(descriptions(spark, "mine too")) == {"my jobs"}
+    finally:
+        for name in ("spark.jobGroup.id", "spark.job.description"):
+            context.setLocalProperty(name, None)
+
+
 def wait_until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 60
     while not condition():

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators._util.spark_session import using_session
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
 
 _TAG = "hvd_estimators"
 
+_purpose: ContextVar[str | None] = ContextVar("purpose", default=None)
+
+
+@contextlib.contextmanager
+def describing(purpose: str) -> Iterator[None]:
+    """Show a purpose in Spark's UI for the jobs that this thread starts in the block.
+
+    It replaces the descriptions of this package's code, and not one that the user has set.
+    """
+    token = _purpose.set(purpose)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
+
 
 @contextlib.contextmanager
 def spark_job(
@@ -43,7 +59,7 @@ def spark_job(
     cluster : Cluster
         The application that runs the jobs.
     description : str, optional
-        Shown by Spark unless the thread has set one.
+        Shown by Spark unless the thread has set one, or is in a block of `describing`.
     ranks : bool
         Whether the tasks only run ranks. Cancelled tasks are then interrupted, and any other
         failure that Spark raises becomes a typed error, too.
@@ -66,7 +82,7 @@ def spark_job(
     """
     tag = f"{_TAG}-{uuid.uuid4().hex}"
     try:
-        with cluster.tagged([_TAG, tag], description, ranks):
+        with cluster.tagged([_TAG, tag], _purpose.get() or description, ranks):
             yield tag
     except BaseException as error:
         # The application may have been stopped.
@@ -121,7 +137,7 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             waited, last = waited + (0 if is_waiting else now - last), now
 
     try:
-        named = spark_job(cluster, f"Horovod on {num_proc} ranks", ranks=True)
+        named = spark_job(cluster, f"Run on {num_proc} ranks", ranks=True)
         with cluster.accepting_barrier_jobs(), named as tag:
             watcher = threading.Thread(target=cancel_late_start, args=(tag,), daemon=True)
             watcher.start()
