@@ -176,7 +176,7 @@ class EstimatorHooks(
         return None
 
     def _monitors(self) -> list[tuple[str, str | None]]:
-        """Return what monitors a metric, for messages, and the metric or None for a default."""
+        """Return pairs of a setting, for messages, and its metric or None for a default one."""
         return [("checkpoint_monitor", self._monitor())]
 
     def _learning_rates(self, trial: Trial) -> list[float]:
