@@ -109,7 +109,7 @@ class Launch:
             self._call = self._handover.put(self._train, self.spec)
         call = replace(self._call, fence=self._run.fencing_token(self._number))
         self._number += 1
-        run_id, rows = self.spec.run.run_id, self.spec.data.train_plan.total_rows
+        run_id, rows = self._run.paths.run_id, self.spec.data.train_plan.total_rows
         with describing(f"Train run {run_id} on {num_ranks} ranks: {rows:,} rows"):
             return backend.run(
                 train_stored, args=(call,), kwargs={}, env=dict(env), on_event=handler

@@ -238,7 +238,8 @@ def dump_param(instance: Any, name: str, value: Any) -> bytes:
     except Exception as error:
         raise ParamError(
             f"{name}: found a {type(value).__name__}, which cannot be saved "
-            f"({type(error).__name__}: {error}). Clear it before saving, and set it after loading."
+            f"({type(error).__name__}: {error}). Clear it before saving, and set it after loading. "
+            f"{instance._kept_elsewhere()}".rstrip()
         ) from error
     return document
 

@@ -15,6 +15,7 @@ from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.restarts import Launch
 from hvd_estimators.fitting.run import Run
+from hvd_estimators.loading.plan import ShardPlan
 from hvd_estimators.store import FilesystemStore, leases
 from hvd_estimators.store.leases import FencingToken, LeaseRecord, lease_path, read_lease_record
 from hvd_estimators.training.call_transfer import StoredCall
@@ -141,6 +142,7 @@ def test_each_launch_has_a_number(store: Any) -> None:
 
     class Data:
         num_ranks = 2
+        train_plan = ShardPlan(((), ()))
 
     class Spec:
         data = Data()
