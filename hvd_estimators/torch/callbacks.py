@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.training.monitoring import measured, mode_of, monitored
+from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
 from hvd_estimators.training.spec import EpochMetrics
 
 MONITOR = "monitor of EarlyStopping"
@@ -100,12 +100,9 @@ class EarlyStopping:
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Compare the epoch with the best one; raise StopIteration to end training."""
         values = measured(EpochMetrics(epoch, logs["train"], logs.get("validation")))
+        check_monitor(self.monitor or "loss", values, MONITOR)
         name = monitored(self.monitor, values)
-        if name is None:
-            raise ParamError(
-                f"{MONITOR}: found {self.monitor!r}, which is not measured. Set one "
-                f"of {', '.join(map(repr, sorted(values)))}."
-            )
+        assert name is not None
         if self._improves(values[name], mode_of(name, self.mode, "mode")):
             self.best, self.best_epoch = values[name], epoch
             if self.restore_best and self._module is not None:

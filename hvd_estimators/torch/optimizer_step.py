@@ -88,13 +88,12 @@ class OptimizerStep:
     def step(self) -> None:
         """Clip the gradients, change the parameters, and reset the gradients."""
         options = self._options
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if options.gradient_clip_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, options.gradient_clip_value)
+            torch.nn.utils.clip_grad_value_(self._parameters(), options.gradient_clip_value)
         if options.gradient_clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, options.gradient_clip_norm)
+            torch.nn.utils.clip_grad_norm_(self._parameters(), options.gradient_clip_norm)
         if self._scaler is None:
             self._optimizer.step()
         else:
@@ -103,6 +102,9 @@ class OptimizerStep:
         self._optimizer.zero_grad()
         if self._scheduler is not None and options.lr_scheduler_interval == "step":
             self._scheduler.step()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def epoch_ended(self, record: EpochMetrics) -> None:
         """Step a scheduler of epochs. ``ReduceLROnPlateau`` gets ``val_loss``, or else ``loss``."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from preparing import make_estimator
 from pyspark import InheritableThread
 from pyspark.sql import functions as F
 
@@ -60,19 +61,7 @@ def descriptions(spark: Any, group: str) -> list[str]:
 
 def test_jobs_say_what_they_do(spark: Any, store: Any) -> None:
     frame = spark.range(50).select((F.col("id") / 7).alias("x"), (F.col("id") / 3).alias("y"))
-    net = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        input_shapes=[[1]],
-        run_id="told",
-        verbose=0,
-    )
+    estimator = make_estimator(store, num_proc=2, run_id="told")
     context = spark.sparkContext
     context.setLocalProperty("spark.jobGroup.id", "told")
     try:
