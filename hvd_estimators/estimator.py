@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from pyspark.sql import DataFrame
+from pyspark.sql import types as T
 
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.discovery import read_manifest
@@ -30,12 +31,13 @@ from hvd_estimators.fitting.record import RunRecord, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
+from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.loading.readers import PlannedDataModule
-from hvd_estimators.model import HorovodModel
+from hvd_estimators.model import PREDICTION, HorovodModel
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.prepare.datasets import column_metadata, load_manifest, pin
 from hvd_estimators.prepare.schema import (
@@ -186,10 +188,13 @@ class HorovodEstimator(EstimatorHooks):
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the DataFrame as Parquet, train on it, and return the model."""
         with self._naming_as_set():
+            require_frame("dataset", dataset)
             return self._with_objects()._fit_frame(dataset)
 
     def _fit_frame(self, dataset: DataFrame) -> HorovodModel:
-        require_frame("dataset", dataset)
+        return self._with_class_labels(_numbers_in(dataset))._fit_rows(dataset)
+
+    def _fit_rows(self, dataset: DataFrame) -> HorovodModel:
         backend = self._ready_backend()
         self._check_monitored(self.getOrDefault("validation") is not None)
         with self._naming_params():
@@ -215,6 +220,12 @@ class HorovodEstimator(EstimatorHooks):
 
         ``trial`` is the result of a dry run on the DataFrame, if there was one.
         """
+        numbers = [column.name for column in manifest.columns if column.kind == "scalar"]
+        return self._with_class_labels(numbers)._train_on(manifest, backend, trial)
+
+    def _train_on(
+        self, manifest: DatasetManifest, backend: Backend, trial: Trial | None
+    ) -> HorovodModel:
         self._check_weights(manifest)
         with self._naming_params():
             tried = self._try_rows(manifest) if trial is None else trial
@@ -363,7 +374,19 @@ class HorovodEstimator(EstimatorHooks):
             shapes = results[0].output_shapes
         if shapes is not None and not model.isSet("output_shapes"):
             model._set(output_shapes=[list(shape) for shape in shapes])
+        self._set_prediction(model)
         return model
+
+    def _set_prediction(self, model: HorovodModel) -> None:
+        """Let a model add the column ``prediction`` by default, if it predicts one label."""
+        shapes, labels = model.getOrDefault("output_shapes"), self.getOrDefault("label_cols")
+        if self._upstream_names or not shapes or len(shapes) != 1 or len(labels) != 1:
+            return
+        shape = tuple(shapes[0])
+        kind = self._outputs_are(shape)
+        if kind is None or len(shape) > 1 or (kind == "values" and not is_scalar(shape)):
+            return
+        model._setDefault(outputs_are=kind, predictionCol=PREDICTION)
 
     def _ready_backend(self) -> Backend:
         """Run all checks that need no data, and return the backend."""
@@ -449,6 +472,12 @@ class HorovodEstimator(EstimatorHooks):
 
     def _try(self, columns: Columns) -> Trial:
         return try_batches(self._dry_run, columns, self.getOrDefault("batch_size"))
+
+
+def _numbers_in(dataset: DataFrame) -> list[str]:
+    """Return the columns with one number per row."""
+    numbers = (T.NumericType, T.BooleanType)
+    return [field.name for field in dataset.schema if isinstance(field.dataType, numbers)]
 
 
 def _first_rows(dataset: DataFrame, specs: Sequence[ColumnSpec]) -> Columns | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import functools
+import logging
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ColumnError, ParamError, ResultsError
@@ -48,7 +50,12 @@ from hvd_estimators.prepare.schema import (
 from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.summary import TrainingSummary
 
-__all__ = ["HorovodModel", "Predictor"]
+__all__ = ["PREDICTION", "HorovodModel", "Predictor"]
+
+PREDICTION = "prediction"
+"""Name of the prediction column that Spark ML's evaluators read by default."""
+
+logger = logging.getLogger(__name__)
 
 
 class HorovodModel(
@@ -199,6 +206,8 @@ class HorovodModel(
         session = active_session()
         if name is not None:
             checked_name(session, name)
+        if self.getOrDefault("predictionCol") and not self.isSet("predictionCol"):
+            return self._without_default_prediction().as_udf(name)
         inference = self._inference(None)
         is_text = self._takes_text()
         udf = make_udf(
@@ -213,8 +222,26 @@ class HorovodModel(
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns lazily: prediction runs when the result is used."""
         require_frame("dataset", dataset)
+        model = self
+        if not self.isSet("predictionCol") and self.getOrDefault("predictionCol"):
+            model = self._with_free_prediction(dataset)
         with naming_transformation(self.getOrDefault):
-            return self._transformed(dataset)
+            return model._transformed(dataset)
+
+    def _with_free_prediction(self, dataset: DataFrame) -> Self:
+        """Return this model, or a copy without its default column if the DataFrame has that."""
+        name = self.getOrDefault("predictionCol")
+        if not clashing(dataset, name, dataset.columns):
+            return self
+        logger.warning(
+            "predictionCol: the DataFrame has a column %r already, so transform() adds none. Set "
+            "predictionCol to another name to add this model's, or to '' to leave it out.",
+            name,
+        )
+        return self._without_default_prediction()
+
+    def _without_default_prediction(self) -> Self:
+        return self if self.isSet("predictionCol") else self.copy({"predictionCol": ""})
 
     def _transformed(self, dataset: DataFrame) -> DataFrame:
         features = self.getOrDefault("feature_columns")
@@ -259,7 +286,19 @@ class HorovodModel(
                 # array_to_vector accepts no nulls.
                 column = F.when(column.isNotNull(), array_to_vector(column))
             columns[output.column] = column
+        if self._copies_output(inference.shapes):
+            columns[self.getOrDefault("predictionCol")] = columns[outputs[0].column]
         return with_made.withColumns(columns).drop(made)
+
+    def _copies_output(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether the only column for classes equals the output, a double per row."""
+        is_double = len(shapes) == 1 and is_scalar(tuple(shapes[0]))
+        return (
+            is_double
+            and self._outputs_are(shapes[0]) == "values"
+            and self._class_columns().keys() == {"prediction"}
+            and self.getOrDefault("output_types") is None
+        )
 
     def _udf_outputs(self, inference: BatchPredictor, *, in_sql: bool = False) -> list[Output]:
         """Return the fields of the UDF's result: the outputs, and a classifier's columns.
@@ -270,7 +309,7 @@ class HorovodModel(
         kinds = output_types(self.getOrDefault("output_types"), names, inference.shapes)
         types = [
             *zip(names, kinds, strict=True),
-            *((n, None) for n in self._class_columns().values()),
+            *((n, None) for n in self._class_columns().values() if inference.scores is not None),
         ]
         outputs = []
         for (field, shape), (name, kind) in zip(inference.fields.items(), types, strict=True):
@@ -290,6 +329,7 @@ class HorovodModel(
                 f"{outputs}. Set outputs to the positions or names of those that are wanted, such "
                 "as [0], or a name for each output in outputCols."
             )
+        copies_output = dataset is not None and self._copies_output(shapes)
         inference = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
         handles = self.getOrDefault("handleInvalid")
         return replace(
@@ -298,7 +338,7 @@ class HorovodModel(
             keeps_nulls=handles == "keep" or (dataset is None and handles == "skip"),
             shapes=tuple(map(tuple, shapes)),
             batch_rows=self.getOrDefault("inference_batch_size"),
-            scores=self._class_scores(shapes),
+            scores=None if copies_output else self._class_scores(shapes),
         )
 
     def _applied(self, dataset: DataFrame | None, features: list[str]) -> BatchPredictor:

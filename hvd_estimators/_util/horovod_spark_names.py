@@ -20,7 +20,7 @@ _BASES = {
     "HorovodModel": "hvd_estimators.model",
 }
 _KERAS = {
-    "KerasEstimator": "hvd_estimators.keras.estimator",
+    "KerasEstimator": "hvd_estimators.compat.keras",
     "KerasModel": "hvd_estimators.keras.model",
 }
 _LIGHTNING = {

@@ -13,7 +13,10 @@ MIN_PL_VERSION = "2.0.0"
 
 
 class TorchEstimator(NativeEstimator):
-    """The estimator, with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""
+    """The estimator, with ``horovod.spark``'s columns and names of metrics.
+
+    A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.
+    """
 
     _upstream_names = True
 

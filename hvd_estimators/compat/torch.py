@@ -6,6 +6,9 @@ from hvd_estimators.torch.estimator import TorchEstimator as NativeEstimator
 
 
 class TorchEstimator(NativeEstimator):
-    """The estimator, with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""
+    """The estimator, with ``horovod.spark``'s columns and names of metrics.
+
+    A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.
+    """
 
     _upstream_names = True

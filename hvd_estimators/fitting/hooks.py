@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import Self
@@ -40,6 +40,10 @@ class EstimatorHooks(
     _model_class: ClassVar[type | None] = None
     """Class of the models that functions build; None if ``model`` cannot be such a function."""
 
+    _upstream_names: ClassVar[bool] = False
+    """True for the names of ``horovod.spark``: "group_0_label" for a metric, and no column
+    "prediction"."""
+
     _state_reader: ClassVar[str] = "hvd_estimators.load_checkpoint(store, which=path)"
     """Expression that reads a trained state, for messages."""
 
@@ -67,10 +71,6 @@ class EstimatorHooks(
             value = self.getOrDefault(name)
             if value is None or (isinstance(value, list) and not value):
                 raise ParamError(f"{name} is not set. Set {name}.")
-        if self.getOrDefault("label_cols") is None:
-            raise ParamError(
-                "label_cols is not set. Set label_cols, or [] to train without labels."
-            )
         labels = len(self.getOrDefault("label_cols"))
         self._check_run()
         self._check_checkpoints()
@@ -80,6 +80,24 @@ class EstimatorHooks(
         self._check_classification(len(self.getOrDefault("outputs") or ()) or labels or 1)
         self._check_reading()
         self._transformation()
+
+    def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
+        told = None if self._upstream_names else self._told_by_loss(shape)
+        return super()._outputs_are(shape) or told
+
+    def _told_by_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return the value of ``outputs_are`` that follows from the loss; None if none does.
+
+        Called with the shape of a row of the only output, or None if it is not known yet.
+        """
+        return None
+
+    def _with_class_labels(self, numbers: Collection[str]) -> Self:
+        """Return this estimator, or a copy that converts labels to what the loss takes.
+
+        ``numbers`` are the columns with one number per row.
+        """
+        return self
 
     def _with_objects(self) -> Self:
         """Return this estimator, or a copy that has built the model if that is a function.

@@ -268,7 +268,7 @@ def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[in
             )
 
 
-def is_scalar(shape: tuple[int, ...]) -> bool:
+def is_scalar(shape: tuple[int | None, ...]) -> bool:
     """Return whether a row of this shape becomes a plain number."""
     return shape in ((), (1,))
 

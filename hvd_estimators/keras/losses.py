@@ -10,6 +10,7 @@ import numpy as np
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
+from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.keras.backend import all_layers, has_own_step, is_keras
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS
@@ -115,6 +116,75 @@ def compares_elements(loss: Any) -> bool:
     module = str(getattr(function, "__module__", ""))
     name = str(getattr(function, "__name__", ""))
     return module.startswith("keras.") and name not in _SPARSE
+
+
+# Losses that determine ``outputs_are``, see `kind_of_outputs`.
+_OF_CLASSES = {
+    *("sparse_categorical_crossentropy", "categorical_crossentropy"),
+    "categorical_focal_crossentropy",
+}
+_OF_ONE_SCORE = {"binary_crossentropy", "binary_focal_crossentropy"}
+_OF_NUMBERS = {
+    *("mean_squared_error", "mean_absolute_error", "huber", "log_cosh"),
+    *("mean_absolute_percentage_error", "mean_squared_logarithmic_error"),
+}
+
+
+def kind_of_outputs(
+    model: keras.Model, loss: Any, shape: tuple[int | None, ...] | None
+) -> str | None:
+    """Return the kind of outputs that a loss of Keras determines, for a model with one output.
+
+    Without ``from_logits``, the activation of the output layer must confirm that outputs are
+    probabilities.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    loss : object
+        The only loss.
+    shape : tuple of int or None
+        Shape of a row of the output, or None if it is not known yet.
+
+    Returns
+    -------
+    str or None
+        A value of ``outputs_are``; None if the loss does not tell.
+    """
+    try:
+        resolved = keras.losses.get(loss)
+    except ValueError:
+        return None
+    function = getattr(resolved, "fn", resolved)
+    if not str(getattr(function, "__module__", "")).startswith("keras."):
+        return None
+    name = getattr(function, "__name__", "")
+    is_one_number = shape is not None and is_scalar(shape)
+    if name in _OF_NUMBERS and is_one_number:
+        return "values"
+    of_classes = name in _OF_CLASSES and (shape is None or (len(shape) == 1 and not is_one_number))
+    # Several outputs of a binary loss are independent labels, and not scores of classes.
+    if not of_classes and not (name in _OF_ONE_SCORE and (shape is None or is_one_number)):
+        return None
+    if isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("from_logits"):
+        return "logits"
+    activation = _last_activation(model)
+    is_probability = activation == ("softmax" if name in _OF_CLASSES else "sigmoid")
+    return "probabilities" if is_probability else None
+
+
+def _last_activation(model: keras.Model) -> str | None:
+    """Return the name of the output layer's activation, or None if it is not known."""
+    if isinstance(model, keras.Sequential):
+        layer = model.layers[-1] if model.layers else None
+    else:
+        names: list[str] = getattr(model, "output_names", None) or []
+        layer = model.get_layer(names[0]) if len(names) == 1 else None
+    activation = getattr(layer, "activation", None)
+    if activation is None:
+        return {keras.layers.Softmax: "softmax"}.get(type(layer))
+    return getattr(activation, "__name__", None)
 
 
 def has_any_loss(model: keras.Model, x: Any) -> bool:

@@ -31,6 +31,7 @@ from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
     has_loss,
+    kind_of_outputs,
     may_add_loss,
     weights_by_samples,
     without_reduction,
@@ -308,6 +309,13 @@ class KerasParams(HorovodEstimator):
                 ) from error
         check_lambdas(copy)
         return copy
+
+    def _told_by_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        model, given = self.getOrDefault("model"), self.getOrDefault("loss")
+        if has_own_step(model) or len(self.getOrDefault("label_cols")) != 1:
+            return None
+        entries = losses(getattr(model, "loss", None) if given is None else given)
+        return kind_of_outputs(model, entries[0], shape) if len(entries) == 1 else None
 
     def _compile_settings(self) -> CompileSettings:
         """Return the arguments for compiling the model for training."""

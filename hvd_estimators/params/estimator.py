@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
+
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
@@ -34,28 +36,35 @@ _COLUMNS = (
 )
 
 
-class ColumnParams(DeclaredParams):
+class ColumnParams(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
     """Params for feature, label and sample weight columns."""
 
-    feature_cols = param("Input columns, in the order of the model's inputs.", convert=column_names)
+    feature_cols = param(
+        "Input columns, in the order of the model's inputs.",
+        default=["features"],
+        convert=column_names,
+    )
     label_cols = param(
         "Label columns, in the order of the model's outputs. Use [] to train without labels.",
+        default=["label"],
         convert=column_names,
     )
     sample_weight_col = param("Column with the weight of each row.", convert=string)
-    featuresCol = param(
+    featuresCol = param(  # type: ignore[assignment]
         "Another name of feature_cols, for a single column.",
+        default="features",
         convert=string,
         accessor="FeaturesCol",
         stands_for="feature_cols",
     )
-    labelCol = param(
+    labelCol = param(  # type: ignore[assignment]
         "Another name of label_cols, for a single column.",
+        default="label",
         convert=string,
         accessor="LabelCol",
         stands_for="label_cols",
     )
-    weightCol = param(
+    weightCol = param(  # type: ignore[assignment]
         "Another name of sample_weight_col.",
         convert=string,
         accessor="WeightCol",
@@ -92,7 +101,14 @@ class ColumnParams(DeclaredParams):
                 names = [given] if isinstance(given, str) else given
                 if any(f"olumn {name!r}" in message for name in names):
                     if not re.match(r"\w+:", message):
-                        error.args = (f"{param}: {message}", *error.args[1:])
+                        message = f"{param}: {message}"
+                    if not self._is_given(param):
+                        unset = f"{param} is not set, and its default is {', '.join(names)}: "
+                        remedy = " Set label_cols, or [] to train without labels."
+                        message = re.sub(r"^\w+: ", unset, message) + (
+                            remedy if param == "label_cols" else f" Set {param}."
+                        )
+                    error.args = (message, *error.args[1:])
                     break
             raise
 

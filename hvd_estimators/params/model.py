@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
+from pyspark.ml.param.shared import (
+    HasHandleInvalid,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasRawPredictionCol,
+)
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.history import history_rows
@@ -30,21 +37,25 @@ _ONE_VS_REST = "mc2b$"
 """Prefix of the label columns that Spark's ``OneVsRest`` creates."""
 
 
-class ClassificationParams(DeclaredParams):
+class ClassificationParams(
+    DeclaredParams, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
+):
     """Params for the columns that `transform` adds for classifiers."""
 
-    predictionCol = param(
+    predictionCol = param(  # type: ignore[assignment]
         "Column that transform() adds for the class, as a double: the position of the highest "
-        "score. With outputs_are='values', it is the output itself. Default: none.",
+        "score. With outputs_are='values', it is the output itself. Default: 'prediction', if the "
+        "model has one label, outputs_are is known, and the DataFrame has no such column. '' adds "
+        "none.",
         convert=string,
         accessor="PredictionCol",
     )
-    probabilityCol = param(
+    probabilityCol = param(  # type: ignore[assignment]
         "Column for the probabilities of the classes, as an ML vector. Default: none.",
         convert=string,
         accessor="ProbabilityCol",
     )
-    rawPredictionCol = param(
+    rawPredictionCol = param(  # type: ignore[assignment]
         "Column for the model's scores of the classes, as an ML vector. Default: none.",
         convert=string,
         accessor="RawPredictionCol",
@@ -53,8 +64,9 @@ class ClassificationParams(DeclaredParams):
         "Meaning of the model's output: 'logits' (any scores; their softmax, or a single "
         "score's sigmoid, gives the probabilities), 'probabilities', 'log_probabilities', or "
         "'values' (not scores of classes). A single score belongs to class 1 of two: raw scores "
-        "are [-z, z] for a logit and [1 - p, p] for a probability. Required for probabilityCol, "
-        "and for the other two columns if the output is a single number.",
+        "are [-z, z] for a logit and [1 - p, p] for a probability. Default: what the loss tells, "
+        "such as 'logits' for cross entropy. If it tells nothing, probabilityCol requires "
+        "outputs_are, and so do the other two columns if the output is a single number.",
         convert=one_of("logits", "probabilities", "log_probabilities", "values"),
     )
 
@@ -62,9 +74,17 @@ class ClassificationParams(DeclaredParams):
         """Return the requested columns: content to column name."""
         return class_columns(self.getOrDefault)
 
+    def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
+        """Return ``outputs_are`` for an output of this shape, or None if it is unknown.
+
+        The shape is None if it is not known yet.
+        """
+        kind: str | None = self.getOrDefault("outputs_are")
+        return kind
+
     def _check_classification(self, outputs: int) -> None:
         """Check these params as far as possible before the outputs' shapes are known."""
-        check_classes(self.getOrDefault, outputs)
+        check_classes(self._class_param(None), outputs)
 
     def _check_one_vs_rest(self) -> None:
         """Check that a classifier in Spark's ``OneVsRest`` returns the scores that it compares.
@@ -85,10 +105,18 @@ class ClassificationParams(DeclaredParams):
 
     def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
         """Return the object that computes the columns; None if no columns are requested."""
-        return class_scores(self.getOrDefault, shapes)
+        return class_scores(self._class_param(shapes[0] if len(shapes) == 1 else None), shapes)
+
+    def _class_param(self, shape: tuple[int | None, ...] | None) -> Callable[[str], Any]:
+        """Return a function from the name of one of these params to its value."""
+
+        def get(name: str) -> Any:
+            return self._outputs_are(shape) if name == "outputs_are" else self.getOrDefault(name)
+
+        return get
 
 
-class InferenceParams(DeclaredParams):
+class InferenceParams(DeclaredParams, HasHandleInvalid):
     """Params of `transform` for all models."""
 
     outputs = param(
@@ -112,7 +140,7 @@ class InferenceParams(DeclaredParams):
         default="float32",
         convert=one_of("float32", "bfloat16", "float16"),
     )
-    handleInvalid = param(
+    handleInvalid = param(  # type: ignore[assignment]
         "Treatment of rows with a null in a column of the model: 'keep' gives them null "
         "predictions, 'skip' removes them, 'error' fails. NaN is not a null. A null within an "
         "array counts as a null of the row.",

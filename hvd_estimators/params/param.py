@@ -342,6 +342,11 @@ class DeclaredParams(Params):
                     return value[0] if len(value) == 1 else None
         return super().getOrDefault(param)
 
+    def _is_given(self, name: str) -> bool:
+        """Return whether a param is set, by any of its names."""
+        others = [other for other, target in self._other_names() if target == name]
+        return any(self.isSet(spelling) for spelling in (name, *others))
+
     def _check_other_names(self) -> None:
         """Check that two names of the same param have the same value.
 

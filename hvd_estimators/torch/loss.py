@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_tensor
 
 
@@ -425,16 +426,76 @@ class Loss(LossParts):
         )
 
 
+_OF_CLASS_INDICES = (
+    *(torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.LinearCrossEntropyLoss),
+    *(functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy),
+)
+
+
+# Value of ``outputs_are`` for each loss of torch that determines it.
+_OF_CLASSES = {
+    **dict.fromkeys((torch.nn.CrossEntropyLoss, functional.cross_entropy), "logits"),
+    **dict.fromkeys((torch.nn.NLLLoss, functional.nll_loss), "log_probabilities"),
+}
+_OF_ONE_SCORE = {
+    torch.nn.BCEWithLogitsLoss: "logits",
+    functional.binary_cross_entropy_with_logits: "logits",
+    torch.nn.BCELoss: "probabilities",
+    functional.binary_cross_entropy: "probabilities",
+}
+_OF_NUMBERS = (
+    *(torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss),
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+)
+
+
+def takes_class_indices(function: LossFunction) -> bool:
+    """Return whether a loss of torch takes class indices as labels."""
+    return _in_torch(function) in _OF_CLASS_INDICES
+
+
+def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None) -> str | None:
+    """Return the kind of outputs that a loss of torch determines, a value of ``outputs_are``.
+
+    Parameters
+    ----------
+    function : callable
+        The loss.
+    shape : tuple of int or None
+        Shape of a row of the output, or None if it is not known yet.
+
+    Returns
+    -------
+    str or None
+        None if the loss does not tell.
+    """
+    known: Any = _in_torch(function)
+    if known in _OF_CLASSES:
+        return _OF_CLASSES[known] if shape is None or len(shape) == 1 else None
+    # Several outputs of a binary loss are independent labels, and not scores of classes.
+    is_one_number = shape is not None and is_scalar(shape)
+    if known in _OF_ONE_SCORE and (shape is None or is_one_number):
+        return _OF_ONE_SCORE[known]
+    return "values" if known in _OF_NUMBERS and is_one_number else None
+
+
+def _in_torch(function: LossFunction) -> Any:
+    """Return the class or function of torch whose computation a loss is; None if there is none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    known: tuple[Any, ...] = (*_OF_CLASS_INDICES, *_OF_ONE_SCORE, *_OF_NUMBERS)
+    if not isinstance(function, torch.nn.Module):
+        return next((entry for entry in known if entry is function), None)
+    forward = type(function).forward
+    modules: list[Any] = [entry for entry in known if isinstance(entry, type)]
+    return next((entry for entry in modules if entry.forward is forward), None)
+
+
 def _reduction(function: LossFunction) -> _Reduction:
     """Return the reduction of a loss function; unknown functions count as a mean over rows."""
+    by_targets = takes_class_indices(function)
     if isinstance(function, torch.nn.Module):
         options = vars(function) | dict(function.named_buffers(recurse=False))
-        forward = type(function).forward
-        by_targets = forward in (
-            torch.nn.CrossEntropyLoss.forward,
-            torch.nn.NLLLoss.forward,
-            torch.nn.LinearCrossEntropyLoss.forward,
-        )
         if not type(function).__module__.startswith("torch.") and not by_targets:
             # A user's module may use these attributes in its own way, except for reduction="sum".
             options = {"reduction": "sum"} if options.get("reduction") == "sum" else {}
@@ -443,11 +504,6 @@ def _reduction(function: LossFunction) -> _Reduction:
         while isinstance(function, functools.partial):
             options = {**function.keywords, **options}
             function = function.func
-        by_targets = function in (
-            functional.cross_entropy,
-            functional.nll_loss,
-            functional.linear_cross_entropy,
-        )
     if options.get("reduction") in ("sum", "batchmean"):
         return _Reduction(options["reduction"])
     if not by_targets:

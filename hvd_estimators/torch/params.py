@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +22,12 @@ from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
-from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.loss import (
+    Loss,
+    check_weightable,
+    kind_of_outputs,
+    takes_class_indices,
+)
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
@@ -161,9 +166,6 @@ class TorchParams(TorchFiles, HorovodEstimator):
 
     _model_class = torch.nn.Module
 
-    # If set, metrics are named "group_0_label", as in horovod.spark.
-    _upstream_names = False
-
     _run_settings = (
         *HorovodEstimator._run_settings,
         *("input_shapes", "input_form", "column_dtypes"),
@@ -189,6 +191,29 @@ class TorchParams(TorchFiles, HorovodEstimator):
             built = build("optimizer", optimizer, torch.optim.Optimizer, model.parameters())
             return estimator.copy({"optimizer": built})
         return estimator
+
+    def _told_by_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
+        loss = self._loss_of_label()
+        return None if loss is None else kind_of_outputs(loss, shape)
+
+    def _with_class_labels(self, numbers: Collection[str]) -> Self:
+        given, losses = self.getOrDefault("column_dtypes"), self._functions("loss") or ()
+        # A transformation may change the shape of labels, and a user's step their type.
+        changed = self._transformation() or self.getOrDefault("train_minibatch_fn")
+        if self._is_joint or changed is not None:
+            return self
+        dtypes = {
+            label: "int64"
+            for label, loss in zip(self.getOrDefault("label_cols"), losses, strict=False)
+            if takes_class_indices(loss) and label in numbers and label not in given
+        }
+        return self.copy({"column_dtypes": {**given, **dtypes}}) if dtypes else self
+
+    def _loss_of_label(self) -> Callable[..., Any] | None:
+        """Return the loss of the only label; None for several labels, or an unknown loss."""
+        losses = self._functions("loss") or ()
+        is_single = len(self.getOrDefault("label_cols")) == len(losses) == 1
+        return losses[0] if is_single and not self._is_joint else None
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:

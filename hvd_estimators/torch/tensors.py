@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.shuffle import Chunk
 from hvd_estimators.torch.transfer import ahead_of_use, cuda_copies
@@ -225,8 +225,17 @@ class TensorSpec:
         return Batch(self.inputs(columns, device), self.labels(columns, device), weights)
 
     def labels(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-        """Return the targets of a batch."""
-        return self._tensors(columns, self.label_cols, self.label_shapes, device)
+        """Return the targets of a batch.
+
+        Raises
+        ------
+        DataError
+            If a class number is not whole.
+        """
+        labels = self._tensors(columns, self.label_cols, self.label_shapes, device)
+        for name, label in zip(self.label_cols, labels, strict=True):
+            _check_whole(name, columns[name], label)
+        return labels
 
     def _tensors(
         self,
@@ -320,6 +329,22 @@ def _tensor(
 ) -> torch.Tensor:
     tensor = column if isinstance(column, torch.Tensor) else _from_numpy(column)
     return tensor.to(device, dtype, non_blocking=True)
+
+
+def _check_whole(name: str, column: Array | torch.Tensor, label: torch.Tensor) -> None:
+    """Check that a label which became an integer was a whole number."""
+    given = column if isinstance(column, torch.Tensor) else torch.as_tensor(column)
+    # A check on a GPU would wait for the GPU in each step.
+    if label.is_floating_point() or not given.is_floating_point() or label.is_cuda:
+        return
+    flat = given.reshape(-1)
+    wrong = flat != label.reshape(-1)
+    if wrong.any():
+        raise DataError(
+            f"label_cols: expected whole numbers in the column {name!r}, which the loss takes as "
+            f"class numbers, found {flat[wrong][0].item():g}. Index the classes, with "
+            "pyspark.ml.feature.StringIndexer for example."
+        )
 
 
 def with_form(

@@ -206,7 +206,7 @@ def test_wrong_params_and_columns_are_rejected_before_rows_are_written(
 ) -> None:
     frame = make_frame(spark)
 
-    with pytest.raises(ParamError, match=r"^label_cols is not set"):
+    with pytest.raises(ColumnError, match=r"^label_cols is not set"):
         make_estimator(store, label_cols=None).fit(frame)
     with pytest.raises(ColumnError, match="'z'"):
         make_estimator(store, feature_cols=["z"]).fit(frame)

@@ -44,7 +44,7 @@ NAMES = [
     (".keras.estimator", "EstimatorParams", "hvd_estimators.fitting.hooks"),
     (".lightning.estimator", "HorovodEstimator", "hvd_estimators.estimator"),
     (".torch.estimator", "HorovodModel", "hvd_estimators.model"),
-    (".keras", "KerasEstimator", "hvd_estimators.keras.estimator"),
+    (".keras", "KerasEstimator", "hvd_estimators.compat.keras"),
     (".keras.estimator", "KerasModel", "hvd_estimators.keras.model"),
     (".lightning", "TorchEstimator", "hvd_estimators.compat.lightning"),
     (".lightning.estimator", "TorchModel", "hvd_estimators.lightning.model"),

@@ -287,7 +287,6 @@ class _OfKeras2:
     ("params", "message"),
     [
         ({"model": _OfKeras2()}, "model: it is of Keras 2 .*keras instead of tf_keras"),
-        ({"label_cols": None}, r"label_cols is not set. Set label_cols, or \[\]"),
         ({"label_cols": []}, r"label_cols: found \[\], and loss.*train_step.*add_loss"),
         (
             {"label_cols": [], "loss": None, "sample_weight_col": "w"},

@@ -171,7 +171,8 @@ def test_sparks_param_names_are_aliases(cls: Any) -> None:
     ours = cls(feature_cols=["f"], label_cols=["l", "m"], sample_weight_col="w")
     assert (ours.getFeaturesCol(), ours.getLabelCol(), ours.getWeightCol()) == ("f", None, "w")
     assert ours.copy({ours.featuresCol: "g"}).getFeaturesCol() == "g"
-    assert (cls().getFeaturesCol(), cls().getFeatureCols()) == (None, None)
+    assert (cls().getFeaturesCol(), cls().getFeatureCols()) == ("features", ["features"])
+    assert (cls().getLabelCol(), cls().getLabelCols()) == ("label", ["label"])
     # Params of a fit take precedence, under either name.
     for extra, labels in (
         ({ours.labelCol: "z"}, ["z"]),

@@ -1,0 +1,154 @@
+"""Spark ML's default columns: features and label in, prediction out."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from backends import InProcessBackend
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.feature import StringIndexer, VectorAssembler
+from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol
+
+from hvd_estimators.compat.keras import KerasEstimator as CompatKerasEstimator
+from hvd_estimators.compat.torch import TorchEstimator as CompatTorchEstimator
+from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.spark
+
+X = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+NAMES = np.array(["low", "middle", "high"])[X.argmax(1)]
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    rows = [(*map(float, row), str(name)) for row, name in zip(X, NAMES, strict=True)]
+    return spark.createDataFrame(rows, "a double, b double, c double, name string").coalesce(1)
+
+
+@pytest.fixture(scope="module")
+def assembled(frame: Any) -> Any:
+    made = VectorAssembler(inputCols=["a", "b", "c"], outputCol="features").transform(frame)
+    return made.selectExpr("features", "a + 2 * b as label").cache()
+
+
+def of_torch(store: Any, outputs: int, loss: Any, cls: Any = TorchEstimator, **params: Any) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, outputs)
+    return cls(
+        **{
+            **{"backend": InProcessBackend(), "store": store, "model": net, "loss": loss},
+            "optimizer": torch.optim.Adam(net.parameters(), lr=0.05),
+            **{"epochs": 3, "random_seed": 1, "verbose": 0},
+            **params,
+        }
+    )
+
+
+def of_keras(store: Any, activation: str, loss: Any, cls: Any = KerasEstimator) -> Any:
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation)])
+    return cls(
+        **{"backend": InProcessBackend(), "store": store, "model": net, "loss": loss},
+        **{"optimizer": keras.optimizers.Adam(0.05), "random_seed": 1, "verbose": 0},
+    )
+
+
+def test_a_classifier_in_a_pipeline_needs_no_columns(
+    frame: Any, store: Any, tmp_path: Path, caplog: Any
+) -> None:
+    estimator = of_torch(store, 3, torch.nn.CrossEntropyLoss(), epochs=10)
+    assert isinstance(estimator, (HasFeaturesCol, HasLabelCol, HasPredictionCol))
+    assert (estimator.getFeaturesCol(), estimator.getLabelCol()) == ("features", "label")
+    pipeline = Pipeline(
+        stages=[
+            StringIndexer(inputCol="name", outputCol="label"),
+            VectorAssembler(inputCols=["a", "b", "c"], outputCol="features"),
+            estimator,
+        ]
+    )
+    fitted = pipeline.fit(frame)
+    fitted.save(str(tmp_path / "model"))
+    model = PipelineModel.load(str(tmp_path / "model"))
+    predicted = model.transform(frame).cache()
+
+    assert predicted.columns[-2:] == ["label__output", "prediction"]
+    rows = predicted.collect()
+    last = fitted.stages[-1]
+    with torch.no_grad():
+        logits = last.getModel()(torch.from_numpy(X)).numpy()
+    assert [row["prediction"] for row in rows] == logits.argmax(1).tolist()
+    # StringIndexer's labels are doubles, which the loss does not accept.
+    right = np.mean([row["prediction"] == row["label"] for row in rows])
+    assert right > 0.6
+    accuracy = MulticlassClassificationEvaluator(metricName="accuracy")
+    assert accuracy.evaluate(predicted) == pytest.approx(right)
+    assert (last.getOutputsAre(), last.getPredictionCol()) == ("logits", "prediction")
+
+    loaded = model.stages[-1]
+    again = predicted.drop("label__output")
+    assert loaded.transform(again).columns == [*again.columns, "label__output"]
+    assert "has a column 'prediction' already" in caplog.text
+    with pytest.raises(ColumnError, match="'prediction' cannot be added"):
+        loaded.copy({"predictionCol": "prediction"}).transform(again)
+    bare = predicted.select("features")
+    assert loaded.copy({"predictionCol": ""}).transform(bare).columns[1:] == ["label__output"]
+    in_sql = bare.select(loaded.as_udf()("features").alias("of_udf"))
+    assert dict(in_sql.dtypes)["of_udf"] == "array<double>"
+    predicted.unpersist()
+
+
+def test_a_regression_predicts_its_output(assembled: Any, store: Any) -> None:
+    for loss in (torch.nn.functional.mse_loss, torch.nn.HuberLoss()):
+        predicted = of_torch(store, 1, loss).fit(assembled).transform(assembled)
+        rows = predicted.collect()
+        assert predicted.columns == ["features", "label", "label__output", "prediction"]
+        assert all(row["prediction"] == row["label__output"] for row in rows)
+    errors = [row["label__output"] - row["label"] for row in rows]
+    expected = np.sqrt(np.mean(np.square(errors)))
+    assert RegressionEvaluator().evaluate(predicted) == pytest.approx(expected)
+    # Nothing shows what this loss compares.
+    unknown = of_torch(store, 1, lambda output, label: (output - label).abs().mean())
+    assert unknown.fit(assembled).transform(assembled).columns[2:] == ["label__output"]
+
+
+def test_a_binary_classifier_of_keras_predicts_classes(assembled: Any, store: Any) -> None:
+    binary = assembled.selectExpr("features", "double(label > 0) as label")
+    model = of_keras(store, "sigmoid", "binary_crossentropy").fit(binary)
+    rows = model.transform(binary).collect()
+    assert [r["prediction"] for r in rows] == [float(r["label__output"] > 0.5) for r in rows]
+    assert {row["prediction"] for row in rows} == {0.0, 1.0}
+
+
+def test_compat_adds_no_columns(assembled: Any, store: Any) -> None:
+    given = of_torch(store, 1, torch.nn.functional.mse_loss, CompatTorchEstimator)
+    assert given.fit(assembled).transform(assembled).columns[2:] == ["label__output"]
+    given = of_keras(store, "linear", "mse", CompatKerasEstimator)
+    assert given.fit(assembled).transform(assembled).columns[2:] == ["label__output"]
+
+
+def test_errors_name_defaults(frame: Any, assembled: Any, store: Any, tmp_path: Path) -> None:
+    estimator = of_torch(store, 1, torch.nn.functional.mse_loss)
+    told = r"^feature_cols is not set, and its default is features: .*no column 'features'.*"
+    with pytest.raises(ColumnError, match=f"{told}Set feature_cols"):
+        estimator.fit(frame)
+    frame.write.parquet(str(tmp_path / "rows"))
+    with pytest.raises(ColumnError, match=told):
+        estimator.fit_on_parquet(str(tmp_path / "rows"))
+    with pytest.raises(ColumnError, match=r"^label_cols is not set.*or \[\] to train without"):
+        estimator.fit(assembled.drop("label"))
+
+
+def test_class_numbers_must_be_whole(assembled: Any, store: Any) -> None:
+    cross_entropy = functools.partial(torch.nn.functional.cross_entropy, label_smoothing=0.1)
+    halves = assembled.selectExpr("features", "0.5D as label")
+    estimator = of_torch(store, 3, cross_entropy)
+    with pytest.raises(DataError, match=r"whole numbers in the column 'label'.*found 0.5"):
+        estimator.fit(halves)
