@@ -54,7 +54,7 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
             module = values["model"] = (load_module if is_module else cloudpickle.loads)(model)
         if optimizer is not None and isinstance(module, torch.nn.Module):
             values["optimizer"] = load_optimizer(optimizer, module)
-        elif optimizer is not None and module is not None:
+        elif optimizer is not None:
             values["optimizer"] = cloudpickle.loads(optimizer)
         return values
 

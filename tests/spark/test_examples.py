@@ -145,6 +145,7 @@ def test_rossmann_features_match_pandas(spark: Any, example: Any, tmp_path: Path
         assert scaled.corr(joined[name]) == pytest.approx(1)
 
 
+@pytest.mark.soak
 def test_rossmann_by_run(
     spark: Any, example: Any, options: Any, tmp_path: Path, capsys: Any
 ) -> None:
@@ -170,7 +171,16 @@ def test_gpu_settings_apply_to_all_tasks_or_to_training_stages(options: Any, exa
     assert task == {**stage, "spark.task.resource.gpu.amount": "1"}
 
 
-@pytest.mark.parametrize("name", ["digits_torch", "digits_keras", "digits_lightning"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "digits_torch",
+        *(
+            pytest.param(f"digits_{name}", marks=pytest.mark.soak)
+            for name in ("keras", "lightning")
+        ),
+    ],
+)
 def test_digits(spark: Any, example: Any, options: Any, name: str) -> None:
     args = options(name, "--epochs", "3", "--batch-size", "16", "--learning-rate", "0.003")
     assert example(name).run(spark, args) > 0.85
@@ -197,6 +207,7 @@ def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_p
     assert (tmp_path / "learning_curve.png").stat().st_size > 10_000
 
 
+@pytest.mark.soak
 def test_cross_validation(spark: Any, example: Any, options: Any) -> None:
     args = options("cross_validation", "--folds", "2", "--epochs", "8")
     scores = example("cross_validation").run(spark, args)
@@ -223,6 +234,7 @@ def test_files_written_by_other_tools(example: Any, options: Any) -> None:
         assert found["network"] < 0.6 * found["mean of the other months"]
 
 
+@pytest.mark.soak
 def test_text_transformer(spark: Any, example: Any, options: Any) -> None:
     args = options(
         "text_transformer", "--texts", "120", "--epochs", "2", "--learning-rate", "0.003"
@@ -231,6 +243,7 @@ def test_text_transformer(spark: Any, example: Any, options: Any) -> None:
     assert scores["transformer"] > 1.5 / 5
 
 
+@pytest.mark.soak
 def test_large_images(spark: Any, example: Any, options: Any) -> None:
     args = options("large_images", "--images", "64", "--epochs", "2", "--learning-rate", "0.003")
     assert example("large_images").run(spark, args) >= 0.5

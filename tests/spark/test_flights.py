@@ -138,10 +138,13 @@ def collect(frame: Any) -> Rows:
 @pytest.mark.parametrize(
     ("make_estimator", "make_net", "train_alone"),
     [
-        (KerasEstimator, make_keras, keras_alone),
-        (LightningEstimator, make_lightning, torch_alone),
+        pytest.param(KerasEstimator, make_keras, keras_alone, id="keras"),
+        pytest.param(
+            *(LightningEstimator, make_lightning, torch_alone),
+            id="lightning",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["keras", "lightning"],
 )
 def test_an_embedding_network_matches_one_process(
     spark: Any, store: Any, make_estimator: Any, make_net: Any, train_alone: Any

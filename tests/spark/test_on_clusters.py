@@ -93,7 +93,13 @@ def check_places(cluster_kind: ClusterKind, places: list[dict[str, Any]]) -> Non
     )
 
 
-@pytest.mark.parametrize("train", [on_clusters.train_torch, on_clusters.train_tensorflow])
+@pytest.mark.parametrize(
+    "train",
+    [
+        on_clusters.train_torch,
+        pytest.param(on_clusters.train_tensorflow, marks=pytest.mark.soak),
+    ],
+)
 def test_ranks_know_their_places_and_train_like_one_process(
     cluster_kind: ClusterKind, train: Callable[[], Any]
 ) -> None:

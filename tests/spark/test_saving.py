@@ -150,7 +150,7 @@ def test_a_saved_estimator_omits_its_stores_options(
 ) -> None:
     options = {"auto_mkdir": True, "secret": "hunter2"}
     store = Store.create(str(tmp_path / "store"), storage_options=options)
-    estimator = TorchEstimator(store=store, epochs=2)
+    estimator = TorchEstimator(store=store, epochs=2, optimizer=torch.optim.Adam)
     value = estimator.store.typeConverter(store)
     estimator.save(str(tmp_path / "estimator"))
     value.write().save(str(tmp_path / "value"))
@@ -162,6 +162,7 @@ def test_a_saved_estimator_omits_its_stores_options(
     assert "storage_options of store of TorchEstimator" in caplog.text
     assert loaded.getStore().prefix_path == store.prefix_path
     assert loaded.getStore().storage_options == {}
+    assert loaded.getOptimizer() is torch.optim.Adam  # a function needs no model
     assert estimator.getStore().storage_options == options
 
     # The options are saved on request, also within a pipeline.
