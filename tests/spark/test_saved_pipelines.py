@@ -25,7 +25,8 @@ from pyspark.ml.feature import (
     StringIndexerModel,
     VectorAssembler,
 )
-from pyspark.ml.linalg import DenseVector, SparseVector, Vectors
+from pyspark.ml.linalg import DenseVector, SparseVector, Vectors, VectorUDT
+from pyspark.sql.types import StructType
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
 from hvd_estimators.torch import TorchModel, load_predictor
@@ -70,6 +71,22 @@ def arrow(frame: Any) -> pa.Table:
 
 def is_vector(value: Any) -> bool:
     return hasattr(value, "toArray")
+
+
+def typed(schema: str) -> StructType:
+    """Return a schema of names and types, which may be ``vector``."""
+    made = StructType()
+    for field in schema.split(", "):
+        name, kind = field.rsplit(" ", 1)
+        made.add(name, VectorUDT() if kind == "vector" else kind)
+    return made
+
+
+def vector(values: list[float] | None, number: int) -> Any:
+    """Return a vector, alternately dense and sparse."""
+    if values is None or number % 2:
+        return values if values is None else Vectors.dense(values)
+    return Vectors.sparse(len(values), [(i, v) for i, v in enumerate(values) if v])
 
 
 def saved(stages: Sequence[Any], folder: Path) -> tuple[PipelineModel, Any]:
@@ -146,8 +163,8 @@ def test_labels_of_text_and_numbers(spark: Any, tmp_path: Path) -> None:
 def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
     """Invalid values are kept where a stage can keep them."""
     schema = (
-        "a double, b float, c int, d bigint, e decimal(8,2), missing double, flag boolean, "
-        "category int, given vector"
+        "a double, b float, c integer, d long, e decimal(8,2), missing double, flag boolean, "
+        "category integer, given vector"
     )
     rows: list[tuple[Any, ...]] = [
         (-0.0, 0.5, 3, 2**62 + 1, decimal.Decimal("1.25"), -1.0, True, 0, [0.0, 2.0, 5.0]),
@@ -162,13 +179,16 @@ def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
         [(*row[:-1], vector(row[-1], number)) for number, row in enumerate(rows)],
         typed(schema),
     )
-    training = frame.where("category in (0, 1, 2)")
-    scalers = [
-        StandardScaler(inputCol="given", outputCol=f"s{mean}{std}", withMean=mean, withStd=std)
+    training = frame.where("category in (0, 1)")
+    numbers = ["a", "b", "c", "d", "e"]
+    imputer = Imputer(inputCols=[*numbers, "missing"], outputCols=[*"uvwxyz"]).fit(frame.limit(4))
+    encoder = OneHotEncoder(inputCol="category", outputCol="-").fit(frame.limit(3))
+    scaler = StandardScaler(inputCol="given", outputCol="-").fit(training)
+    scaled = [
+        scaler.copy({scaler.outputCol: f"s{mean}{std}", scaler.withMean: mean, scaler.withStd: std})
         for mean in (False, True)
         for std in (False, True)
     ]
-    numbers = ["a", "b", "c", "d", "e"]
     stages = [
         Bucketizer(
             inputCols=["a", "b"],
@@ -178,20 +198,16 @@ def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
         ),
         Bucketizer(inputCol="c", outputCol="c bucket", splits=[-10, 0, 3, INF]),
         IndexToString(inputCol="c bucket", outputCol="c range"),
-        Imputer(inputCols=numbers, outputCols=[f"{n} filled" for n in numbers]).fit(training),
-        Imputer(inputCol="missing", outputCol="missing", missingValue=-1, strategy="median").fit(
-            frame
-        ),
+        imputer.copy().setInputCols(numbers).setOutputCols([f"{n} filled" for n in numbers]),
+        imputer.copy({imputer.missingValue: -1.0})
+        .setInputCols(["missing"])
+        .setOutputCols(["missing"]),
         *(
-            OneHotEncoder(
-                inputCol="category", outputCol=f"hot{drop}", dropLast=drop, handleInvalid="keep"
-            ).fit(training)
+            encoder.copy().setOutputCol(f"hot{drop}").setDropLast(drop).setHandleInvalid("keep")
             for drop in (False, True)
         ),
-        *(scaler.fit(training.where("category != 2")) for scaler in scalers),
-        MinMaxScaler(inputCol="given", outputCol="m", min=-1.0, max=3.0).fit(
-            training.where("category != 2")
-        ),
+        *scaled,
+        MinMaxScaler(inputCol="given", outputCol="m", min=-1.0, max=3.0).fit(training),
         VectorAssembler(
             inputCols=["a", "flag", "hotTrue", "c", "sTrueTrue"],
             outputCol="assembled",
@@ -204,30 +220,12 @@ def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
     alone = predictor.predict({**arrow(frame).to_pylist()[0], "category": None})
     assert np.isnan(alone["hotTrue"]).tolist() == [True] * 3
     assert [row["a bucket"] for row in made] == [0, 1, 3, None, 2, 0, 2]
-    assert [row["d filled"] for row in made[:2]] == [2**62, 2]
+    assert [row["d filled"] for row in made[:2]] == [2**62, 2**60]
     assert made[0]["missing"] != -1
 
 
-def typed(schema: str) -> Any:
-    """Return Spark's type of a schema that may name vectors."""
-    from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql import types as T
-
-    fields = [field.rsplit(" ", 1) for field in schema.split(", ")]
-    plain_fields = ", ".join(" ".join(f) for f in fields if f[1] != "vector")
-    known = {field.name: field for field in T._parse_datatype_string(plain_fields)}
-    return T.StructType([known.get(name, T.StructField(name, VectorUDT())) for name, _ in fields])
-
-
-def vector(values: list[float] | None, number: int) -> Any:
-    """Return a vector, alternately dense and sparse."""
-    if values is None or number % 2:
-        return values if values is None else Vectors.dense(values)
-    return Vectors.sparse(len(values), [(i, v) for i, v in enumerate(values) if v])
-
-
 def test_rows_that_stages_skip(spark: Any, tmp_path: Path) -> None:
-    schema = "id int, word string, number double, a double, b int, features vector"
+    schema = "id integer, word string, number double, a double, b integer, features vector"
     rows = [
         (0, "x", 0.5, 1.0, 1, vector([1.0, 2.0], 0)),
         (1, "z", 0.5, 1.0, 1, vector([1.0, 2.0], 1)),
