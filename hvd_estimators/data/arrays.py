@@ -114,7 +114,7 @@ def to_array(column: pa.Array, name: str, shape: Sequence[int] | None = None) ->
         If lists differ in length, or if a null is left in them.
     """
     if is_vector(column.type):
-        return _from_vectors(column, name)
+        return from_vectors(column, name)
     column = _decoded(column, name)
     if not (is_list(column.type) if shape is None else shape):
         array: Array = without_decimals(column).to_numpy(zero_copy_only=False)
@@ -231,13 +231,28 @@ def _scatter(offsets: Array, indices: Array, values: Array, width: int) -> Array
     return matrix
 
 
-def _from_vectors(column: pa.StructArray, name: str) -> Array:
-    """Return dense and sparse vectors as one array of 32-bit floats."""
+def from_vectors(column: pa.StructArray, name: str, dtype: npt.DTypeLike = np.float32) -> Array:
+    """Return a column of dense and sparse vectors without nulls as one array.
+
+    Parameters
+    ----------
+    column : pa.StructArray
+        The vectors, all of one size, as Spark stores them.
+    name : str
+        Name of the column, for errors.
+    dtype : dtype
+        Type of the array; Spark's vectors hold 64-bit floats.
+
+    Raises
+    ------
+    DataError
+        If vectors differ in size.
+    """
     names = (field.name for field in column.type)
     fields = dict(zip(names, column.flatten(), strict=True))
     is_dense = fields["type"].to_numpy(zero_copy_only=False) == DENSE
     offsets, elements = _split_lists(fields["values"])
-    values = elements.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    values = elements.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     lengths = np.diff(offsets)
     if is_dense.all():
         return values.reshape(len(column), _common_size(lengths, name))

@@ -64,7 +64,7 @@ is_list_view = _one_of("is_list_view", "is_large_list_view")
 is_bytes = _one_of("is_binary", "is_large_binary", "is_binary_view", "is_fixed_size_binary")
 
 
-_is_string = _one_of("is_string", "is_large_string", "is_string_view")
+is_string = _one_of("is_string", "is_large_string", "is_string_view")
 
 
 def is_list(data_type: pa.DataType) -> bool:
@@ -124,7 +124,7 @@ def column_spec(
             leaf = leaf[0].type
     if pa.types.is_dictionary(leaf):
         leaf = leaf.value_type
-    is_text = _is_string(leaf) or (
+    is_text = is_string(leaf) or (
         bytes_as_text and is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf)
     )
     if allow_text and is_text and not shape:
@@ -194,9 +194,9 @@ def num_leaves(data_type: pa.DataType) -> int:
 
 
 def _remedy(leaf: pa.DataType, data_type: pa.DataType) -> str:
-    if _is_string(leaf) and pa.types.is_dictionary(data_type):
+    if is_string(leaf) and pa.types.is_dictionary(data_type):
         return "store the codes of its categories instead (in pandas, frame[column].cat.codes)"
-    if _is_string(leaf):
+    if is_string(leaf):
         return (
             "store numbers instead, such as those of pyspark.ml.feature.StringIndexer or "
             "pandas.factorize"

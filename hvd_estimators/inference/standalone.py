@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import threading
@@ -37,6 +38,7 @@ from hvd_estimators.inference.output_columns import (
     output_types,
     to_column,
 )
+from hvd_estimators.inference.pipeline import Pipeline, as_lists, as_numpy, read_pipeline
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved
 
@@ -133,7 +135,28 @@ def read_table(
         If columns, or the arrays of a column, differ in length. Also for nulls without
         ``keeps_nulls``.
     """
-    table, to_result, as_arrow = _columns(given, features, dimensions or {})
+    columns, to_result, as_arrow = read_columns(given, features, optional, dimensions or {})
+    arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
+    for name, array in arrays.items():
+        _check_type(array, name, text is None or name in text)
+    return InputTable(arrays, len(arrays[features[0]]), valid, to_result, as_arrow)
+
+
+def read_columns(
+    given: Any, features: Sequence[str], optional: Sequence[str], dimensions: Mapping[str, int]
+) -> tuple[dict[str, Array | pa.Array], Callable[[Any, Array | None], Any], bool]:
+    """Return the columns of rows, and the conversion of results; see `read_table`.
+
+    Returns
+    -------
+    columns : dict
+        Arrays of numbers without nulls, and Arrow arrays.
+    to_result : callable
+        See `InputTable`.
+    as_arrow : bool
+        See `InputTable`.
+    """
+    table, to_result, as_arrow = _columns(given, features, dimensions)
     missing = [name for name in features if name not in table]
     if missing:
         raise ColumnError(
@@ -145,10 +168,7 @@ def read_table(
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"Columns differ in length: {lengths}.")
-    arrays, valid = to_arrays(names, list(columns.values()), keeps_nulls=keeps_nulls)
-    for name, array in arrays.items():
-        _check_type(array, name, text is None or name in text)
-    return InputTable(arrays, len(arrays[names[0]]), valid, to_result, as_arrow)
+    return columns, to_result, as_arrow
 
 
 def _columns(
@@ -284,10 +304,12 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         try:
             array = values if isinstance(values, np.ndarray) else np.asarray(values)
         except ValueError as error:
-            raise DataError(
-                f"Column {name!r} is ragged: its arrays differ in length. Pad or cut them to one "
-                "length."
-            ) from error
+            if all(value is not None for value in values):
+                raise DataError(
+                    f"Column {name!r} is ragged: its arrays differ in length. Pad or cut them to "
+                    "one length."
+                ) from error
+            array = np.asarray(values, object)  # arrays and nulls
         if array.ndim == 0:
             raise ParamError(
                 f"rows: column {name!r} is {values!r}; expected an array, rows first. For single "
@@ -372,6 +394,12 @@ class SavedPredictor:
         ``apply_transformation``, these are the columns before the transformation.
     output_columns : tuple of str
         Columns that the predictor returns: the columns that ``transform()`` adds, in order.
+    optional_columns : tuple of str
+        Columns that the transformation may use if the rows have them.
+    vector_columns : frozenset of str
+        Outputs that are vectors in Spark if a row has one dimension.
+    dimensions : mapping of str to int
+        Feature to the number of dimensions of a row, if known.
     """
 
     def __init__(
@@ -412,9 +440,14 @@ class SavedPredictor:
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
         self._inference = BatchPredictor.of(self.feature_columns, transformation, metadata)
+        self.optional_columns = self._inference.columns[len(self.feature_columns) :]
+        ddls = dict(zip(outputs, self._ddls or (), strict=False))
+        self.vector_columns = frozenset(name for name in self.output_columns if not ddls.get(name))
         # A transformation may take text in all columns.
         self._text = frozenset(text) if transformation is None else None
-        self._dimensions = {n: len(e["shape"]) for n, e in metadata.items() if "shape" in e}
+        self.dimensions: Mapping[str, int] = {
+            n: len(e["shape"]) for n, e in metadata.items() if "shape" in e
+        }
         self._shapes = output_shapes
         self._is_ready = False
         self._lock = threading.Lock()
@@ -478,22 +511,9 @@ class SavedPredictor:
         PredictionError
             If the model fails, or if a type of ``output_types`` cannot hold a prediction.
         """
-        inference = self._inference
-        with naming_transformation(self._get):
-            given = read_table(
-                rows,
-                self.feature_columns,
-                inference.columns[len(self.feature_columns) :],
-                self._text,
-                self._dimensions,
-                keeps_nulls=self._on_nulls != "error",
-            )
+        given = self._read(rows)
         try:
-            if self._is_ready:
-                return self._predict(given)
-            # The first call may trace the model or find the shapes, so only one thread runs it.
-            with self._lock:
-                return self._predict(given)
+            return self._predict(given)
         except (PredictionError, ShapeError) as error:
             if not (isinstance(rows, (Mapping, np.ndarray)) and given.are_all_scalars):
                 raise
@@ -503,7 +523,31 @@ class SavedPredictor:
                 f"[{{{self.feature_columns[0]!r}: ...}}]."
             ) from error
 
+    def predict_columns(self, columns: Mapping[str, pa.Array]) -> tuple[pa.Table, Array | None]:
+        """Return the predictions for some rows, and a mask of the rows in them (None: all)."""
+        given = replace(self._read(pa.table(dict(columns))), to_result=lambda *result: result)
+        predicted: tuple[pa.Table, Array | None] = self._predict(given)
+        return predicted
+
+    def _read(self, rows: Any) -> InputTable:
+        with naming_transformation(self._get):
+            return read_table(
+                rows,
+                self.feature_columns,
+                self.optional_columns,
+                self._text,
+                self.dimensions,
+                keeps_nulls=self._on_nulls != "error",
+            )
+
     def _predict(self, given: InputTable) -> Any:
+        if self._is_ready:
+            return self._compute(given)
+        # The first call may trace the model or find the shapes, so only one thread runs it.
+        with self._lock:
+            return self._compute(given)
+
+    def _compute(self, given: InputTable) -> Any:
         inference = replace(self._inference, columns=tuple(given.columns))
         if given.count and self._shapes is None:
             # Two rows, because a model may drop the dimension of rows if it gets a single row.
@@ -532,6 +576,51 @@ class SavedPredictor:
             {name: (output, shape, kind) for name, output, shape, kind in made},
             keeps=self._on_nulls == "keep",
         )
+
+
+class PipelinePredictor(SavedPredictor):
+    """Saved pipeline that predicts without Spark, with the results of ``transform()``.
+
+    ``load_predictor`` returns one for the path of a ``PipelineModel``. It is used like the
+    predictor of a model. Its results are the columns that the stages add or replace; vectors are
+    arrays. Rows that a stage leaves out (``handleInvalid="skip"``) are missing.
+
+    Attributes
+    ----------
+    feature_columns : tuple of str
+        Columns that the rows must have. A `StringIndexer` ignores a missing column that no later
+        stage needs, such as the label.
+    output_columns : tuple of str
+        Columns that the stages add or replace, in order.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        """Create a predictor from the stages of a pipeline."""
+        self.feature_columns = pipeline.feature_columns
+        self.output_columns = pipeline.output_columns
+        self.optional_columns = pipeline.optional_columns
+        self.vector_columns = frozenset(pipeline.output_columns)
+        self.dimensions = pipeline.dimensions
+        self._pipeline = pipeline
+
+    def predict(self, rows: Any) -> Any:
+        """Return the columns that the stages add or replace; see `SavedPredictor.predict`."""
+        columns, to_result, as_arrow = read_columns(
+            rows, self.feature_columns, self.optional_columns, self.dimensions
+        )
+        if as_arrow:
+            return to_result(*self.predict_columns(columns))
+        made, selected = self._pipeline(columns)
+        sizes = self._pipeline.sizes
+        arrays = {name: as_numpy(column, name, sizes.get(name)) for name, column in made.items()}
+        return to_result(arrays, selected)
+
+    def predict_columns(
+        self, columns: Mapping[str, Array | pa.Array]
+    ) -> tuple[pa.Table, Array | None]:
+        """Return the columns for some rows, and a mask of the rows in them (None: all)."""
+        made, selected = self._pipeline(columns)
+        return pa.table({name: as_lists(column, name) for name, column in made.items()}), selected
 
 
 def _default_rows(given: InputTable) -> int:
@@ -594,7 +683,7 @@ def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredic
         num_threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> SavedPredictor:
-        """Load a saved `{class_name}` for predictions without Spark, in this process.
+        """Load a saved `{class_name}`, or a pipeline, for predictions without Spark.
 
         >>> predictor = load_predictor("s3://bucket/model")
         >>> predictor.predict({"features": array})["label__output"]
@@ -602,6 +691,10 @@ def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredic
         The predictor works like the model's ``transform()``, with the same columns,
         transformation, types, class columns and precision. {note}PySpark need not be installed.
         Loading runs code from the files, so load only files that you trust.
+
+        The path may hold a ``PipelineModel`` of such models and of stages that are plain
+        arithmetic: `StringIndexer`, `IndexToString`, `OneHotEncoder`, `VectorAssembler`,
+        `StandardScaler`, `MinMaxScaler`, `Imputer` and `Bucketizer`.
 
         Parameters
         ----------
@@ -627,7 +720,7 @@ def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredic
         Raises
         ------
         ParamError
-            If a parameter is invalid, or the path holds another kind of model.
+            If a parameter is invalid, or the path holds another kind of model or stage.
         StoreError
             If the path holds no model, or the model cannot be read.
         GpuError
@@ -635,6 +728,20 @@ def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredic
         """
         resources = resources_of(device, num_threads, batch_size)
         saved = read_saved(path, class_name, storage_options)
+        if saved.is_pipeline:
+
+            def load_stage(stage: Saved) -> SavedPredictor:
+                package: Any = importlib.import_module(str(stage.package))
+                loaded: SavedPredictor = package.load_predictor(
+                    stage.given,
+                    batch_size=batch_size,
+                    device=device,
+                    num_threads=num_threads,
+                    storage_options=storage_options,
+                )
+                return loaded
+
+            return PipelinePredictor(read_pipeline(saved, load_stage))
         predictor, text = load(saved, resources)
         if resources.gpu is not None and not getattr(predictor, "overlaps", False):
             raise GpuError(f"device: found {device!r}, and the framework sees no GPU. Set 'cpu'.")

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from pyarrow import parquet
+
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler
 from hvd_estimators.exceptions import ParamError, StoreError
@@ -27,28 +30,73 @@ FORMAT_VERSION = 1
 
 _JVM = "org.apache.spark."
 _OWN = "hvd_estimators."
-_PIPELINE = "pyspark.ml.pipeline.PipelineModel"
+_PIPELINES = ("pyspark.ml.pipeline.PipelineModel", "org.apache.spark.ml.PipelineModel")
+"""Names under which PySpark saves pipelines with and without stages in Python."""
 
 
 class Saved:
-    """The folder of a saved model.
+    """The folder of a saved model, pipeline or stage.
 
     Attributes
     ----------
     path : str
         The folder.
+    given : str
+        The folder as the user spells it, from which a store can be created.
     class_name : str
         The class that was saved, with its module.
     """
 
-    def __init__(self, store: Store, path: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, store: Store, path: str, given: str) -> None:
+        metadata = _metadata(store, path, given)
         self.path = path
+        self.given = given
         self.class_name = str(metadata["class"])
         self._store = store
         self._params = str(metadata.get("paramsFolder", "params"))
         self._pickled = frozenset(metadata.get("pickledParams", ()))
         self._values = {**metadata.get("defaultParamMap", {}), **metadata.get("paramMap", {})}
         self._unpickled: dict[str, Any] = {}
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the folder holds a ``PipelineModel``."""
+        return self.class_name in _PIPELINES
+
+    @property
+    def package(self) -> str | None:
+        """The package of this project whose model the folder holds; None for another class."""
+        return next((p for name, p in _HOMES.items() if self.class_name == _home(name)), None)
+
+    def stages(self) -> list[Saved]:
+        """Return the stages of a pipeline, in order.
+
+        Raises
+        ------
+        StoreError
+            If a stage is missing.
+        """
+        uids = self.get("stageUids") or []
+        digits = len(str(len(uids)))
+        names = [f"stages/{position:0{digits}}_{uid}" for position, uid in enumerate(uids)]
+        given = self.given.rstrip("/")
+        return [Saved(self._store, f"{self.path}/{name}", f"{given}/{name}") for name in names]
+
+    def data(self) -> dict[str, Any]:
+        """Return the row of data that Spark ML saves beside a stage's params.
+
+        Raises
+        ------
+        StoreError
+            If the row is missing.
+        """
+        folder = f"{self.path}/data"
+        for name in self._store.names(folder):
+            if not name.startswith(("_", ".")) and name.endswith(".parquet"):
+                content = pa.BufferReader(self._store.read(f"{folder}/{name}"))
+                for row in parquet.read_table(content).slice(0, 1).to_pylist():
+                    return dict(row)
+        raise StoreError(f"path: {self.path!r} is not complete: it lacks its data.")
 
     def get(self, name: str) -> Any:
         """Return a param's value or default; None if the model was saved without the param.
@@ -163,7 +211,7 @@ def check_format(metadata: Mapping[str, Any], path: str) -> None:
 
 
 def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | None) -> Saved:
-    """Return a saved model.
+    """Return a saved model, or a saved pipeline.
 
     Parameters
     ----------
@@ -186,9 +234,9 @@ def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | 
         raise ParamError("path: expected the folder of a saved model, found none.")
     store = Store.create(path, storage_options=dict(storage_options or {}))
     folder = store.get_full_path(path).rstrip("/")
-    saved = Saved(store, folder, _metadata(store, folder, path))
-    if saved.class_name != _home(class_name):
-        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved, path)}")
+    saved = Saved(store, folder, path)
+    if saved.class_name != _home(class_name) and not saved.is_pipeline:
+        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved)}")
     return saved
 
 
@@ -216,13 +264,10 @@ def _home(class_name: str) -> str:
     return f"{_HOMES[class_name]}.model.{class_name}"
 
 
-def _remedy(saved: Saved, path: str) -> str:
-    for class_name, package in _HOMES.items():
-        if saved.class_name == _home(class_name):
-            return f"Call {package}.load_predictor."
-    if saved.class_name == _PIPELINE:
-        return f"Set the path of one of its stages, which are in {path.rstrip('/')}/stages."
+def _remedy(saved: Saved) -> str:
+    if saved.package is not None:
+        return f"Call {saved.package}.load_predictor."
     return (
-        "load_predictor() reads KerasModel, LightningModel and TorchModel. It does not run the "
-        "methods of subclasses. Load their models with Spark."
+        "load_predictor() reads KerasModel, LightningModel and TorchModel, and pipelines with "
+        "them. It does not run the methods of subclasses. Load their models with Spark."
     )

@@ -20,6 +20,7 @@ import pytest
 import pytorch_lightning as lightning
 import torch
 from pyspark.ml import PipelineModel
+from pyspark.ml.feature import StringIndexerModel, VectorAssembler
 from pyspark.ml.linalg import Vectors
 
 from hvd_estimators.data.manifest import ColumnSpec
@@ -245,17 +246,16 @@ def test_errors_on_raw_columns_suggest_apply_transformation(spark: Any, tmp_path
 def test_paths_without_a_torch_model_are_rejected(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"])
     PipelineModel([model]).save(str(tmp_path / "pipeline"))
-    with pytest.raises(ParamError, match="stages, which are in"):
-        load_predictor(str(tmp_path / "pipeline"))
     (stage,) = (tmp_path / "pipeline" / "stages").iterdir()
 
     # In another fsspec filesystem; output shapes are inferred.
     memory = fsspec.filesystem("memory")
-    memory.put(str(stage), "/models/one", recursive=True)
-    predictor = load_predictor("memory://models/one")
     x = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
-    made = predictor.predict(x)["y__output"]
-    np.testing.assert_array_equal(made, model.getModel()(torch.tensor(x))[:, 0].detach())
+    for number, folder in enumerate((stage, tmp_path / "pipeline")):
+        memory.put(str(folder), f"/models/{number}", recursive=True)
+        predictor = load_predictor(f"memory://models/{number}")
+        made = predictor.predict(x)["y__output"]
+        np.testing.assert_array_equal(made, model.getModel()(torch.tensor(x))[:, 0].detach())
     memory.rm("/models", recursive=True)
 
     with pytest.raises(StoreError, match="found no saved model at"):
@@ -550,7 +550,13 @@ def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
     LightningModel(model=net, **columns).save(str(paths["lightning"]))
     KerasModel(model=twin, **columns).save(str(paths["keras"]))
 
+    words = StringIndexerModel.from_labels(["a"], "word", "index")
+    assembler = VectorAssembler(inputCols=["x"], outputCol="features")
+    model = TorchModel(model=net, **{**columns, "feature_columns": ["features"]})
+    PipelineModel([words, assembler, model]).save(str(tmp_path / "pipeline"))
+
     arguments = [str(argument) for pair in paths.items() for argument in pair]
+    arguments += ["torch", str(tmp_path / "pipeline")]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_SPARK, *arguments],
         text=True,
@@ -561,6 +567,6 @@ def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     x = np.array([[1.0, 2.0], [-3.0, 4.0]], np.float32)
-    expected = [net(torch.tensor(k * x))[:, 0].tolist() for k in (2, 1, 1)]
+    expected = [net(torch.tensor(k * x))[:, 0].tolist() for k in (2, 1, 1, 1)]
     found = [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
