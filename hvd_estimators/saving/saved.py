@@ -181,15 +181,19 @@ def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | 
     StoreError
         If the path holds no model, or the model cannot be read.
     """
+    saved = _open(path, storage_options)
+    if saved.class_name != _home(class_name):
+        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved, path)}")
+    return saved
+
+
+def _open(path: str, storage_options: Mapping[str, Any] | None) -> Saved:
     require_path("path", path)
     if not path:
         raise ParamError("path: expected the folder of a saved model, found none.")
     store = Store.create(path, storage_options=dict(storage_options or {}))
     folder = store.get_full_path(path).rstrip("/")
-    saved = Saved(store, folder, _metadata(store, folder, path))
-    if saved.class_name != _home(class_name):
-        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved, path)}")
-    return saved
+    return Saved(store, folder, _metadata(store, folder, path))
 
 
 def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
@@ -216,10 +220,31 @@ def _home(class_name: str) -> str:
     return f"{_HOMES[class_name]}.model.{class_name}"
 
 
+def package_of(class_name: str) -> str | None:
+    """Return the package whose ``load_predictor`` reads a class of models; None if there is none.
+
+    Parameters
+    ----------
+    class_name : str
+        The class, with its module.
+    """
+    packages = {_home(name): package for name, package in _HOMES.items()}
+    return packages.get(class_name)
+
+
+def load_predictor_of(path: str) -> Any:
+    """Return the predictor of a saved model of any framework, with its ``load_predictor``."""
+    saved = _open(path, None)
+    package = package_of(saved.class_name)
+    if package is None:
+        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved, path)}")
+    return importlib.import_module(package).load_predictor(path)
+
+
 def _remedy(saved: Saved, path: str) -> str:
-    for class_name, package in _HOMES.items():
-        if saved.class_name == _home(class_name):
-            return f"Call {package}.load_predictor."
+    package = package_of(saved.class_name)
+    if package is not None:
+        return f"Call {package}.load_predictor."
     if saved.class_name == _PIPELINE:
         return f"Set the path of one of its stages, which are in {path.rstrip('/')}/stages."
     return (
