@@ -82,7 +82,7 @@ def save_model(
             )
         framework = _FRAMEWORKS[str(package_of(_class_name(model)))]
         imported = [name for name in framework if name in sys.modules]
-        requirements, code = find_requirements({*modules, *imported} - _UNUSED)
+        requirements, code = find_requirements({*modules, *imported, "mlflow"} - _UNUSED)
         mlflow_model.add_flavor(
             "spark",
             pyspark_version=metadata.version("pyspark"),
@@ -129,7 +129,6 @@ def _save_pipeline(model: Any, folder: Path) -> None:
     }
     (folder / "metadata").mkdir()
     (folder / "metadata" / "part-00000").write_text(json.dumps(document))
-    (folder / "metadata" / "_SUCCESS").touch()
 
 
 def _load_pyfunc(path: str) -> Any:
