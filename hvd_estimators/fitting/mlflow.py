@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.ml import PipelineModel, Transformer
+from pyspark.ml import Transformer
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.data.arrays import Columns
@@ -166,24 +166,15 @@ class Tracking:
             active = active_run()
             if active is None or active.run_id != self._run_id:
                 stack.enter_context(mlflow.start_run(run_id=self._run_id, nested=True))
-            if mlflow_flavor.has_predictor(model):
-                log_model = importlib.import_module("mlflow.models").Model.log
-                # MLflow 2 calls the name artifact_path.
-                named = inspect.signature(log_model).parameters
-                names = {"artifact_path": None if "name" in named else MODEL_NAME}
-                names |= {"name": MODEL_NAME} if "name" in named else {}
-                log_model(**names, flavor=mlflow_flavor, model=model, rows=examples)
+            if not mlflow_flavor.has_predictor(model):
+                mlflow_flavor.log_spark_model(model, MODEL_NAME)
                 return
-            # Predictors without Spark do not run the methods of users' model classes.
-            spark: Any = importlib.import_module("mlflow.spark")
-            module = type(model).__module__.partition(".")[0]
-            requirements, code = mlflow_flavor.find_requirements([module, "pyspark"])
-            spark.log_model(
-                PipelineModel([model]),
-                artifact_path=MODEL_NAME,
-                pip_requirements=requirements,
-                code_paths=code,
-            )
+            log_model = importlib.import_module("mlflow.models").Model.log
+            options = {"flavor": mlflow_flavor, "model": model, "rows": examples}
+            if "name" in inspect.signature(log_model).parameters:
+                log_model(artifact_path=None, name=MODEL_NAME, **options)
+            else:  # MLflow 2
+                log_model(artifact_path=MODEL_NAME, **options)
 
     def _has_all(self, rows: Sequence[HistoryRow]) -> bool:
         """Wait for the thread, for a limited time, and return whether MLflow has these metrics."""

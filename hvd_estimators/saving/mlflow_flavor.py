@@ -85,7 +85,7 @@ def save_model(
         requirements, code = find_requirements({*modules, *imported, "mlflow"} - _UNUSED)
         mlflow_model.add_flavor(
             "spark",
-            pyspark_version=metadata.version("pyspark"),
+            pyspark_version=_spark_version(),
             model_data=f"data/{_DATA}",
             model_class="pyspark.ml.pipeline.PipelineModel",
             code=None,
@@ -108,8 +108,28 @@ def has_predictor(model: Any) -> bool:
     return package_of(_class_name(model)) is not None
 
 
+def log_spark_model(model: Any, name: str) -> None:
+    """Log a model of a user's class in the active run with ``mlflow.spark``, which needs Spark.
+
+    Predictors do not run the methods of users' classes.
+    """
+    pipeline: Any = importlib.import_module("pyspark.ml").PipelineModel
+    requirements, code = find_requirements([type(model).__module__.partition(".")[0]])
+    importlib.import_module("mlflow.spark").log_model(
+        pipeline([model]),
+        artifact_path=name,
+        pip_requirements=[*requirements, f"pyspark=={_spark_version()}"],
+        code_paths=code,
+    )
+
+
 def _class_name(model: Any) -> str:
     return f"{type(model).__module__}.{type(model).__name__}"
+
+
+def _spark_version() -> str:
+    """Return PySpark's version; clusters may have a PySpark that pip does not know."""
+    return str(importlib.import_module("pyspark").__version__)
 
 
 def _save_pipeline(model: Any, folder: Path) -> None:
@@ -122,7 +142,7 @@ def _save_pipeline(model: Any, folder: Path) -> None:
     document = {
         "class": "pyspark.ml.pipeline.PipelineModel",
         "timestamp": round(time.time() * 1000),
-        "sparkVersion": metadata.version("pyspark"),
+        "sparkVersion": _spark_version(),
         "uid": f"PipelineModel_{uuid.uuid4().hex[-12:]}",
         "paramMap": {"stageUids": [model.uid], "language": "Python"},
         "defaultParamMap": {},
