@@ -25,7 +25,7 @@ endif
 SOURCES := hvd_estimators tests benchmarks examples docs setup.py
 # Tests train with these. Some of their own dependencies do not fit beside the others.
 LIBRARIES := accelerate keras-hub timm
-EXTRAS := build,dev,examples,hdfs,keras,lightning,onnx,s3,torch
+EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,torch
 
 # An environment is as its files say if it has the stamp of their contents.
 checksum = $(shell cat $(1) setup.cfg pyproject.toml Makefile | cksum | cut -d ' ' -f 1)

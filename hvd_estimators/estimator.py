@@ -27,7 +27,7 @@ from hvd_estimators.fitting.default_store import configured_store
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.parquet_files import ParquetFiles, Paths, find_files
 from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.fitting.record import RunRecord, start_note
+from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
@@ -248,7 +248,7 @@ class HorovodEstimator(EstimatorHooks):
                 return self._make_spec(common, tried)
 
             try:
-                return self._launch(run, backend, spec_for, tried)
+                return self._launch(run, backend, spec_for, tried, manifest)
             except WorkerFailedError as error:
                 # The message holds the rank's traceback. The driver's frames would bury it.
                 raise error.with_traceback(None) from None
@@ -295,7 +295,12 @@ class HorovodEstimator(EstimatorHooks):
         find_newest_valid(run.store, run.paths, check, run.checkpoints)
 
     def _launch(
-        self, run: Run, backend: Backend, spec_for: Callable[[int], TrainSpec], trial: Trial
+        self,
+        run: Run,
+        backend: Backend,
+        spec_for: Callable[[int], TrainSpec],
+        trial: Trial,
+        manifest: DatasetManifest,
     ) -> HorovodModel:
         """Run the trainer on every rank, show progress, and create the model from the results.
 
@@ -309,6 +314,8 @@ class HorovodEstimator(EstimatorHooks):
             Returns the `TrainSpec` for a given number of ranks.
         trial : Trial
             Result of the dry run.
+        manifest : DatasetManifest
+            The dataset.
         """
         spec = spec_for(backend.num_processes())
         run.check_reading(spec.data)
@@ -339,7 +346,12 @@ class HorovodEstimator(EstimatorHooks):
                     run_results = RunResults(handover.read(results), launch.spec)
                     model = self._wrap(run_results, trial)
                     model._summary = self._summary(run_results, seconds, len(restarts.failures))
-                    record.complete(run_results.history, model, run_results[0].stopped)
+                    record.complete(
+                        run_results.history,
+                        model,
+                        run_results[0].stopped,
+                        lambda: self._example_rows(manifest),
+                    )
                     return model
 
     def _summary(self, results: RunResults, seconds: float, restarts: int) -> TrainingSummary:
@@ -362,7 +374,8 @@ class HorovodEstimator(EstimatorHooks):
     def _record(self, run: Run, spec: TrainSpec) -> RunRecord:
         """Create the record of this fit, which is updated while the ranks train."""
         document = start_note(self, run, spec)
-        tracking = self._make_tracking(run.paths.run_id, document["params"])
+        set_params = noted_params(self, only_set=True)
+        tracking = self._make_tracking(run.paths.run_id, set_params)
         return RunRecord(run, document, tracking)
 
     def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:

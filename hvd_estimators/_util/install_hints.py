@@ -15,6 +15,7 @@ INSTALL = {
     "keras": 'pip install --upgrade "hvd_estimators[keras]"',
     "lightning": 'pip install --upgrade "hvd_estimators[lightning]"',
     "matplotlib": 'pip install "hvd_estimators[plot]"',
+    "mlflow": 'pip install "hvd_estimators[mlflow]"',
     "ocifs": "pip install ocifs",
     "onnx": 'pip install "hvd_estimators[onnx]"',
     "ossfs": "pip install ossfs",

@@ -10,11 +10,13 @@ The module is also a ``pickle_module`` for ``torch.load``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import IO, Any
 
 from cloudpickle import cloudpickle
@@ -82,6 +84,26 @@ _RENAMED = {
 }
 """Their modules now and former names, to their names now."""
 
+_recorded: ContextVar[set[str] | None] = ContextVar("_recorded", default=None)
+
+
+@contextlib.contextmanager
+def recording_modules() -> Iterator[set[str]]:
+    """Yield the set of top-level modules that objects loaded in the block import."""
+    modules: set[str] = set()
+    token = _recorded.set(modules)
+    try:
+        yield modules
+    finally:
+        _recorded.reset(token)
+
+
+def _record(module: str) -> None:
+    modules = _recorded.get()
+    if modules is not None:
+        modules.add(module.partition(".")[0])
+
+
 # Classes that were created by loading a pickle.
 _received: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -97,7 +119,10 @@ class Unpickler(pickle.Unpickler):
         """Return a class or function by its name; called by pickle."""
         module = _MOVED.get(module, module)
         name = _RENAMED.get((module, name), name)
+        _record(module)
         value = super().find_class(module, name)
+        if value is cloudpickle.subimport:
+            return _import_recorded
         if value is cloudpickle._make_skeleton_class or value is cloudpickle._make_skeleton_enum:
             return lambda *args: self._make_class(value, args)
         if value is cloudpickle._class_setstate:
@@ -116,6 +141,12 @@ class Unpickler(pickle.Unpickler):
 
     def _fill_class(self, cls: type, state: Any) -> type:
         return cls if id(cls) in self._kept_classes else cloudpickle._class_setstate(cls, state)
+
+
+def _import_recorded(module: str) -> Any:
+    """Import a module that a pickled function uses."""
+    _record(module)
+    return cloudpickle.subimport(module)
 
 
 def load(file: IO[bytes], **options: Any) -> Any:

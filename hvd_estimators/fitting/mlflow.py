@@ -8,38 +8,36 @@ it. Runs on the driver.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import json
 import logging
 import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.ml import PipelineModel, Transformer
-from pyspark.ml.feature import SQLTransformer
+from pyspark.ml import Transformer
 
+from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators.data.arrays import Columns
 from hvd_estimators.fitting.progress import EpochFeed
+from hvd_estimators.saving import mlflow_flavor
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow
 
 logger = logging.getLogger(__name__)
 
-MODEL_NAME = "model"
-"""Artifact path of the model."""
+MODEL_NAME = "hvd_estimators_model"
+"""Name of the logged model. Users give other names to the models that they log themselves."""
 
 _RUN_TAG = "hvd_estimators.run_id"
 _SECONDS_AT_END = 60.0
 _LONGEST_PARAM = 500
-_PACKAGES = {
-    "keras": ("keras", "tensorflow"),
-    "lightning": ("torch", "lightning", "pytorch-lightning"),
-    "torch": ("torch",),
-}
-
 _lock = threading.Lock()
 _written: dict[tuple[str, str], tuple[str, set[int]]] = {}
 """For each active MLflow run (URI and ID), this package's run ID and the logged epochs."""
@@ -93,7 +91,7 @@ class Tracking:
     name : str
         The ``run_id`` of this fit.
     params : mapping
-        The recorded params of the estimator.
+        The params to log.
     own_run : bool
         Whether the fit is part of a grid and gets a child run of the active run.
     """
@@ -132,10 +130,9 @@ class Tracking:
         self,
         rows: Sequence[HistoryRow],
         model: Transformer,
-        framework: str,
-        versions: Mapping[str, str],
+        examples: Callable[[], Columns | None],
     ) -> None:
-        """Log the fitted model as a Spark model, unless it belongs to a grid, and close.
+        """Log the fitted model, unless it belongs to a grid, and close.
 
         Parameters
         ----------
@@ -143,45 +140,41 @@ class Tracking:
             The whole history. Epochs that are not logged yet are logged from it.
         model : Transformer
             The fitted model.
-        framework : str
-            The model's framework.
-        versions : mapping
-            Package versions, by package name.
+        examples : callable
+            Returns training rows for signature and input example.
         """
         self._feed.put(rows)
         if not self._has_all(rows):
             return
         if not self._is_grid:
             try:
-                self._log_model(model, framework, versions)
+                self._log_model(model, examples)
             except Exception as error:
                 logger.warning(
                     "MLflow: the model was not logged (%s: %s). The fit is complete; "
-                    "mlflow.spark.log_model(model, %r) logs it%s.",
+                    "model.save(path) saves the model.%s",
                     type(error).__name__,
                     redacted(str(error)),
-                    MODEL_NAME,
-                    ", once mlflow is installed" if isinstance(error, ImportError) else "",
+                    f" Run: {INSTALL['mlflow']}" if isinstance(error, ImportError) else "",
                 )
         if self._own_run:
             self._end_own_run("FINISHED")
 
-    def _log_model(self, model: Transformer, framework: str, versions: Mapping[str, str]) -> None:
-        spark: Any = importlib.import_module("mlflow.spark")
+    def _log_model(self, model: Transformer, examples: Callable[[], Columns | None]) -> None:
         mlflow = sys.modules["mlflow"]
-        packages = ("hvd_estimators", "pyspark", *_PACKAGES.get(framework, ()))
-        arguments = {
-            "spark_model": _predicting(model),
-            "artifact_path": MODEL_NAME,
-            # Otherwise MLflow would load the model in another process to infer the requirements.
-            "pip_requirements": [f"{p}=={versions[p]}" for p in packages if p in versions],
-        }
-        active = active_run()
-        if active is not None and active.run_id == self._run_id:
-            spark.log_model(**arguments)
-            return
-        with mlflow.start_run(run_id=self._run_id, nested=True):
-            spark.log_model(**arguments)
+        with contextlib.ExitStack() as stack:
+            active = active_run()
+            if active is None or active.run_id != self._run_id:
+                stack.enter_context(mlflow.start_run(run_id=self._run_id, nested=True))
+            if not mlflow_flavor.has_predictor(model):
+                mlflow_flavor.log_spark_model(model, MODEL_NAME)
+                return
+            log_model = importlib.import_module("mlflow.models").Model.log
+            options = {"flavor": mlflow_flavor, "model": model, "rows": examples}
+            if "name" in inspect.signature(log_model).parameters:
+                log_model(artifact_path=None, name=MODEL_NAME, **options)
+            else:  # MLflow 2
+                log_model(artifact_path=MODEL_NAME, **options)
 
     def _has_all(self, rows: Sequence[HistoryRow]) -> bool:
         """Wait for the thread, for a limited time, and return whether MLflow has these metrics."""
@@ -212,12 +205,13 @@ class Tracking:
             )
             self._has_params = True
         now = int(time.time() * 1000)
-        new = {(epoch, f"{s}/{name}"): v for epoch, s, name, v in rows if epoch not in self._logged}
+        new = [row for row in rows if row[0] not in self._logged]
+        metrics = {(e, _key(n)): v for e, s, name, v in new for n in _metric_names(s, name)}
         client.log_batch(
             self._run_id,
-            metrics=[entities.Metric(_key(n), v, now, epoch) for (epoch, n), v in new.items()],
+            metrics=[entities.Metric(name, v, now, epoch) for (epoch, name), v in metrics.items()],
         )
-        self._logged.update(epoch for epoch, _ in new)
+        self._logged.update(row[0] for row in new)
 
     def _start_run(self, client: Any) -> str:
         """Return the ID of the MLflow run to log to: the active run, or a child run of it."""
@@ -241,18 +235,10 @@ class Tracking:
             )
 
 
-def _predicting(model: Any) -> PipelineModel:
-    """Return a pipeline of the model that adds a ``prediction`` column if needed.
-
-    MLflow's pyfunc returns only that column. The pipeline holds the model alone if it already has
-    such a column, or if it has several output columns.
-    """
-    columns = model.getOutputCols()
-    if model.isSet("predictionCol") or len(columns) != 1 or columns[0] == "prediction":
-        return PipelineModel([model])
-    quoted = columns[0].replace("`", "``")
-    statement = f"SELECT *, `{quoted}` AS prediction FROM __THIS__"
-    return PipelineModel([model, SQLTransformer(statement=statement)])
+def _metric_names(stage: str, name: str) -> Iterator[str]:
+    """Yield the names of a metric: Keras's, and one with the stage as a folder."""
+    yield f"{stage}/{name}"
+    yield name if stage == "train" or name.startswith("val_") else f"val_{name}"
 
 
 def _key(name: str) -> str:

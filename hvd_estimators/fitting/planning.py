@@ -228,3 +228,9 @@ class TrainPlanning(
         rows = first_rows(self._data_store(manifest), manifest, DRY_RUN_ROWS)
         transformation = self._transformation()
         return rows if transformation is None else transformation(rows)
+
+    def _example_rows(self, manifest: DatasetManifest) -> Columns:
+        """Return the first rows of a dataset in the form that the fitted model's input has."""
+        if self.getOrDefault("apply_transformation"):
+            return first_rows(self._data_store(manifest), manifest, DRY_RUN_ROWS)
+        return self._first_rows(manifest)

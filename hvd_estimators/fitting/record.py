@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
@@ -21,6 +21,7 @@ from pyspark.ml import Transformer
 from typing_extensions import Self
 
 import hvd_estimators
+from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import (
     JobCancelledError,
     TrainingInterruptedError,
@@ -123,9 +124,13 @@ def _over(fit: Mapping[str, Any]) -> dict[str, Any]:
     return {**fit, "state": "interrupted"} if fit["state"] == "running" else dict(fit)
 
 
-def noted_params(estimator: DeclaredParams) -> dict[str, Any]:
-    """Return the params that are not None; values that JSON cannot hold become names."""
-    values = {name: estimator.getOrDefault(name) for name in estimator._declarations}
+def noted_params(estimator: DeclaredParams, *, only_set: bool = False) -> dict[str, Any]:
+    """Return the params that are not None; values that JSON cannot hold become names.
+
+    With ``only_set``, defaults are omitted.
+    """
+    names = [n for n in estimator._declarations if not only_set or estimator.isSet(n)]
+    values = {name: estimator.getOrDefault(name) for name in names}
     # Environment variables often contain credentials.
     values["backend_env"] = dict.fromkeys(values.get("backend_env") or (), _HIDDEN) or None
     return {name: _brief(named(v)) for name, v in sorted(values.items()) if v is not None}
@@ -231,7 +236,11 @@ class RunRecord:
                 self._write("metadata", _json(self._document))
 
     def complete(
-        self, history: Sequence[EpochMetrics], model: Transformer, stopped: bool = False
+        self,
+        history: Sequence[EpochMetrics],
+        model: Transformer,
+        stopped: bool = False,
+        rows: Callable[[], Columns | None] = lambda: None,
     ) -> None:
         """Record the ranks' results and the fitted model.
 
@@ -243,8 +252,10 @@ class RunRecord:
             The fitted model.
         stopped : bool
             Whether a callback has stopped the run, in this fit or an earlier one.
+        rows : callable
+            Returns training rows for MLflow's input example.
         """
-        rows = [row for record in history for row in record.rows()]
+        metrics = [row for record in history for row in record.rows()]
         if stopped and self._document.get("stopped") == len(history):
             logger.warning(
                 "run_id: a callback stopped the run %r after %d epochs. fit() returns its model "
@@ -257,11 +268,9 @@ class RunRecord:
         if self._store.saving_runs():
             self._feed.close(_CLOSE_SECONDS)
             with self._warned():
-                self._write_rows(rows)
+                self._write_rows(metrics)
         if self._tracking is not None:
-            self._tracking.complete(
-                rows, model, self._document["framework"], self._document["versions"]
-            )
+            self._tracking.complete(metrics, model, rows)
 
     def _add(self, rows: Sequence[HistoryRow]) -> None:
         """Record epochs; retrained epochs replace recorded epochs from the first one on."""

@@ -66,7 +66,7 @@ class Saved:
     @property
     def package(self) -> str | None:
         """The package of this project whose model the folder holds; None for another class."""
-        return next((p for name, p in _HOMES.items() if self.class_name == _home(name)), None)
+        return package_of(self.class_name)
 
     def stages(self) -> list[Saved]:
         """Return the stages of a pipeline, in order.
@@ -229,15 +229,19 @@ def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | 
     StoreError
         If the path holds no model, or the model cannot be read.
     """
+    saved = _open(path, storage_options)
+    if saved.class_name != _home(class_name) and not saved.is_pipeline:
+        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved)}")
+    return saved
+
+
+def _open(path: str, storage_options: Mapping[str, Any] | None) -> Saved:
     require_path("path", path)
     if not path:
         raise ParamError("path: expected the folder of a saved model, found none.")
     store = Store.create(path, storage_options=dict(storage_options or {}))
     folder = store.get_full_path(path).rstrip("/")
-    saved = Saved(store, folder, path)
-    if saved.class_name != _home(class_name) and not saved.is_pipeline:
-        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved)}")
-    return saved
+    return Saved(store, folder, path)
 
 
 def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
@@ -262,6 +266,26 @@ def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
 
 def _home(class_name: str) -> str:
     return f"{_HOMES[class_name]}.model.{class_name}"
+
+
+def package_of(class_name: str) -> str | None:
+    """Return the package whose ``load_predictor`` reads a class of models; None if there is none.
+
+    Parameters
+    ----------
+    class_name : str
+        The class, with its module.
+    """
+    packages = {_home(name): package for name, package in _HOMES.items()}
+    return packages.get(class_name)
+
+
+def load_predictor_of(path: str) -> Any:
+    """Return the predictor of a saved model of any framework, with its ``load_predictor``."""
+    saved = _open(path, None)
+    if saved.package is None:
+        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved)}")
+    return importlib.import_module(saved.package).load_predictor(path)
 
 
 def _remedy(saved: Saved) -> str:

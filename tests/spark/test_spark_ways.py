@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from backends import InProcessBackend
+from packaging.requirements import Requirement
 from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
@@ -20,8 +26,6 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError
-from hvd_estimators.fitting.mlflow import Tracking, active_run
-from hvd_estimators.fitting.record import versions
 from hvd_estimators.keras import KerasEstimator, KerasModel, load_predictor
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -172,43 +176,120 @@ def test_mlflow_saves_a_model_as_a_pyfunc(spark: Any, tmp_path: Path) -> None:
     assert list(loaded.predict(frame)) == [1.0, 0.0, 0.0]
 
 
-def test_a_model_logged_to_mlflow_predicts_the_same(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PREDICT_WITHOUT_SPARK = """
+import json, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pyspark", "py4j", "horovod", "petastorm"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import mlflow, pandas
+model = mlflow.pyfunc.load_model(sys.argv[1])
+predicted = model.predict(pandas.DataFrame(json.loads(sys.argv[2])))
+import hvd_estimators
+print(json.dumps([predicted.to_dict("list"), hvd_estimators.__file__]))
+"""
+
+
+def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
+    spark: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mlflow.spark")
-    mlflow = importlib.import_module("mlflow")
+    mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DFS_TMP", str(tmp_path / "files"))
+    monkeypatch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
-    net = torch.nn.Linear(1, 1)
-    model = TorchModel(
-        model=net, feature_columns=["x"], label_columns=["größe `y`"], input_shapes=[[-1, 1]]
+    # A module beside the user's script, which no index has.
+    (tmp_path / "nets_beside_script.py").write_text(
+        "import torch\n\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x, n):\n"
+        "        return super().forward(x) + n\n"
     )
-    frame = spark.createDataFrame([(0.5,), (2.0,)], ["x"])
-    expected = [row[-1] for row in model.transform(frame).collect()]
+    spark.sparkContext.addPyFile(str(tmp_path / "nets_beside_script.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    net = importlib.import_module("nets_beside_script").Net(2, 1)
+    frame = spark.range(20).select(
+        F.array(F.col("id") / 20.0, F.lit(0.5)).alias("x"),
+        (F.col("id") % 3).cast("int").alias("n"),
+        (F.col("id") / 10.0).alias("größe y"),
+    )
+    estimator = TorchEstimator(
+        backend=InProcessBackend(),
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x", "n"],
+        label_cols=["größe y"],
+        input_shapes=[[-1, 2], [-1, 1]],
+        label_shapes=[[-1, 1]],
+        batch_size=5,
+        validation=0.2,
+        verbose=0,
+    )
     try:
         with mlflow.start_run() as run:
-            tracked = Tracking(active_run(), "mine", {}, own_run=False)
-            tracked.complete([(0, "train", "loss", 0.5)], model, "torch", versions())
-            # A second fit in the same run gets a child run.
-            below = Tracking(active_run(), "other", {}, own_run=False)
-            below.complete([], model, "torch", versions())
+            model = estimator.fit(frame)
+            logged = mlflow.last_logged_model()
+            # The user's own model in the same run.
+            mlflow.spark.log_model(
+                PipelineModel([model]), artifact_path="model", pip_requirements=[]
+            )
             assert mlflow.active_run().info.run_id == run.info.run_id
-        client = mlflow.MlflowClient()
-        runs = [found.info.run_id for found in client.search_runs([run.info.experiment_id])]
-        assert len(runs) == 2
-        for run_id in runs:
-            assert client.get_run(run_id).info.status == "FINISHED"
-            loaded = mlflow.spark.load_model(f"runs:/{run_id}/model")
-            found = [row["größe `y`__output"] for row in loaded.transform(frame).collect()]
-            assert found == expected
-        by_pandas = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
-        assert list(by_pandas.predict(pd.DataFrame({"x": [0.5, 2.0]}))) == expected
-        files = {file.path for file in client.list_artifacts(run.info.run_id, "model")}
-        requirements = Path(tmp_path, "mlruns").rglob("requirements.txt")
-        assert "model/MLmodel" in files
-        assert f"torch=={torch.__version__}" in next(requirements).read_text()
+        found = mlflow.MlflowClient().get_run(run.info.run_id)
+        assert found.info.status == "FINISHED"
+        assert found.data.params.keys() == {
+            *(param.name for param in estimator.params if estimator.isSet(param)),
+            "run_id",
+        }
+        (epoch,) = model.getHistory()
+        for names, loss in (
+            (("loss", "train/loss"), epoch["train"]["loss"]),
+            (("val_loss", "validation/loss"), epoch["validation"]["loss"]),
+        ):
+            assert [found.data.metrics[name] for name in names] == [loss, loss]
+        expected = [row["größe y__output"] for row in model.transform(frame).collect()]
+        loaded = mlflow.spark.load_model(f"runs:/{run.info.run_id}/hvd_estimators_model")
+        predicted = loaded.transform(frame).select("größe y__output").collect()
+        assert [value for (value,) in predicted] == expected
+        found_own = mlflow.spark.load_model(f"runs:/{run.info.run_id}/model")
+        assert found_own.stages[0].uid == model.uid
+
+        path = mlflow.artifacts.download_artifacts(logged.model_uri, dst_path=str(tmp_path / "got"))
+        described = mlflow.models.Model.load(path)
+        types = {c.name: str(c.type) for c in described.signature.inputs.inputs}
+        assert types == {"x": "Array(double)", "n": "DataType.long"}
+        assert described.signature.outputs.input_types() == [mlflow.types.DataType.double]
+        example = described.load_input_example(path)
+        given = {(*row["x"], row["n"]) for row in frame.collect()}
+        assert {(*x, n) for x, n in zip(example.x, example.n, strict=True)} <= given
+        requirements = [
+            Requirement(line) for line in Path(path, "requirements.txt").read_text().splitlines()
+        ]
+        for requirement in requirements:
+            assert requirement.specifier.contains(version(requirement.name))
+            assert "+" not in str(requirement)
+        names = {requirement.name for requirement in requirements}
+        assert {"mlflow-skinny", "numpy", "torch"} <= names
+        assert names.isdisjoint({"horovod", "pyspark", "keras"})
+
+        rows = frame.select("x", "n").toPandas()
+        arguments = [path, json.dumps({name: list(rows[name]) for name in rows}, default=int)]
+        done = subprocess.run(
+            [sys.executable, "-c", PREDICT_WITHOUT_SPARK, *arguments],
+            cwd="/",
+            env={n: v for n, v in os.environ.items() if n != "PYTHONPATH"},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        predicted, package = json.loads(done.stdout)
+        assert predicted == {"größe y__output": expected}
+        # No index has the package of a checkout, so the model contains it.
+        assert Path(package).is_relative_to(path)
+        assert (Path(path, "code") / "nets_beside_script.py").exists()
     finally:
         mlflow.set_tracking_uri(before)
 

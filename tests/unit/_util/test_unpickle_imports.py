@@ -132,3 +132,20 @@ def test_moved_modules_exist_only_under_their_new_names() -> None:
         assert importlib.util.find_spec(now) is not None
         with pytest.raises(ImportError):
             importlib.import_module(former)
+
+
+def test_modules_that_pickles_import_are_recorded() -> None:
+    program: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "import fractions, decimal as d, xml.dom\n"
+        "def half(x): return d.Decimal(1) / fractions.Fraction(x)",
+        program,
+    )
+    document = cloudpickle.dumps((program["half"], enum.IntFlag))
+    with unpickle_imports.recording_modules() as modules:
+        unpickle_imports.loads(document)
+    assert modules >= {"fractions", "decimal", "enum", "cloudpickle"}
+    assert "xml" not in modules
+    before = set(modules)
+    unpickle_imports.loads(cloudpickle.dumps(io.StringIO))
+    assert modules == before

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlflow
+import pyspark
 import pytest
 import torch
 
 from hvd_estimators.fitting import mlflow as tracking
 from hvd_estimators.fitting.mlflow import Tracking, active_run
-from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+LOG_MODEL = Tracking._log_model
 
 
 @pytest.fixture
@@ -40,7 +44,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def rows(epoch: int, loss: float) -> list[Any]:
-    return [(epoch, "train", "loss", loss), (epoch, "validation", "top-5 %", loss + 1)]
+    names = ("top-5 %", "val_auc")
+    return [(epoch, "train", "loss", loss), *((epoch, "validation", n, loss + 1) for n in names)]
 
 
 def metrics(client: Any, run_id: str, key: str = "train/loss") -> list[tuple[int, float]]:
@@ -48,7 +53,7 @@ def metrics(client: Any, run_id: str, key: str = "train/loss") -> list[tuple[int
 
 
 def complete(tracked: Tracking, history: Any = (), model: Any = "model") -> None:
-    tracked.complete(history, model, "torch", {})
+    tracked.complete(history, model, lambda: None)
 
 
 def test_nothing_is_logged_without_an_active_run(
@@ -89,8 +94,11 @@ def test_params_metrics_and_model_are_logged_to_the_active_run(
     assert found.data.params["list"] == "[1, null]"
     assert len(found.data.params["long"]) == 500
     assert len(found.data.params) == 125
-    assert metrics(client, run.info.run_id) == [(0, 0.5), (1, 0.25), (2, 0.125)]
-    assert metrics(client, run.info.run_id, "validation/top-5 _")[0] == (0, 1.5)
+    for name in ("loss", "train/loss"):
+        assert metrics(client, run.info.run_id, name) == [(0, 0.5), (1, 0.25), (2, 0.125)]
+    for name in ("val_top-5 _", "validation/top-5 _", "val_auc", "validation/val_auc"):
+        assert metrics(client, run.info.run_id, name)[0] == (0, 1.5)
+    assert len(found.data.metrics) == 6
     assert models == [("model", run.info.run_id)]
     assert found.info.status == "FINISHED"
 
@@ -213,7 +221,29 @@ def test_failing_to_log_the_model_costs_a_warning(
         complete(Tracking(active_run(), "mine", {}, own_run=False), rows(0, 0.5))
     assert metrics(client, run.info.run_id) == [(0, 0.5)]
     assert "the model was not logged (ImportError: no module named mlflow.spark)" in caplog.text
-    assert "once mlflow is installed" in caplog.text
+    assert 'Run: pip install "hvd_estimators[mlflow]"' in caplog.text
+
+
+def test_models_of_users_classes_are_logged_as_spark_models(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MyModel(TorchModel):
+        pass
+
+    logged: list[dict[str, Any]] = []
+    spark = types.ModuleType("mlflow.spark")
+    spark.log_model = lambda model, **options: logged.append({"model": model, **options})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow.spark", spark)
+    monkeypatch.setattr(Tracking, "_log_model", LOG_MODEL)
+    model = MyModel(model=torch.nn.Linear(1, 1), feature_columns=["x"], label_columns=["y"])
+    with mlflow.start_run():
+        complete(Tracking(active_run(), "mine", {}, own_run=False), rows(0, 0.5), model)
+    (options,) = logged
+    assert options["model"].stages == [model]
+    assert options["artifact_path"] == "hvd_estimators_model"
+    assert f"pyspark=={pyspark.__version__}" in options["pip_requirements"]
+    # This file defines the class.
+    assert __file__ in options["code_paths"]
 
 
 class Told(TorchEstimator):
