@@ -71,6 +71,7 @@ class EstimatorHooks(
             raise ParamError(
                 "label_cols is not set. Set label_cols, or [] to train without labels."
             )
+        self._input_columns()
         labels = len(self.getOrDefault("label_cols"))
         self._check_run()
         self._check_checkpoints()

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
@@ -99,7 +100,7 @@ class InputTable:
 
 def read_table(
     given: Any,
-    features: Sequence[str],
+    inputs: InputColumns,
     optional: Sequence[str],
     text: Collection[str] | None,
     dimensions: Mapping[str, int] | None = None,
@@ -112,8 +113,8 @@ def read_table(
     ----------
     given : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
         See `SavedPredictor.predict`.
-    features : sequence of str
-        Required columns.
+    inputs : InputColumns
+        The model's inputs, whose columns are required.
     optional : sequence of str
         Columns that are read if they exist.
     text : collection of str, or None
@@ -133,7 +134,8 @@ def read_table(
         If columns, or the arrays of a column, differ in length. Also for nulls without
         ``keeps_nulls``.
     """
-    table, to_result, as_arrow = _columns(given, features, dimensions or {})
+    features = inputs.columns
+    table, to_result, as_arrow = _columns(given, inputs, dimensions or {})
     missing = [name for name in features if name not in table]
     if missing:
         raise ColumnError(
@@ -152,7 +154,7 @@ def read_table(
 
 
 def _columns(
-    given: Any, features: Sequence[str], dimensions: Mapping[str, int]
+    given: Any, inputs: InputColumns, dimensions: Mapping[str, int]
 ) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         names = given.schema.names
@@ -166,13 +168,12 @@ def _columns(
             return pandas.DataFrame(columns).set_axis(index, axis=0)
 
         return {str(name): given[name] for name in given.columns}, to_frame, True
-    records, to_records = _records(given, features, dimensions)
+    records, to_records = _records(given, inputs.columns, dimensions)
     if records is not None:
-        return _columns_of(records, features), to_records, False
+        return _columns_of(records, inputs.columns), to_records, False
     if isinstance(given, Mapping):
         return given, lambda made, selected: made, False
-    arrays = _in_order(given, features)
-    return dict(zip(features, arrays, strict=True)), lambda made, selected: made, False
+    return _in_order(given, inputs), lambda made, selected: made, False
 
 
 def _records(
@@ -249,25 +250,47 @@ def _one_by_one(made: Mapping[str, Array], selected: Array | None) -> list[dict[
     return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
 
 
-def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
-    """Return the features of rows that were given without names."""
-    if len(features) == 1:
-        is_one = isinstance(given, (list, tuple)) and len(given) == 1 and np.ndim(given[0])
-        return [given[0] if is_one and isinstance(given[0], np.ndarray) else given]
+def _in_order(given: Any, inputs: InputColumns) -> dict[str, Any]:
+    """Return the columns of inputs that were given without names."""
+    names = inputs.names
+    if len(names) == 1:
+        is_one = isinstance(given, (list, tuple)) and len(given) == 1
+        wrapped = given[0] if is_one and isinstance(given[0], np.ndarray) else None
+        if wrapped is not None and wrapped.ndim > (names[0] in inputs.matrices):
+            given = wrapped
+        return _columns_of_input(given, names[0], inputs)
     if isinstance(given, np.ndarray):
-        if given.ndim == 2 and given.shape[1] == len(features):
-            return list(given.T)
+        if given.ndim == 2 and given.shape[1] == len(inputs.columns):
+            return dict(zip(inputs.columns, given.T, strict=True))
         given_as = f"an array of shape {given.shape}"
     elif isinstance(given, (list, tuple)):
-        if len(given) == len(features):
-            return list(given)
+        if len(given) == len(names):
+            parts = (_columns_of_input(*p, inputs) for p in zip(given, names, strict=True))
+            return {name: column for part in parts for name, column in part.items()}
         given_as = f"{len(given)} arrays"
     else:
         given_as = type(given).__name__
     raise ParamError(
-        f"rows: expected the {len(features)} features {', '.join(features)}: a dict or data frame "
+        f"rows: expected the {len(names)} features {', '.join(names)}: a dict or data frame "
         f"of columns, a list of dicts (one for each row), or one array for each, found {given_as}."
     )
+
+
+def _columns_of_input(given: Any, name: str, inputs: InputColumns) -> dict[str, Any]:
+    """Return the columns of one input that was given as an array."""
+    if name not in inputs.matrices:
+        return {name: given}
+    columns = inputs.matrices[name]
+    try:
+        shape = np.shape(given)
+    except ValueError:  # rows of several lengths
+        shape = (len(given),)
+    if len(shape) != 2 or shape[1] != len(columns):
+        raise ParamError(
+            f"rows: expected an array of shape (rows, {len(columns)}) for {name!r}, with the "
+            f"columns {', '.join(columns)}, found the shape {shape}."
+        )
+    return dict(zip(columns, np.asarray(given).T, strict=True))
 
 
 def _column(values: Any, name: str) -> Array | pa.Array:
@@ -368,8 +391,9 @@ class SavedPredictor:
     Attributes
     ----------
     feature_columns : tuple of str
-        Columns that the predictor takes, in the order of the model's inputs. With
-        ``apply_transformation``, these are the columns before the transformation.
+        Columns that the predictor takes, in the order of the model's inputs; those of a matrix
+        one after another. With ``apply_transformation``, these are the columns before the
+        transformation.
     output_columns : tuple of str
         Columns that the predictor returns: the columns that ``transform()`` adds, in order.
     """
@@ -398,7 +422,8 @@ class SavedPredictor:
             Rows per forward pass.
         """
         get = saved.get
-        self.feature_columns = tuple(get("feature_columns") or ())
+        self._inputs = InputColumns.of(get("feature_columns"))
+        self.feature_columns = self._inputs.columns
         outputs = tuple(output_columns(get))
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
@@ -411,7 +436,7 @@ class SavedPredictor:
         if get("apply_transformation"):
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
-        self._inference = BatchPredictor.of(self.feature_columns, transformation, metadata)
+        self._inference = BatchPredictor.of(self._inputs, transformation, metadata)
         # A transformation may take text in all columns.
         self._text = frozenset(text) if transformation is None else None
         self._dimensions = {n: len(e["shape"]) for n, e in metadata.items() if "shape" in e}
@@ -444,7 +469,8 @@ class SavedPredictor:
               many dimensions as a row had in training.
             - Features without names, in order. Several features are a list with one array per
               feature, rows first. A single feature is one array. Features that are all numbers may
-              be one array, rows by features.
+              be one array, rows by features. A list of columns in ``feature_cols`` is one feature,
+              rows by columns.
 
             Columns hold the types that `transform` takes: numbers, arrays of numbers with one shape
             in all rows, and text if the model takes text. Arrow columns may also hold Spark's
@@ -482,7 +508,7 @@ class SavedPredictor:
         with naming_transformation(self._get):
             given = read_table(
                 rows,
-                self.feature_columns,
+                self._inputs,
                 inference.columns[len(self.feature_columns) :],
                 self._text,
                 self._dimensions,
