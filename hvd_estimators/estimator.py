@@ -450,7 +450,8 @@ class HorovodEstimator(EstimatorHooks):
 
     def _check_columns(self, dataset: DataFrame) -> None:
         """Check that the DataFrame has the columns of the params, each once."""
-        for name in ("feature_cols", "label_cols", "sample_weight_col"):
+        require_columns(dataset, "feature_cols", self._input_columns().columns)
+        for name in ("label_cols", "sample_weight_col"):
             columns = self.getOrDefault(name)
             if columns:
                 require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
@@ -473,9 +474,9 @@ class HorovodEstimator(EstimatorHooks):
             return None
         # Zeros may be invalid input for the model. The first real rows decide and give the error.
         with contextlib.suppress(ShapeError):
-            return self._dry_run(zeros(specs))
+            return self._dry_run(zeros(self._input_columns().specs(specs)))
         rows = _first_rows(dataset, specs)
-        return None if rows is None else self._try(rows)
+        return None if rows is None else self._try(self._input_columns().stack(rows))
 
     def _try_rows(self, manifest: DatasetManifest) -> Trial:
         """Try the model on the first rows of a dataset."""

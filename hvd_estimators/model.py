@@ -20,6 +20,7 @@ from pyspark.sql import types as T
 from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, ParamError, ResultsError
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
@@ -33,7 +34,7 @@ from hvd_estimators.inference.frame import (
 from hvd_estimators.inference.output_columns import output_columns, output_types
 from hvd_estimators.inference.sql import active_session, checked_name, spark_type
 from hvd_estimators.inference.udf import Output, has_arrow_udfs, make_udf, vector_parts
-from hvd_estimators.params import column_names, param, type_names
+from hvd_estimators.params import column_names, input_columns, param, type_names
 from hvd_estimators.params.model import (
     ClassificationParams,
     HistoryParams,
@@ -72,7 +73,8 @@ class HorovodModel(
     model = param("The trained model.")
     run_id = param("Name of the run that trained the model.")
     feature_columns = param(
-        "Input columns, in the order of the model's inputs.", convert=column_names
+        "Input columns, in the order of the model's inputs, as in feature_cols.",
+        convert=input_columns,
     )
     label_columns = param(
         "Label columns, in the order of the model's outputs.",
@@ -167,8 +169,9 @@ class HorovodModel(
         >>> model.as_udf("my_model")
         >>> spark.sql("select id, my_model(features) as prediction from rows")
 
-        The UDF takes the feature columns, in the order of ``feature_columns``: numbers, booleans,
-        vectors, arrays of numbers, and text if the model takes text. With ``apply_transformation``,
+        The UDF takes the feature columns, in the order of ``feature_columns``, with the columns of
+        lists one after another: numbers, booleans, vectors, arrays of numbers, and text if the
+        model takes text. With ``apply_transformation``,
         it takes the columns before the transformation.
 
         By default, an output with one number per row becomes a double. Every other output becomes
@@ -244,8 +247,7 @@ class HorovodModel(
         return self if self.isSet("predictionCol") else self.copy({"predictionCol": ""})
 
     def _transformed(self, dataset: DataFrame) -> DataFrame:
-        features = self.getOrDefault("feature_columns")
-        require_columns(dataset, "feature_columns", features or [])
+        require_columns(dataset, "feature_columns", self._input_columns().columns)
         added = [*self.getOutputCols(), *self._class_columns().values()]
         for index, name in enumerate(added):
             clashes = clashing(dataset, name, [*dataset.columns, *added[:index]])
@@ -330,7 +332,7 @@ class HorovodModel(
                 "as [0], or a name for each output in outputCols."
             )
         copies_output = dataset is not None and self._copies_output(shapes)
-        inference = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
+        inference = self._applied(dataset)
         handles = self.getOrDefault("handleInvalid")
         return replace(
             inference,
@@ -341,17 +343,21 @@ class HorovodModel(
             scores=None if copies_output else self._class_scores(shapes),
         )
 
-    def _applied(self, dataset: DataFrame | None, features: list[str]) -> BatchPredictor:
+    def _input_columns(self) -> InputColumns:
+        """Return the model's inputs, and the columns that they are made of."""
+        return InputColumns.of(self.getOrDefault("feature_columns"))
+
+    def _applied(self, dataset: DataFrame | None) -> BatchPredictor:
         """Return a `BatchPredictor` with the input columns and the transformation.
 
         If the DataFrame is None, the input columns are the features alone.
         """
-        transformation = None
+        inputs, transformation = self._input_columns(), None
         if self.getOrDefault("apply_transformation"):
-            transformation = self._make_transformation(features, self._text_features())
+            transformation = self._make_transformation(inputs.columns, self._text_features())
         available = [] if dataset is None else dataset.columns
         metadata = self._get_metadata() or {}
-        return BatchPredictor.of(features, transformation, metadata, available)
+        return BatchPredictor.of(inputs, transformation, metadata, available)
 
     def _udf_argument(self, dataset: DataFrame, name: str) -> Column:
         """Return an argument of the UDF."""

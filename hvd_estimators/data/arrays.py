@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.manifest import ColumnSpec, MatrixSpec
 from hvd_estimators.data.types import (
     DENSE,
     is_bytes,
@@ -53,12 +53,7 @@ def table_to_columns(
     ColumnError
         If the path lacks the value of a partition column.
     """
-    return {
-        spec.name: partition_column(spec, file, table.num_rows)
-        if spec.kind == "partition"
-        else _convert(table, spec)
-        for spec in specs
-    }
+    return {spec.name: _convert(table, spec, file) for spec in specs}
 
 
 def num_rows(columns: Columns) -> int:
@@ -71,7 +66,12 @@ def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:
     return {name: array[indices] for name, array in columns.items()}
 
 
-def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
+def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Array:
+    if isinstance(spec, MatrixSpec):
+        members = [_convert(table, member, file) for member in spec.members]
+        return np.stack(members, axis=1, dtype=spec.dtype)
+    if spec.kind == "partition":
+        return partition_column(spec, file, table.num_rows)
     if spec.kind == "sparse":
         indices_name, values_name = spec.stored_names
         offsets, indices = _elements(_one_chunk(table, indices_name), indices_name)

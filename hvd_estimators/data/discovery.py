@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_columns
 from hvd_estimators.data.footers import FileFooter, read_footers, read_tail, unreadable
-from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split, stored_names
 from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
 from hvd_estimators.data.types import (
     check_partition,
@@ -176,8 +176,7 @@ def _split(
 
 def _positions(footer: FileFooter, specs: Sequence[ColumnSpec]) -> list[int]:
     """Return the positions of the Parquet columns that store the given columns."""
-    names = [name for spec in specs for name in spec.stored_names]
-    return [position for name in names for position in footer.leaves[name]]
+    return [position for name in stored_names(specs) for position in footer.leaves[name]]
 
 
 def _check(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> None:
@@ -242,7 +241,7 @@ def _spec(
 def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:
     """Read only the first rows of the first row group."""
     first = split.row_groups[0]
-    names = [name for spec in specs for name in spec.stored_names]
+    names = stored_names(specs)
     options: dict[str, Any] = {"buffer_size": _PAGE_BUFFER, "pre_buffer": False}
     try:
         with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ imports neither PySpark nor a framework, so that the driver and the ranks can re
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import numpy as np
 
 MANIFEST_FILE = "_manifest.json"
 
-Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text"]
+Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text", "matrix"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class ColumnSpec:
     ----------
     name : str
         The column's name in the DataFrame.
-    kind : {"scalar", "array", "vector", "sparse", "partition", "text"}
+    kind : {"scalar", "array", "vector", "sparse", "partition", "text", "matrix"}
         ``vector`` and ``array`` are stored as lists of one length. ``sparse`` is stored as a list
         of indices and a list of values (see `stored_names`). A ``partition`` is a number in the
         path, as in ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
-        transformation converts to numbers.
+        transformation converts to numbers. ``matrix`` is a `MatrixSpec`.
     dtype : str
         NumPy name of the element type that readers deliver; ``object`` for text.
     shape : tuple of int
@@ -65,6 +66,29 @@ class ColumnSpec:
     def row_bytes(self) -> int:
         """Size of one row in memory; for text, that of the pointers to it."""
         return self.width * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class MatrixSpec(ColumnSpec):
+    """Columns of numbers that readers stack into one matrix; not part of a stored manifest.
+
+    Attributes
+    ----------
+    members : tuple of ColumnSpec
+        The columns, each with one number per row.
+    """
+
+    members: tuple[ColumnSpec, ...] = ()
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the Parquet columns that store the columns."""
+        return stored_names(self.members)
+
+
+def stored_names(specs: Iterable[ColumnSpec]) -> tuple[str, ...]:
+    """Return the names of the Parquet columns that store some columns, each once."""
+    return tuple(dict.fromkeys(name for spec in specs for name in spec.stored_names))
 
 
 @dataclass(frozen=True)

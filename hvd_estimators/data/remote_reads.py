@@ -21,7 +21,7 @@ from pyarrow import parquet
 from typing_extensions import Self
 
 from hvd_estimators.data.footers import FileFooter, FooterCache, Range
-from hvd_estimators.data.manifest import ColumnSpec, RowRange
+from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
 
@@ -284,7 +284,7 @@ class RangeFiles:
         self.specs = specs
         self.footers = footers or FooterCache(store)
         self._store = store
-        self._names = [name for spec in specs for name in spec.stored_names]
+        self._names = stored_names(specs)
         # Keep text dictionary-encoded, because many rows may share a few values.
         self._text = [spec.name for spec in specs if spec.kind == "text"]
         self._lock = threading.Lock()

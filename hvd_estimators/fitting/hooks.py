@@ -71,6 +71,7 @@ class EstimatorHooks(
             value = self.getOrDefault(name)
             if value is None or (isinstance(value, list) and not value):
                 raise ParamError(f"{name} is not set. Set {name}.")
+        self._input_columns()
         labels = len(self.getOrDefault("label_cols"))
         self._check_run()
         self._check_checkpoints()

@@ -6,12 +6,13 @@ Runs on the driver.
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
-from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.parquet_files import store_of
 from hvd_estimators.fitting.run import ReadOrder, Run, RunParams
@@ -151,7 +152,7 @@ class TrainPlanning(
         get = self.getOrDefault
         needed = set(self._needed_columns())
         buffer_bytes = self._shuffle_buffer_bytes()
-        columns = tuple(column for column in manifest.columns if column.name in needed)
+        columns = self._read_columns([c for c in manifest.columns if c.name in needed])
         groups = manifest.train.row_groups
         plan = plan_shards(
             groups,
@@ -176,7 +177,7 @@ class TrainPlanning(
             train_plan=plan,
             val_plan=val_plan,
             num_ranks=num_ranks,
-            feature_cols=tuple(get("feature_cols")),
+            feature_cols=self._input_columns().names,
             label_cols=tuple(get("label_cols")),
             sample_weight_col=get("sample_weight_col"),
             batch_size=batch_size,
@@ -187,7 +188,15 @@ class TrainPlanning(
             random_seed=seed,
             data_module=get("data_module"),
             options=self._reader_options(self._data_store(manifest)),
+            inputs=self._input_columns(),
         )
+
+    def _read_columns(self, columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
+        """Return columns as the readers deliver them.
+
+        Matrices are read as such, unless a transformation takes their columns and stacks them.
+        """
+        return tuple(columns) if self._transformation() else self._input_columns().specs(columns)
 
     def _data_store(self, manifest: DatasetManifest) -> Store:
         """Return the store that opens the files of a dataset."""
@@ -217,14 +226,18 @@ class TrainPlanning(
     def _transformation(self) -> Transformation | None:
         """Return the readers' transformation of rows, or None if there is none."""
         get = self.getOrDefault
-        weight = get("sample_weight_col")
-        return self._make_transformation(
-            (*get("feature_cols"), *get("label_cols"), *([weight] if weight else [])),
+        inputs, weight = self._input_columns(), get("sample_weight_col")
+        transformation = self._make_transformation(
+            (*inputs.columns, *get("label_cols"), *([weight] if weight else [])),
             tuple(self._text_cols()),
         )
+        if transformation is None or not inputs.matrices:
+            return transformation
+        return replace(transformation, inputs=inputs)
 
     def _first_rows(self, manifest: DatasetManifest) -> Columns:
         """Return the first rows of a dataset after the transformation, as the model gets them."""
+        manifest = replace(manifest, columns=self._read_columns(manifest.columns))
         rows = first_rows(self._data_store(manifest), manifest, DRY_RUN_ROWS)
         transformation = self._transformation()
         return rows if transformation is None else transformation(rows)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array, rows_of, to_array, valid_rows
+from hvd_estimators.data.arrays import Array, Columns, rows_of, to_array, valid_rows
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.loading.transform import Transformation
@@ -89,8 +90,8 @@ class BatchPredictor:
         The columns of a batch.
     keeps_nulls : bool
         Whether rows with nulls get null predictions; otherwise nulls are an error.
-    features : tuple of str
-        The columns that the predictor takes, after the transformation.
+    features : InputColumns
+        The inputs that the predictor takes, made of the columns after the transformation.
     shapes : tuple of tuple of int or None
         Shape of a row of each output; None for a size that is known only from a batch.
     batch_rows : int or None
@@ -104,7 +105,7 @@ class BatchPredictor:
     """
 
     columns: tuple[str, ...]
-    features: tuple[str, ...]
+    features: InputColumns
     keeps_nulls: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()
     batch_rows: int | None = None
@@ -115,7 +116,7 @@ class BatchPredictor:
     @classmethod
     def of(
         cls,
-        features: Sequence[str],
+        features: InputColumns,
         transformation: Transformation | None,
         metadata: Mapping[str, Mapping[str, Any]],
         available: Collection[str] | None = None,
@@ -124,8 +125,8 @@ class BatchPredictor:
 
         Parameters
         ----------
-        features : sequence of str
-            The columns that the predictor takes.
+        features : InputColumns
+            The inputs that the predictor takes.
         transformation : Transformation or None
             Applied before the forward pass.
         metadata : mapping
@@ -133,16 +134,16 @@ class BatchPredictor:
         available : collection of str, optional
             The columns that exist besides the features. Default: all of ``metadata``.
         """
-        names = tuple(features)
+        names = features.columns
         if transformation is None:
-            return cls(names, names)
+            return cls(names, features)
         text_columns = [
             name
             for name in metadata
             if name not in names and (available is None or name in available)
         ]
         dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
-        return cls((*names, *text_columns), names, transformation=transformation, dtypes=dtypes)
+        return cls((*names, *text_columns), features, transformation=transformation, dtypes=dtypes)
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -193,7 +194,7 @@ class BatchPredictor:
     def inputs(self, columns: dict[str, Array]) -> list[Array]:
         """Return the predictor's inputs: the features, after the transformation."""
         if self.transformation is None:
-            return [columns[name] for name in self.features]
+            return self._stacked(columns)
         typed = {
             name: array.astype(self.dtypes.get(name, array.dtype), copy=False)
             for name, array in columns.items()
@@ -205,7 +206,11 @@ class BatchPredictor:
                 f"The transformation asks for a column {error}, which the DataFrame does not have; "
                 f"it was given {', '.join(typed)}. Add it, or set apply_transformation=False."
             ) from error
-        return [transformed[name] for name in self.features]
+        return self._stacked(transformed)
+
+    def _stacked(self, columns: Columns) -> list[Array]:
+        inputs = self.features.stack(columns)
+        return [inputs[name] for name in self.features.names]
 
     def _collect(
         self, forward: Callable[[], list[Array]], rows: int, parts: list[list[Array]]

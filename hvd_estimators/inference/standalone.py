@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
@@ -101,7 +102,7 @@ class InputTable:
 
 def read_table(
     given: Any,
-    features: Sequence[str],
+    inputs: InputColumns,
     optional: Sequence[str],
     text: Collection[str] | None,
     dimensions: Mapping[str, int] | None = None,
@@ -114,8 +115,8 @@ def read_table(
     ----------
     given : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
         See `SavedPredictor.predict`.
-    features : sequence of str
-        Required columns.
+    inputs : InputColumns
+        The model's inputs, whose columns are required.
     optional : sequence of str
         Columns that are read if they exist.
     text : collection of str, or None
@@ -135,15 +136,15 @@ def read_table(
         If columns, or the arrays of a column, differ in length. Also for nulls without
         ``keeps_nulls``.
     """
-    columns, to_result, as_arrow = read_columns(given, features, optional, dimensions or {})
+    columns, to_result, as_arrow = read_columns(given, inputs, optional, dimensions or {})
     arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
     for name, array in arrays.items():
         _check_type(array, name, text is None or name in text)
-    return InputTable(arrays, len(arrays[features[0]]), valid, to_result, as_arrow)
+    return InputTable(arrays, len(arrays[inputs.columns[0]]), valid, to_result, as_arrow)
 
 
 def read_columns(
-    given: Any, features: Sequence[str], optional: Sequence[str], dimensions: Mapping[str, int]
+    given: Any, inputs: InputColumns, optional: Sequence[str], dimensions: Mapping[str, int]
 ) -> tuple[dict[str, Array | pa.Array], Callable[[Any, Array | None], Any], bool]:
     """Return the columns of rows, and the conversion of results; see `read_table`.
 
@@ -156,7 +157,8 @@ def read_columns(
     as_arrow : bool
         See `InputTable`.
     """
-    table, to_result, as_arrow = _columns(given, features, dimensions)
+    features = inputs.columns
+    table, to_result, as_arrow = _columns(given, inputs, dimensions)
     missing = [name for name in features if name not in table]
     if missing:
         raise ColumnError(
@@ -172,7 +174,7 @@ def read_columns(
 
 
 def _columns(
-    given: Any, features: Sequence[str], dimensions: Mapping[str, int]
+    given: Any, inputs: InputColumns, dimensions: Mapping[str, int]
 ) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         names = given.schema.names
@@ -186,13 +188,12 @@ def _columns(
             return pandas.DataFrame(columns).set_axis(index, axis=0)
 
         return {str(name): given[name] for name in given.columns}, to_frame, True
-    records, to_records = _records(given, features, dimensions)
+    records, to_records = _records(given, inputs.columns, dimensions)
     if records is not None:
-        return _columns_of(records, features), to_records, False
+        return _columns_of(records, inputs.columns), to_records, False
     if isinstance(given, Mapping):
         return given, lambda made, selected: made, False
-    arrays = _in_order(given, features)
-    return dict(zip(features, arrays, strict=True)), lambda made, selected: made, False
+    return _in_order(given, inputs), lambda made, selected: made, False
 
 
 def _records(
@@ -269,25 +270,47 @@ def _one_by_one(made: Mapping[str, Array], selected: Array | None) -> list[dict[
     return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
 
 
-def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
-    """Return the features of rows that were given without names."""
-    if len(features) == 1:
-        is_one = isinstance(given, (list, tuple)) and len(given) == 1 and np.ndim(given[0])
-        return [given[0] if is_one and isinstance(given[0], np.ndarray) else given]
+def _in_order(given: Any, inputs: InputColumns) -> dict[str, Any]:
+    """Return the columns of inputs that were given without names."""
+    names = inputs.names
+    if len(names) == 1:
+        is_one = isinstance(given, (list, tuple)) and len(given) == 1
+        wrapped = given[0] if is_one and isinstance(given[0], np.ndarray) else None
+        if wrapped is not None and wrapped.ndim > (names[0] in inputs.matrices):
+            given = wrapped
+        return _columns_of_input(given, names[0], inputs)
     if isinstance(given, np.ndarray):
-        if given.ndim == 2 and given.shape[1] == len(features):
-            return list(given.T)
+        if given.ndim == 2 and given.shape[1] == len(inputs.columns):
+            return dict(zip(inputs.columns, given.T, strict=True))
         given_as = f"an array of shape {given.shape}"
     elif isinstance(given, (list, tuple)):
-        if len(given) == len(features):
-            return list(given)
+        if len(given) == len(names):
+            parts = (_columns_of_input(*p, inputs) for p in zip(given, names, strict=True))
+            return {name: column for part in parts for name, column in part.items()}
         given_as = f"{len(given)} arrays"
     else:
         given_as = type(given).__name__
     raise ParamError(
-        f"rows: expected the {len(features)} features {', '.join(features)}: a dict or data frame "
+        f"rows: expected the {len(names)} features {', '.join(names)}: a dict or data frame "
         f"of columns, a list of dicts (one for each row), or one array for each, found {given_as}."
     )
+
+
+def _columns_of_input(given: Any, name: str, inputs: InputColumns) -> dict[str, Any]:
+    """Return the columns of one input that was given as an array."""
+    if name not in inputs.matrices:
+        return {name: given}
+    columns = inputs.matrices[name]
+    try:
+        shape = np.shape(given)
+    except ValueError:  # rows of several lengths
+        shape = (len(given),)
+    if len(shape) != 2 or shape[1] != len(columns):
+        raise ParamError(
+            f"rows: expected an array of shape (rows, {len(columns)}) for {name!r}, with the "
+            f"columns {', '.join(columns)}, found the shape {shape}."
+        )
+    return dict(zip(columns, np.asarray(given).T, strict=True))
 
 
 def _column(values: Any, name: str) -> Array | pa.Array:
@@ -390,8 +413,9 @@ class SavedPredictor:
     Attributes
     ----------
     feature_columns : tuple of str
-        Columns that the predictor takes, in the order of the model's inputs. With
-        ``apply_transformation``, these are the columns before the transformation.
+        Columns that the predictor takes, in the order of the model's inputs; those of a matrix
+        one after another. With ``apply_transformation``, these are the columns before the
+        transformation.
     output_columns : tuple of str
         Columns that the predictor returns: the columns that ``transform()`` adds, in order.
     optional_columns : tuple of str
@@ -426,7 +450,8 @@ class SavedPredictor:
             Rows per forward pass.
         """
         get = saved.get
-        self.feature_columns = tuple(get("feature_columns") or ())
+        self._inputs = InputColumns.of(get("feature_columns"))
+        self.feature_columns = self._inputs.columns
         outputs = tuple(output_columns(get))
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
@@ -439,7 +464,7 @@ class SavedPredictor:
         if get("apply_transformation"):
             transformation = make_transformation(get, self.feature_columns, tuple(text))
         metadata = get("_metadata") or {}
-        self._inference = BatchPredictor.of(self.feature_columns, transformation, metadata)
+        self._inference = BatchPredictor.of(self._inputs, transformation, metadata)
         self.optional_columns = self._inference.columns[len(self.feature_columns) :]
         ddls = dict(zip(outputs, self._ddls or (), strict=False))
         self.vector_columns = frozenset(name for name in self.output_columns if not ddls.get(name))
@@ -477,7 +502,8 @@ class SavedPredictor:
               many dimensions as a row had in training.
             - Features without names, in order. Several features are a list with one array per
               feature, rows first. A single feature is one array. Features that are all numbers may
-              be one array, rows by features.
+              be one array, rows by features. A list of columns in ``feature_cols`` is one feature,
+              rows by columns.
 
             Columns hold the types that `transform` takes: numbers, arrays of numbers with one shape
             in all rows, and text if the model takes text. Arrow columns may also hold Spark's
@@ -533,7 +559,7 @@ class SavedPredictor:
         with naming_transformation(self._get):
             return read_table(
                 rows,
-                self.feature_columns,
+                self._inputs,
                 self.optional_columns,
                 self._text,
                 self.dimensions,
@@ -606,7 +632,7 @@ class PipelinePredictor(SavedPredictor):
     def predict(self, rows: Any) -> Any:
         """Return the columns that the stages add or replace; see `SavedPredictor.predict`."""
         columns, to_result, as_arrow = read_columns(
-            rows, self.feature_columns, self.optional_columns, self.dimensions
+            rows, InputColumns.of(self.feature_columns), self.optional_columns, self.dimensions
         )
         if as_arrow:
             return to_result(*self.predict_columns(columns))

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers, has_own_step
@@ -307,6 +308,7 @@ class DryRun:
                         f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
                         "the order of the model's inputs, or to the names of its inputs, in the "
                         "shapes that it expects."
+                        f"{matrix_hint({f.column: x.shape[1:] for f, x in arrays.items()})}"
                         f"{remedy}"
                     ) from error
                 x, outputs = called

@@ -131,7 +131,7 @@ class KerasEstimator(KerasParams):
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None
         identity = model_fingerprint(trial.dry_run.model, other_rate)
-        model, columns = trial.dry_run.model, self.getOrDefault("feature_cols")
+        model, columns = trial.dry_run.model, self._input_columns().names
         if input_structure(model, columns) != input_structure(model, columns, by_name=False):
             # Runs of an earlier version recorded no names and paired inputs by position.
             identity["columns of the inputs"] = [tensor.name for tensor in model.inputs]
@@ -216,7 +216,7 @@ class KerasEstimator(KerasParams):
 
         dry_run = DryRun(
             self._training_model(),
-            get("feature_cols"),
+            self._input_columns().names,
             get("label_cols"),
             get("sample_weight_col"),
             get("label_shapes"),

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.outputs import symbolic
@@ -71,11 +72,15 @@ def input_structure(
         return _of_subclassed(model, feature_cols, keys)
     inputs = keras.tree.flatten(structure)
     if len(inputs) != len(feature_cols):
+        hint = ""
+        if len(inputs) == 1:
+            hint = matrix_hint(dict.fromkeys(feature_cols, ()))
+        elif len(inputs) < len(feature_cols):
+            hint = ' [["a", "b"], "c"] makes one input of the columns a and b, and another of c.'
         raise ShapeError(
             f"feature_cols: the model has {len(inputs)} inputs "
             f"({', '.join(tensor.name for tensor in inputs)}), and there are {len(feature_cols)} "
-            f"feature columns: {', '.join(feature_cols)}. Set one column per input; "
-            "pyspark.ml.feature.VectorAssembler makes one column of several."
+            f"feature columns: {', '.join(feature_cols)}. Set one column per input.{hint}"
         )
     if isinstance(structure, Mapping) and len(structure) == len(inputs) > 1:
         _check_names(structure, feature_cols)

@@ -126,7 +126,7 @@ class KerasModel(HorovodModel):
         model = self.getOrDefault("model")
         if model is None:
             raise ParamError("model is not set. Set model.")
-        columns = self.getOrDefault("feature_columns") or []
+        columns = self._input_columns().names
         labels = self.getOrDefault("label_columns") or []
         structure, floatx = self._inputs(), self.getOrDefault("_floatx")
         compares, selection = pairs_labels(model), self.getOrDefault("outputs")
@@ -171,7 +171,7 @@ class KerasModel(HorovodModel):
         return [tuple(output.shape[1:]) for output in selected]
 
     def _inputs(self) -> Any:
-        columns = self.getOrDefault("feature_columns") or []
+        columns = self._input_columns().names
         keys = self.getOrDefault("_input_keys")
         by_name = self.getOrDefault("_input_pairing") == "name"
         return input_structure(self.getOrDefault("model"), columns, keys, by_name)

@@ -275,7 +275,7 @@ class KerasParams(HorovodEstimator):
         If the inputs are unknown, bytes stay arrays of numbers, since images are stored as bytes.
         """
         model = self.getOrDefault("model")
-        return text_columns(input_structure(model, self.getOrDefault("feature_cols")))
+        return text_columns(input_structure(model, self._input_columns().names))
 
     def _optimizer(self) -> keras.optimizers.Optimizer:
         given = self.getOrDefault("optimizer")

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
@@ -235,7 +236,7 @@ def _as_numbers(output: Any) -> Array:
 def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
     require_tensorflow()
     get = saved.get
-    columns = list(get("feature_columns") or [])
+    columns = InputColumns.of(get("feature_columns")).names
     floatx = get("_floatx") or "float32"
     device = choose_device(resources)
     keras.config.set_floatx(floatx)

@@ -110,8 +110,8 @@ class LightningEstimator(LightningParams):
                 f"{self._batch_shapes()} ({error}). Set shapes of as many elements as the columns "
                 "have."
             ) from error
-        one_row = check_step(module, batch, get("feature_cols"), get("label_cols"))
-        features = get("feature_cols")
+        features = list(self._input_columns().names)
+        one_row = check_step(module, batch, features, get("label_cols"))
         if not set(features) <= set(columns):
             return Trial(None, one_row)  # a transformation replaced these columns with other fields
         arrays = [columns[name] for name in features]
@@ -184,7 +184,7 @@ class LightningEstimator(LightningParams):
                 if self._is_lightning
                 else BatchForm({})
             ),
-            batch_hint=unpacking_hint(get("feature_cols"), get("label_cols")),
+            batch_hint=unpacking_hint(self._input_columns().names, get("label_cols")),
             log_every_n_steps=get("log_every_n_steps"),
             users_data={
                 "num_reader_epochs": get("loader_num_epochs"),

@@ -71,7 +71,7 @@ def open_lightning_data(
         inmemory_cache_all=options.inmemory_cache_all,
         cur_shard=rank,
         shard_count=size,
-        schema_fields=[column.name for column in data.columns],
+        schema_fields=data.field_names,
         storage_options=options.storage_options,
         steps_per_epoch_train=data.train_steps_per_epoch,
         steps_per_epoch_val=data.validation_steps_per_epoch,

@@ -71,7 +71,7 @@ class LightningModel(torch_model.TorchModel):
         may have a first dimension of one. `transform` uses the function only if a subclass
         overrides this method.
         """
-        features = list(self.getOrDefault("feature_columns") or [])
+        features = list(self._input_columns().names)
         shapes = self.getOrDefault("input_shapes")
         dtypes = self.getOrDefault("column_dtypes")
         form = self.getOrDefault("input_form")
@@ -93,7 +93,7 @@ class LightningModel(torch_model.TorchModel):
         # fit() stores the output shapes of forward(), which may differ from those of predict_step.
         if shapes is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
-        applied = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
+        applied = self._applied(dataset)
         document, load = self._make_predictor()
         tried = self._try_on_zeros(dataset, applied, document, load)
         if tried is not None:
@@ -139,7 +139,7 @@ class LightningModel(torch_model.TorchModel):
         return super()._feature_column(dataset, name)
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
-        features = list(self.getOrDefault("feature_columns") or [])
+        features = list(self._input_columns().names)
         document = module_payload(plain_module(self.getOrDefault("model")))
         precision = self.getOrDefault("inference_precision")
         if self._predicts_rows():
@@ -172,7 +172,7 @@ class LightningModel(torch_model.TorchModel):
         """Return the output shapes for rows of zeros; None if the model rejects such rows."""
         metadata: dict[str, Any] = self._get_metadata() or {}
         edited: tuple[EditedField, ...] = ()
-        transformation = self._make_transformation(applied.features, self._text_features())
+        transformation = self._make_transformation(applied.columns, self._text_features())
         if applied.transformation is None and transformation is not None:
             # The columns are in the form that the transformation returns, not as training read
             # them.
@@ -182,7 +182,7 @@ class LightningModel(torch_model.TorchModel):
         )
         if transformation is None:
             for name, shape in zip(
-                applied.features, self.getOrDefault("input_shapes") or (), strict=False
+                applied.features.names, self.getOrDefault("input_shapes") or (), strict=False
             ):
                 if shapes.get(name) != () and -1 not in shape[1:]:
                     shapes[name] = (math.prod(shape[1:]),)

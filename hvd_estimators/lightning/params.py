@@ -227,6 +227,7 @@ class LightningParams(TorchEstimator):
             given, named = self.getOrDefault(name), self.getOrDefault(columns)
             if given is None:
                 continue
+            named = self._input_columns().names if columns == "feature_cols" else named
             if len(given) != len(named):
                 raise ParamError(
                     f"{name}: expected one shape per column of {columns}, {len(named)}, found "

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 from typing_extensions import Self
 
-from hvd_estimators.data.manifest import ColumnSpec, RowRange
+from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.data.remote_reads import RangeRead
 from hvd_estimators.exceptions import StoreError
 
@@ -137,7 +137,7 @@ def range_tables(
     batches = file.iter_batches(
         min(most, slices.rows or most),
         row_groups=[row_range.row_group],
-        columns=[name for spec in specs for name in spec.stored_names],
+        columns=stored_names(specs),
         use_threads=False,
     )
     text = [spec.name for spec in specs if spec.kind == "text"]

@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
 from hvd_estimators.data.footers import FooterCache
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec, RowRange
 from hvd_estimators.data.remote_reads import RangeFiles, RangeRead
 from hvd_estimators.exceptions import DataError
@@ -491,7 +492,7 @@ class ArrowDataModule(PlannedDataModule):
 
 
 class CheckedDataModule(ChunkedDataModule):
-    """Wrap a user's data module and raise an error if it ends too early.
+    """Wrap a user's data module: stack matrices, and raise an error if it ends too early.
 
     Otherwise, training would continue without rows or wait for the other ranks, and the mean over
     no rows would be nan.
@@ -508,12 +509,22 @@ class CheckedDataModule(ChunkedDataModule):
         Training batches of an earlier part of the run.
     has_val_rows : bool
         Whether the rank has validation rows.
+    inputs : InputColumns
+        The model's inputs. The user's batches may have the columns of matrices, or the matrices.
     """
 
     def __init__(
-        self, module: DataModule, *, rank: int, steps: int, skip_steps: int, has_val_rows: bool
+        self,
+        module: DataModule,
+        *,
+        rank: int,
+        steps: int,
+        skip_steps: int,
+        has_val_rows: bool,
+        inputs: InputColumns,
     ) -> None:
         self.module = module
+        self._inputs = inputs
         self._rank = rank
         self._steps = steps
         self._skip_steps = skip_steps
@@ -533,7 +544,7 @@ class CheckedDataModule(ChunkedDataModule):
         delivered = 0
         for chunk in self.module.train_chunks():
             delivered += len(chunk.sizes)
-            yield chunk
+            yield self._stacked(chunk)
         epoch, of_epoch = divmod(self._skip_steps + delivered, self._steps)
         raise DataError(
             f"Rank {self._rank}, epoch {epoch} (the first is 0): {self._name}.train_data() ended "
@@ -547,7 +558,7 @@ class CheckedDataModule(ChunkedDataModule):
         delivered = 0
         for chunk in self.module.val_chunks():
             delivered += len(chunk.sizes)
-            yield chunk
+            yield self._stacked(chunk)
         expected = max(self._val_batches, int(self._has_val_rows))
         if delivered < expected:
             raise DataError(
@@ -561,6 +572,11 @@ class CheckedDataModule(ChunkedDataModule):
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the sizes that the user's data module reports."""
         return self.module.global_train_sizes()
+
+    def _stacked(self, chunk: Chunk) -> Chunk:
+        if self._inputs.matrices.keys() <= set(chunk.rows.layout.names):
+            return chunk
+        return Chunk(Rows.of(self._inputs.stack(chunk.rows.columns())), chunk.sizes)
 
     @property
     def _name(self) -> str:

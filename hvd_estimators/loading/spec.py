@@ -9,10 +9,11 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import DataError, DependencyError, ParamError
 from hvd_estimators.loading.blocks import BufferPool
@@ -83,7 +84,7 @@ class ReaderOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the options as keyword arguments of a data module."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class DataSpec:
         PyArrow.
     options : ReaderOptions
         Options for reading rows.
+    inputs : InputColumns
+        The columns that ``feature_cols`` are made of.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -133,6 +136,17 @@ class DataSpec:
     random_seed: int
     data_module: str | type[DataModule] | None
     options: ReaderOptions = ReaderOptions()
+    inputs: InputColumns = field(default_factory=InputColumns)
+
+    @property
+    def field_names(self) -> list[str]:
+        """Names of the columns in the files, for user-defined data modules."""
+        matrices = self.inputs.matrices
+        return list(
+            dict.fromkeys(
+                name for column in self.columns for name in matrices.get(column.name, [column.name])
+            )
+        )
 
     @property
     def num_shards(self) -> int:
@@ -368,7 +382,7 @@ def _open_shard(
         val_batch_size=data.val_batch_size,
         cur_shard=shard,
         shard_count=data.num_shards,
-        schema_fields=[column.name for column in data.columns],
+        schema_fields=data.field_names,
         steps_per_epoch_train=data.train_steps_per_epoch,
         steps_per_epoch_val=data.validation_steps_per_epoch,
         columns=data.columns,
@@ -388,6 +402,7 @@ def _open_shard(
         steps=data.train_steps_per_epoch,
         skip_steps=skip_steps,
         has_val_rows=data.val_plan is not None and data.val_plan.rows(shard) > 0,
+        inputs=data.inputs,
     )
 
 

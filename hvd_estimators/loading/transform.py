@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import DataError, ParamError
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -65,6 +66,8 @@ class Transformation:
         Whether all of ``needed`` must be present.
     text : tuple of str
         Fields of ``needed`` that may be text. Their values are Python objects.
+    inputs : InputColumns or None
+        The model's inputs. Columns of matrices are stacked at the end. None stacks none.
     """
 
     row_function: RowFunction | None = None
@@ -74,6 +77,7 @@ class Transformation:
     needed: tuple[str, ...] = ()
     all_needed: bool = True
     text: tuple[str, ...] = ()
+    inputs: InputColumns | None = None
 
     def __call__(self, columns: Columns) -> dict[str, Array]:
         """Return the transformed columns.
@@ -122,7 +126,8 @@ class Transformation:
                     f"Column {name!r} is {arrays[name].dtype.name} after the transformation. Make "
                     "numbers of it."
                 )
-        return {name: array for name, array in arrays.items() if self._is_usable(name, array)}
+        usable = {name: array for name, array in arrays.items() if self._is_usable(name, array)}
+        return usable if self.inputs is None else self.inputs.stack(usable)
 
     def _is_usable(self, name: str, array: Array) -> bool:
         if name in self.text and array.dtype.hasobject:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
@@ -17,6 +18,7 @@ from hvd_estimators.params import (
     DeclaredParams,
     boolean,
     column_names,
+    input_columns,
     integer,
     number,
     numbers,
@@ -40,9 +42,11 @@ class ColumnParams(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
     """Params for feature, label and sample weight columns."""
 
     feature_cols = param(
-        "Input columns, in the order of the model's inputs.",
+        "Input columns, in the order of the model's inputs. A list of columns within the list is "
+        "one input: a matrix of these columns of numbers, named 'features' where inputs have "
+        "names. A dict of one name to such a list names it.",
         default=["features"],
-        convert=column_names,
+        convert=input_columns,
     )
     label_cols = param(
         "Label columns, in the order of the model's outputs. Use [] to train without labels.",
@@ -77,11 +81,33 @@ class ColumnParams(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
     continuous_cols = param("Continuous columns, passed to a data module.", convert=column_names)
     categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
 
+    def _input_columns(self) -> InputColumns:
+        """Return the model's inputs, and the columns that they are made of.
+
+        Raises
+        ------
+        ParamError
+            If an input that is made of several columns has the name of another column.
+        """
+        get = self.getOrDefault
+        names = ("label_cols", "categorical_cols", "continuous_cols")
+        others = [column for name in names for column in get(name) or []]
+        others += [get("sample_weight_col")] if get("sample_weight_col") else []
+        inputs = InputColumns.of(get("feature_cols"), kept=others)
+        clashes = [name for name in inputs.matrices if name in others]
+        if clashes:
+            raise ParamError(
+                f"feature_cols: a list of columns is the input {clashes[0]!r}, which is also the "
+                f"name of another column. Name the list by a dict, such as {{'numbers': "
+                f"{list(inputs.matrices[clashes[0]][:2])}}}."
+            )
+        return inputs
+
     def _all_feature_cols(self) -> list[str]:
         """Return the input columns, followed by the additional columns of a data module."""
-        names = ("feature_cols", "categorical_cols", "continuous_cols")
-        columns = [column for name in names for column in self.getOrDefault(name) or []]
-        return list(dict.fromkeys(columns))
+        names = ("categorical_cols", "continuous_cols")
+        others = [column for name in names for column in self.getOrDefault(name) or []]
+        return list(dict.fromkeys([*self._input_columns().columns, *others]))
 
     def _needed_columns(self) -> list[str]:
         """Return the columns that training reads."""
@@ -98,7 +124,7 @@ class ColumnParams(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
             message = str(error)
             for param in _COLUMNS:
                 given = self.getOrDefault(param) or []
-                names = [given] if isinstance(given, str) else given
+                names = [given] if isinstance(given, str) else InputColumns.of(given).columns
                 if any(f"olumn {name!r}" in message for name in names):
                     if not re.match(r"\w+:", message):
                         message = f"{param}: {message}"

@@ -21,6 +21,7 @@ from pyspark.ml.util import Identifiable
 from typing_extensions import Self
 
 from hvd_estimators._util.to_python import to_python
+from hvd_estimators.data.inputs import MATRIX_NAME, InputColumns
 from hvd_estimators.exceptions import (
     HvdEstimatorsError,
     ParamError,
@@ -81,6 +82,36 @@ def column_names(name: str, value: Any) -> list[str]:
     if repeated:
         raise ParamError(f"{name}: found {', '.join(map(repr, repeated))} more than once.")
     return values
+
+
+def input_columns(name: str, value: Any) -> list[str | list[str] | dict[str, list[str]]]:
+    """Accept a list of inputs: a column, a list of columns, or a dict of a name to such a list."""
+    entries = _ordered(name, value, "a list of column names")
+    values = [_input(name, entry) for entry in entries]
+    column_names(name, [c for value in values for c in InputColumns.of([value]).columns])
+    inputs = InputColumns.of(values)
+    if len(inputs.by_name) < len(values) or any(m in inputs.columns for m in inputs.matrices):
+        raise ParamError(
+            f"{name}: expected inputs with different names, found {value!r}. Name a list of "
+            f"columns by a dict, such as {{'numbers': ['a', 'b']}}; without a name it is "
+            f"{MATRIX_NAME!r}."
+        )
+    return values
+
+
+def _input(name: str, entry: Any) -> str | list[str] | dict[str, list[str]]:
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((key, columns),) = entry.items()
+        if isinstance(key, str) and (named := column_names(name, columns)):
+            return {key: named}
+    elif isinstance(entry, Iterable) and (columns := column_names(name, entry)):
+        return columns
+    raise ParamError(
+        f"{name}: expected names of columns, found {entry!r}. An entry is a name, a list of names, "
+        "or a dict of one name to such a list."
+    )
 
 
 def output_keys(name: str, value: Any) -> list[int | str]:
@@ -339,7 +370,8 @@ class DeclaredParams(Params):
                     value = super().getOrDefault(target)
                     if not isinstance(value, list):
                         return value
-                    return value[0] if len(value) == 1 else None
+                    is_single = len(value) == 1 and isinstance(value[0], str)
+                    return value[0] if is_single else None
         return super().getOrDefault(param)
 
     def _is_given(self, name: str) -> bool:

@@ -20,6 +20,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.to_python import to_python
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.prepare.connectors import check_connector
@@ -49,7 +50,7 @@ def prepare_data(
     store: Store | str,
     df: DataFrame,
     label_columns: Sequence[str],
-    feature_columns: Sequence[str] | None = None,
+    feature_columns: Sequence[Any] | None = None,
     validation: float | str | DataFrame | None = None,
     sample_weight_col: str | None = None,
     compress_sparse: bool = False,
@@ -74,7 +75,8 @@ def prepare_data(
     df : DataFrame
         The rows; evaluated at most once.
     label_columns, feature_columns, sample_weight_col
-        The columns to write. ``feature_columns=None`` selects all other columns.
+        The columns to write. ``feature_columns=None`` selects all other columns. Lists of columns
+        within the list are accepted as in ``feature_cols``; the files have the single columns.
     validation : float, str or DataFrame, optional
         The fraction of rows for validation (chosen at random, by the seed). Or the name of a column
         that is true, or above zero, for these rows. Or a DataFrame of these rows, with the same
@@ -136,7 +138,8 @@ def prepare_data(
     if feature_columns is None:
         left_out = {*label_columns, *extra, *([validation] if isinstance(validation, str) else [])}
         feature_columns = [name for name in df.columns if name not in left_out]
-    require_columns(df, "feature_columns", list(feature_columns))
+    feature_columns = InputColumns.of(feature_columns).columns
+    require_columns(df, "feature_columns", feature_columns)
     require_columns(df, "sample_weight_col", extra) if extra else None
     names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
     if is_frame(validation):

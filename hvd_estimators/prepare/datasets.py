@@ -22,7 +22,7 @@ from pyspark.ml.linalg import DenseVector, SparseVector
 from pyspark.sql import types as T
 
 from hvd_estimators._util.process_identity import ProcessIdentity
-from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest
+from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest, MatrixSpec
 from hvd_estimators.data.types import SPARK_DTYPES
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import Store
@@ -609,7 +609,7 @@ def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
     Parameters
     ----------
     columns : iterable of ColumnSpec
-        The columns as stored.
+        The columns as read; the columns of a matrix get their own entries, too.
 
     Returns
     -------
@@ -618,6 +618,8 @@ def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
         ``shape`` (of a row; empty for a number), ``intermediate_format``, ``max_size`` (numbers in
         a row) and ``dtype`` (of NumPy, which ``horovod.spark`` does not have).
     """
+    columns = tuple(columns)
+    members = (m for column in columns if isinstance(column, MatrixSpec) for m in column.members)
     return {
         column.name: {
             "spark_data_type": _spark_type(column),
@@ -627,7 +629,7 @@ def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
             "max_size": column.width,
             "dtype": column.dtype,
         }
-        for column in columns
+        for column in (*columns, *members)
     }
 
 

@@ -23,6 +23,7 @@ import cloudpickle
 import torch
 
 from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.loading.spec import DataSpec
@@ -168,21 +169,41 @@ def output_shapes(
             raw = tensors.call(module, inputs)
     except Exception as error:
         raise ShapeError(
-            f"{_not_taken(error, tensors, inputs)} If it cannot run on the driver, set "
+            f"{_not_taken(error, module, tensors, inputs)} If it cannot run on the driver, set "
             "output_shapes, such as [[1]] for a model with one output of one number."
         ) from error
     return [tuple(output.shape[1:]) for output in tensors.select(raw)]
 
 
-def _not_taken(error: Exception, tensors: TensorSpec, inputs: Sequence[torch.Tensor]) -> str:
+def _not_taken(
+    error: Exception,
+    module: torch.nn.Module,
+    tensors: TensorSpec,
+    inputs: Sequence[torch.Tensor],
+) -> str:
     given = _tensors_of(Batch(list(inputs), [], None), replace(tensors, label_cols=()))
+    hint = ""
+    if tensors.input_form == "positional" and not _accepts(module, len(inputs)):
+        shapes = (tuple(tensor.shape[1:]) for tensor in inputs)
+        hint = matrix_hint(dict(zip(tensors.feature_cols, shapes, strict=True)))
     return (
         f"The model cannot take the feature columns. It was called with {given} and raised "
         f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
         "input_shapes (such as [[-1, 1]]) if it expects other shapes, or column_dtypes (such as "
         "{'features': 'float64'}) if it expects other types. input_form='dict' or 'keyword' "
-        "passes the columns by name."
+        f"passes the columns by name.{hint}"
     )
+
+
+def _accepts(module: torch.nn.Module, count: int) -> bool:
+    """Return whether a module's ``forward`` accepts a number of positional arguments."""
+    try:
+        inspect.signature(module.forward).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # no signature
+        pass
+    return True
 
 
 def check_fit(
@@ -228,7 +249,7 @@ def check_fit(
     except Exception as error:
         if leave_to_ranks(error):
             return []
-        raise ShapeError(_not_taken(error, tensors, batch.inputs)) from error
+        raise ShapeError(_not_taken(error, module, tensors, batch.inputs)) from error
     outputs = require_tensors(tensors.select(raw), raw)
     labels = tensors.label_cols
     if tensors.pairs and len(outputs) != len(labels):

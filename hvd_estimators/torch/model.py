@@ -149,7 +149,7 @@ class TorchModel(TorchFiles, HorovodModel):
         if module is None:
             raise ParamError("model is not set. Set model.")
         module = plain_module(module)
-        names = list(self.getOrDefault("feature_columns") or [])
+        names = self._input_columns().names
         given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs = self._zeros(module, names, given, device)
@@ -197,7 +197,7 @@ class TorchModel(TorchFiles, HorovodModel):
                 f"output_shapes is not known for inputs of any size, input_shapes={given}. Set "
                 "output_shapes (the shape of one row of each output)."
             )
-        module, names = self.getOrDefault("model"), self.getOrDefault("feature_columns") or []
+        module, names = self.getOrDefault("model"), self._input_columns().names
         inputs = [*self._zeros(module, names, given, torch.device("cpu")).values()]
         return output_shapes(module, self._transform_spec(), inputs)
 
@@ -225,7 +225,7 @@ class TorchModel(TorchFiles, HorovodModel):
         if given is None or self.getOrDefault("apply_transformation"):
             return sizes
         rows = (shape[1:] for shape in given)
-        shaped = zip(self.getOrDefault("feature_columns") or (), rows, strict=False)
+        shaped = zip(self._input_columns().names, rows, strict=False)
         # A dimension of -1 may have any size.
         return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **sizes}
 

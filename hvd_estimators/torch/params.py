@@ -407,7 +407,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
         get = self.getOrDefault
         input_shapes, label_shapes = get("input_shapes"), get("label_shapes")
         return TensorSpec(
-            feature_cols=tuple(get("feature_cols")),
+            feature_cols=self._input_columns().names,
             label_cols=tuple(get("label_cols")),
             sample_weight_col=get("sample_weight_col"),
             input_shapes=tuple(map(tuple, input_shapes)) if input_shapes else None,

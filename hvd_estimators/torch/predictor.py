@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.inference.standalone import predictor_loader
@@ -252,7 +253,7 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
     """
     given = get("input_shapes")
     return TensorSpec(
-        feature_cols=tuple(get("feature_columns") or ()),
+        feature_cols=InputColumns.of(get("feature_columns")).names,
         label_cols=tuple(get("label_columns") or ()),
         input_shapes=tuple(map(tuple, given)) if given else None,
         dtypes=get("column_dtypes") or {},

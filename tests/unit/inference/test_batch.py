@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference import worker
 from hvd_estimators.inference.batch import BatchPredictor, Resources, check_outputs, one_ahead
@@ -83,7 +84,7 @@ def test_the_next_forward_pass_starts_before_the_wait_for_outputs(
 ) -> None:
     predictor = Queued()
     predictor.overlaps = overlaps
-    steps = BatchPredictor(("x",), ("x",), shapes=((),), batch_rows=2)
+    steps = BatchPredictor(("x",), InputColumns.of(["x"]), shapes=((),), batch_rows=2)
     batches = [np.arange(5.0), np.arange(5.0, 6.0), np.arange(6.0, 9.0)]
 
     begun = (steps.begin(predictor, {"x": batch}) for batch in batches)
@@ -114,7 +115,7 @@ def test_unexpected_outputs_are_rejected(outputs: Any, shapes: Any, message: str
     with pytest.raises(ShapeError, match=message):
         check_outputs(made, 4, shapes)
     with pytest.raises(ShapeError, match=message):
-        BatchPredictor(("x",), ("x",), shapes=tuple(shapes))(
+        BatchPredictor(("x",), InputColumns.of(["x"]), shapes=tuple(shapes))(
             lambda arrays: made, {"x": np.zeros(4)}
         )
 
@@ -134,6 +135,6 @@ def test_tasks_with_different_resources_have_different_predictors(no_predictors:
 
 
 def test_empty_batches_have_outputs_of_the_right_shapes() -> None:
-    steps = BatchPredictor(("x",), ("x",), shapes=((), (3,), (2, -1)))
+    steps = BatchPredictor(("x",), InputColumns.of(["x"]), shapes=((), (3,), (2, -1)))
     found = steps(lambda arrays: pytest.fail("it has nothing to predict"), {"x": np.zeros(0)})
     assert [output.shape for output in found] == [(0,), (0, 3), (0, 2, 1)]

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import functions as F
 
+from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.inference import udf
 from hvd_estimators.inference.batch import BatchPredictor
@@ -52,6 +53,6 @@ def test_a_pyspark_without_arrow_columns_is_an_error(
 ) -> None:
     monkeypatch.setattr(udf, missing, "there_is_none")
     monkeypatch.setattr(udf, "has_arrow_udfs", lambda: False)
-    steps = BatchPredictor(("x",), ("x",), shapes=((),))
+    steps = BatchPredictor(("x",), InputColumns.of(["x"]), shapes=((),))
     with pytest.raises(DependencyError, match=r"Arrow's format.* Install PySpark 3\.5"):
         make_udf(b"", lambda document: pytest.fail("it is not called"), steps, pytest.fail, [])
