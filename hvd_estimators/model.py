@@ -52,6 +52,8 @@ __all__ = ["HorovodModel", "Predictor"]
 
 
 if TYPE_CHECKING:
+    from pyspark.sql._typing import UserDefinedFunctionLike
+
     from hvd_estimators.params.signatures import ModelSignatures
 else:
     ModelSignatures = DeclaredParams
@@ -163,7 +165,7 @@ class HorovodModel(
         """
         return self._output_shapes()
 
-    def as_udf(self, name: str | None = None) -> Callable[..., Column]:
+    def as_udf(self, name: str | None = None) -> UserDefinedFunctionLike:
         """Return a UDF that predicts, for column expressions and, if it has a name, for SQL.
 
         >>> model.as_udf("my_model")

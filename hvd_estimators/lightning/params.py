@@ -32,7 +32,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.shard_state import reductions_of
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
+    from lightning.pytorch import LightningModule
 
 _PROFILERS = ("simple", "advanced", "pytorch")
 
