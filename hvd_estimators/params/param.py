@@ -538,7 +538,7 @@ def _describe(cls: type[DeclaredParams]) -> None:
         ]
     )
     lines = ["", "", "Parameters", "----------"]
-    for name, declaration in cls._declarations.items():
-        types = declaration.accepted_type
-        lines += [f"{name} : {types}, default {declaration.default!r}", f"    {declaration.doc}"]
+    for name, d in cls._declarations.items():
+        accepted = "object" if d.accepted_type == "Any" else d.accepted_type
+        lines += [f"{name} : {accepted}, default {d.default!r}", f"    {d.doc}"]
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + "\n".join(lines)

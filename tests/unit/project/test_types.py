@@ -73,7 +73,7 @@ def train(df: DataFrame) -> None:
     reveal_type(estimator.copy())  # TorchEstimator
     reveal_type(estimator.getBatchSize())  # int
     reveal_type(estimator.getValBatchSize())  # int | None
-    reveal_type(estimator.getInputForm())  # Literal['positional'] | Literal['keyword'] | Literal['dict']
+    reveal_type(estimator.getLossForm())  # Literal['per_label'] | Literal['joint']
     model = TorchModel.load("/shared/models/one")
     reveal_type(model)  # TorchModel
     reveal_type(model.getModel())  # Module
@@ -158,6 +158,15 @@ def _program(page: Path) -> str:
         code = block.text.splitlines()
         lines[block.line - 1 : block.line - 1 + len(code)] = code
     return "\n".join(lines)
+
+
+def test_wheels_contain_the_stubs(tmp_path: Path) -> None:
+    build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "base")]
+    subprocess.run([*build, "build_py", "--build-lib", str(tmp_path / "lib")], cwd=ROOT, check=True)
+
+    for folder in ("", "params/", "torch/", "keras/", "lightning/"):
+        name = "signatures.pyi" if folder else "py.typed"
+        assert (tmp_path / "lib" / "hvd_estimators" / folder / name).is_file()
 
 
 def test_signatures_and_help_show_types_and_defaults() -> None:
