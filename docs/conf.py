@@ -44,6 +44,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 # A long signature has one parameter a line.
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True

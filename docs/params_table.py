@@ -77,7 +77,9 @@ class ParamsTable(SphinxDirective):
         for title, group in groups_of(cls, without).items():
             lines += [f".. rubric:: {title}", ""]
             for name, declaration in group.items():
-                lines += [f".. py:attribute:: {name}", f"   :type: {declaration.accepted_type}"]
+                lines += [f".. py:attribute:: {name}"]
+                if declaration.accepted_type != "Any":
+                    lines += [f"   :type: {declaration.accepted_type}"]
                 if declaration.default is not None:
                     lines += [f"   :value: {declaration.default!r}"]
                 lines += ["", f"   {as_text(declaration.doc)}", ""]
