@@ -39,7 +39,12 @@ html_copy_source = False
 templates_path: list[str] = []
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+# A long signature has one parameter a line.
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
@@ -56,14 +61,6 @@ def _without_params(app, what, name, obj, options, lines) -> None:  # type: igno
         lines[:] = [*text.split("\n"), ""]
 
 
-def _short_signature(app, what, name, obj, options, signature, returned):  # type: ignore[no-untyped-def]
-    """Show ``(**params)`` in place of all of them."""
-    if what == "class" and isinstance(obj, type) and issubclass(obj, DeclaredParams):
-        return "(**params)", returned
-    return None
-
-
 def setup(app) -> None:  # type: ignore[no-untyped-def]
     """Connect what is done to docstrings, before napoleon reads them."""
     app.connect("autodoc-process-docstring", _without_params, priority=100)
-    app.connect("autodoc-process-signature", _short_signature)

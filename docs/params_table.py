@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 from typing import Any, ClassVar
+from unittest import mock
 
 from docutils import nodes
-from docutils.parsers.rst import Directive, directives
+from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
 
 GROUPS = {
@@ -58,25 +60,35 @@ def as_text(document: str) -> str:
     return document.replace("_", "\\_")
 
 
-class ParamsTable(Directive):
-    """The params of a class, in groups: name, default, what it means."""
+class ParamsTable(SphinxDirective):
+    """The params of a class, in groups: name, type, default, what it means.
+
+    Each is an attribute of its class, with an anchor and an entry in the index.
+    """
 
     required_arguments = 1
     option_spec: ClassVar[dict[str, Any]] = {"without": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
-        """Return the groups as definition lists below a line each."""
+        """Return the groups, each below a line."""
         cls = find(self.arguments[0])
         without = find(self.options["without"]) if "without" in self.options else None
         lines = []
         for title, group in groups_of(cls, without).items():
             lines += [f".. rubric:: {title}", ""]
             for name, declaration in group.items():
-                default = declaration.default
-                lines += [f"``{name}``" + (f" = ``{default!r}``" if default is not None else "")]
-                lines += [f"    {as_text(declaration.doc)}", ""]
+                lines += [f".. py:attribute:: {name}"]
+                if declaration.accepted_type != "Any":
+                    lines += [f"   :type: {declaration.accepted_type}"]
+                if declaration.default is not None:
+                    lines += [f"   :value: {declaration.default!r}"]
+                lines += ["", f"   {as_text(declaration.doc)}", ""]
         node = nodes.container(classes=["params"])
-        nested_parse_with_titles(self.state, StringList(lines, source=self.arguments[0]), node)
+        # Within a class, its attributes are shown by their own names.
+        module, _, class_name = self.arguments[0].rpartition(".")
+        within = {"py:module": module, "py:class": class_name, "py:classes": [class_name]}
+        with mock.patch.dict(self.env.ref_context, within):
+            nested_parse_with_titles(self.state, StringList(lines, source=self.arguments[0]), node)
         return [node]
 
 

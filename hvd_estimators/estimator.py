@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pyspark.sql import DataFrame
@@ -38,6 +38,7 @@ from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.model import PREDICTION, HorovodModel
+from hvd_estimators.params import DeclaredParams
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.prepare.datasets import column_metadata, load_manifest, pin
 from hvd_estimators.prepare.schema import (
@@ -54,7 +55,13 @@ from hvd_estimators.training.spec import TrainSpec
 logger = logging.getLogger(__name__)
 
 
-class HorovodEstimator(EstimatorHooks):
+if TYPE_CHECKING:
+    from hvd_estimators.params.signatures import EstimatorSignatures
+else:
+    EstimatorSignatures = DeclaredParams
+
+
+class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
     """Base class of the estimators.
 
     A fit checks the params, prepares the data, tries the model, plans the training, launches the

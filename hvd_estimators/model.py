@@ -9,7 +9,7 @@ import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
@@ -34,7 +34,13 @@ from hvd_estimators.inference.frame import (
 from hvd_estimators.inference.output_columns import output_columns, output_types
 from hvd_estimators.inference.sql import active_session, checked_name, spark_type
 from hvd_estimators.inference.udf import Output, has_arrow_udfs, make_udf, vector_parts
-from hvd_estimators.params import column_names, input_columns, param, type_names
+from hvd_estimators.params import (
+    DeclaredParams,
+    column_names,
+    input_columns,
+    param,
+    type_names,
+)
 from hvd_estimators.params.model import (
     ClassificationParams,
     HistoryParams,
@@ -59,27 +65,38 @@ PREDICTION = "prediction"
 logger = logging.getLogger(__name__)
 
 
+if TYPE_CHECKING:
+    from pyspark.sql._typing import UserDefinedFunctionLike
+
+    from hvd_estimators.params.signatures import ModelSignatures
+else:
+    ModelSignatures = DeclaredParams
+
+
 class HorovodModel(
     Model,
     TransformationParams,
     InferenceParams,
     ClassificationParams,
     HistoryParams,
+    ModelSignatures,
     FileWritable,
     FileReadable,
 ):
     """Base class of the fitted models."""
 
-    model = param("The trained model.")
-    run_id = param("Name of the run that trained the model.")
+    model = param("The trained model.", fitted=True)
+    run_id = param("Name of the run that trained the model.", type="str", fitted=True)
     feature_columns = param(
         "Input columns, in the order of the model's inputs, as in feature_cols.",
         convert=input_columns,
+        fitted=True,
     )
     label_columns = param(
         "Label columns, in the order of the model's outputs.",
         convert=column_names,
         aliases=["LabelColoumns"],
+        fitted=True,
     )
     outputCols = param(
         "Names of the columns that transform() adds, in the order of the model's outputs. "
@@ -89,7 +106,8 @@ class HorovodModel(
         accessor="OutputCols",
     )
     output_shapes = param(
-        "Shape of one row of each output: () for a number, None for a size that varies by batch."
+        "Shape of one row of each output: () for a number, None for a size that varies by batch.",
+        type="Sequence[Sequence[int | None]]",
     )
     output_types = param(
         "Spark type of each output column, as DDL strings. Default: a double (a number), an ML "
@@ -163,7 +181,7 @@ class HorovodModel(
         """
         return self._output_shapes()
 
-    def as_udf(self, name: str | None = None) -> Callable[..., Column]:
+    def as_udf(self, name: str | None = None) -> UserDefinedFunctionLike:
         """Return a UDF that predicts, for column expressions and, if it has a name, for SQL.
 
         >>> model.as_udf("my_model")

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, ClassVar
 
 from pyspark.ml import Estimator
@@ -263,6 +264,10 @@ class Run:
             logger.warning(message, self.paths.run_id, error)
 
 
+def _store(name: str, value: Store | str | PathLike[str]) -> Store:
+    return as_store(value)
+
+
 class RunParams(Estimator[HorovodModel], ColumnParams):
     """Params of an estimator's run, with a separate run for each fit of a grid."""
 
@@ -292,7 +297,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         "Store that keeps datasets, checkpoints and logs, or its path or URL. Default: Spark's "
         "configuration spark.hvdEstimators.store. Without it, a local master gets a temporary "
         "folder, which is deleted when the program ends.",
-        convert=lambda name, value: as_store(value),
+        convert=_store,
     )
     run_id = param(
         "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string

@@ -16,7 +16,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
@@ -44,6 +44,9 @@ from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, as_bytes, 
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
 from hvd_estimators.inference.sql import sql_arguments
 from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
+
+if TYPE_CHECKING:
+    from pyspark.sql._typing import UserDefinedFunctionLike
 
 Send = Callable[[str, Hashed], Sent]
 """Function from a role and hashed bytes to the form a UDF carries; see `SharedBytes.send`."""
@@ -124,7 +127,7 @@ def make_udf(
     *,
     has_empty_rows: bool = False,
     sql_text: Sequence[str] | None = None,
-) -> Callable[..., Column]:
+) -> UserDefinedFunctionLike:
     """Return a UDF from columns to the output, or to a struct if there are several fields.
 
     Parameters
@@ -205,7 +208,7 @@ def make_udf(
     result: Any = column if is_single or is_arrow_udf else pd.DataFrame
     predict.__annotations__ = {"batches": Iterator[argument], "return": Iterator[result]}
     make: Any = getattr(F, _ARROW_UDF) if is_arrow_udf else pandas_udf
-    udf: Callable[..., Column] = make(predict, return_type)
+    udf: UserDefinedFunctionLike = make(predict, return_type)
     return udf
 
 

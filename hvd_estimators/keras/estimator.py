@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from pyspark.sql import DataFrame
@@ -53,7 +53,13 @@ class _KerasTrial(Trial):
     settings: CompileSettings
 
 
-class KerasEstimator(KerasParams):
+if TYPE_CHECKING:
+    from hvd_estimators.keras.signatures import KerasEstimatorSignatures
+else:
+    KerasEstimatorSignatures = KerasParams
+
+
+class KerasEstimator(KerasEstimatorSignatures):
     """Estimator that trains a Keras 3 model on a DataFrame with Horovod, one process per rank.
 
     ``fit(df)`` writes the needed columns to the store as Parquet, trains with ``Model.fit`` on

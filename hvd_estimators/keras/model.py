@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -21,11 +21,16 @@ from hvd_estimators.keras.model_file import save_plainly
 from hvd_estimators.keras.predictor import KerasPredictor, of_labels
 from hvd_estimators.keras.serialization import dump, model_payload
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import param
+from hvd_estimators.params import narrowed, param
 from hvd_estimators.saving.export import exported, is_installed
 
+if TYPE_CHECKING:
+    from hvd_estimators.keras.signatures import KerasModelSignatures
+else:
+    KerasModelSignatures = HorovodModel
 
-class KerasModel(HorovodModel):
+
+class KerasModel(KerasModelSignatures):
     """A fitted Keras model as a Spark ML Transformer.
 
     `transform` adds one column per output. The column's type depends on the output: a double for a
@@ -43,10 +48,17 @@ class KerasModel(HorovodModel):
     ``model.weights.h5``.
     """
 
+    model = narrowed(HorovodModel, "model", "keras.Model")
     history = param(
-        "Metrics of the training: dict of name to a list of values by epoch, like Keras's History."
+        "Metrics of the training: dict of name to a list of values by epoch, like Keras's History.",
+        type="dict[str, list[Any]]",
+        fitted=True,
     )
-    custom_objects = param("Dict of name to custom class or function of the model.", default={})
+    custom_objects = param(
+        "Dict of name to custom class or function of the model.",
+        default={},
+        type="dict[str, Any]",
+    )
     _input_keys = param(
         "Keys of the feature columns in the dict that the model takes. Default: the keys that "
         "the model defines."

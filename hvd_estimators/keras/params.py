@@ -6,7 +6,7 @@ import contextlib
 import logging
 import operator
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,24 +38,26 @@ from hvd_estimators.keras.losses import (
 )
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.user_callbacks import check_callbacks
-from hvd_estimators.params import integer, number, numbers, objects, param
+from hvd_estimators.params import integer, narrowed, number, numbers, objects, param
 
 
-def environment(name: str, value: Any) -> dict[str, str | None]:
+def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:
     """Accept a dict of variable names to values."""
     if not isinstance(value, Mapping):
         raise ParamError(f"{name}: expected a dict of variable to value, found {value!r}.")
     return {str(key): None if entry is None else str(entry) for key, entry in value.items()}
 
 
-def label_weights(name: str, value: Any) -> list[float] | dict[str, float]:
+def label_weights(
+    name: str, value: float | Sequence[float] | Mapping[str, float]
+) -> list[float] | dict[str, float]:
     """Accept weights as a list, or as a dict with names of labels or outputs as keys."""
     if isinstance(value, Mapping):
         return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
     return numbers(name, value)
 
 
-def class_weights(name: str, value: Any) -> dict[int, float]:
+def class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
     """Accept a dict of class numbers to weights."""
     expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
     if not isinstance(value, Mapping):
@@ -77,7 +79,7 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
 logger = logging.getLogger(__name__)
 
 
-def _callbacks(name: str, value: Any) -> list[Any]:
+def _callbacks(name: str, value: Iterable[Any]) -> list[Any]:
     if isinstance(value, keras.callbacks.CallbackList):
         raise ParamError(
             f"{name}: a CallbackList holds callbacks that run on different ranks. Give them as a "
@@ -86,7 +88,7 @@ def _callbacks(name: str, value: Any) -> list[Any]:
     return objects(name, value)
 
 
-def _custom_objects(name: str, value: Any) -> dict[str, Any]:
+def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ParamError(
             f"{name}: expected a dict of name to class or function, found {value!r}. Set "
@@ -100,6 +102,7 @@ class KerasParams(HorovodEstimator):
 
     _model_class = keras.Model
 
+    model = narrowed(HorovodEstimator, "model", "keras.Model | Callable[..., keras.Model]")
     optimizer = param(
         "The optimizer, or its name. Its learning rate is for one rank. Default: the optimizer "
         "of the compiled model."
@@ -128,7 +131,8 @@ class KerasParams(HorovodEstimator):
     checkpoint_callback = param(
         "A keras.callbacks.ModelCheckpoint that selects the returned model, such as "
         "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the model "
-        "after the last epoch."
+        "after the last epoch.",
+        type="keras.callbacks.ModelCheckpoint",
     )
     backend_env = param(
         "Environment variables of the ranks; None deletes a variable.",

@@ -34,7 +34,7 @@ from hvd_estimators.training.spec import EpochMetrics
 from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 _ATTRIBUTE = "should_stop"
 _HOOK = "on_train_batch_start"

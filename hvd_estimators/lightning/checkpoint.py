@@ -54,7 +54,7 @@ from hvd_estimators.training.spec import named_weights
 from hvd_estimators.training.step_control import StepControl
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 logger = logging.getLogger(__name__)
 

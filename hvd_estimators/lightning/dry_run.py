@@ -17,7 +17,7 @@ from hvd_estimators.torch.dry_run import copied, takes_one_row, torch_traceless
 from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
+    from lightning.pytorch import LightningModule
 
 logger = logging.getLogger(__name__)
 

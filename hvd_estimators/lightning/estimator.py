@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -58,7 +58,13 @@ _USERS_DATA_PARAMS = (
 """Params that a LightningDataModule gets as keyword arguments of the same names."""
 
 
-class LightningEstimator(LightningParams):
+if TYPE_CHECKING:
+    from hvd_estimators.lightning.signatures import LightningEstimatorSignatures
+else:
+    LightningEstimatorSignatures = LightningParams
+
+
+class LightningEstimator(LightningEstimatorSignatures):
     """Spark ML estimator that trains a LightningModule with Horovod, one process per rank.
 
     ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark

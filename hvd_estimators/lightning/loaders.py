@@ -21,7 +21,7 @@ from hvd_estimators.training.spec import TrainSpec
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule, Trainer
+    from lightning.pytorch import LightningDataModule, Trainer
 
 TensorBatch = Mapping[str, torch.Tensor]
 

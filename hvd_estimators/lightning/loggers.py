@@ -24,7 +24,7 @@ from hvd_estimators.store.base import Store
 from hvd_estimators.training.run_state import reading
 
 if TYPE_CHECKING:
-    from pytorch_lightning.loggers import Logger
+    from lightning.pytorch.loggers import Logger
 
 
 @contextlib.contextmanager

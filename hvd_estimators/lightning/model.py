@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -41,7 +41,13 @@ from hvd_estimators.torch.tensors import call_with_leading, with_form
 logger = logging.getLogger(__name__)
 
 
-class LightningModel(torch_model.TorchModel):
+if TYPE_CHECKING:
+    from hvd_estimators.lightning.signatures import LightningModelSignatures
+else:
+    LightningModelSignatures = torch_model.TorchModel
+
+
+class LightningModel(LightningModelSignatures):
     """A fitted LightningModule as a Spark ML Transformer.
 
     `transform` calls the module with one tensor per feature column, rows first. With

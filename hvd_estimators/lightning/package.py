@@ -25,13 +25,13 @@ from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
 
 if TYPE_CHECKING:
-    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-    from pytorch_lightning import Callback, LightningModule
-    from pytorch_lightning.callbacks import Checkpoint
-    from pytorch_lightning.strategies import ParallelStrategy
-    from pytorch_lightning.trainer.connectors.logger_connector.result import (
+    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.trainer.connectors.logger_connector.result import (
         _ResultCollection as ResultCollection,
     )
+    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 else:
 
     def _placeholder(name: str, path: str) -> type:

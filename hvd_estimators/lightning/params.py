@@ -32,7 +32,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.shard_state import reductions_of
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
+    from lightning.pytorch import LightningModule
 
 _PROFILERS = ("simple", "advanced", "pytorch")
 
@@ -46,7 +46,7 @@ def _profiler(name: str, value: Any) -> Any:
     return value
 
 
-def _arguments(name: str, value: Any) -> dict[str, Any]:
+def _arguments(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ParamError(f"{name}: expected a dict of Trainer arguments, found {value!r}.")
     for key in value:
@@ -96,7 +96,8 @@ class LightningParams(TorchEstimator):
     data_module = param(
         "Reader of the rows: 'petastorm', 'arrow', a subclass of "
         "hvd_estimators.loading.readers.DataModule, or a LightningDataModule class. Default: "
-        "Petastorm if it can be imported, otherwise PyArrow."
+        "Petastorm if it can be imported, otherwise PyArrow.",
+        type="str | type[Any]",
     )
     loader_num_epochs = param(
         "Epochs that a LightningDataModule's reader reads, passed to it as num_reader_epochs. "

@@ -19,8 +19,8 @@ from hvd_estimators.lightning.package import (
 from hvd_estimators.torch.collectives import current, exchange
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 
 
 class RankResults(ResultCollection):

@@ -55,7 +55,7 @@ from hvd_estimators.torch.shard_state import BufferReducer
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 """Checkpoint key of the parameter names in each group of each optimizer."""

@@ -61,7 +61,7 @@ from hvd_estimators.training.step_control import (
 )
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 # These hooks get batches that are on the CPU.
 _MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")

@@ -22,7 +22,7 @@ from hvd_estimators.lightning.package import Flavor, is_lightning
 from hvd_estimators.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
+    from lightning.pytorch import LightningModule
 
     from hvd_estimators.lightning.strategy import WeightedStrategy
 

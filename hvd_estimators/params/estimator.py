@@ -326,6 +326,7 @@ class ReadingParams(DeclaredParams):
         "Reader of the rows: 'petastorm', 'arrow', or a subclass of "
         "hvd_estimators.loading.readers.DataModule. Default: Petastorm if it can be imported, "
         "otherwise PyArrow.",
+        type="str | type[Any]",
     )
 
     def _shuffle_buffer_bytes(self) -> int:
@@ -355,7 +356,8 @@ class WritingParams(DeclaredParams):
 
     validation = param(
         "Fraction of the rows for validation, drawn at random with random_seed; or the name of "
-        "a column that is true, or above zero, for validation rows; or a DataFrame of these rows."
+        "a column that is true, or above zero, for validation rows; or a DataFrame of these rows.",
+        type="float | str | DataFrame",
     )
     shuffle_on_write = param(
         "Whether a DataFrame's rows are written in random order; no effect if shuffle is False. "
@@ -494,6 +496,7 @@ class RankParams(DeclaredParams):
     resource_profile = param(
         "Resources of the ranks' tasks, as a pyspark.resource.ResourceProfile. So only training "
         "holds GPUs, not the preparation of data. It is not saved with the estimator.",
+        type="ResourceProfile",
         saved=False,
     )
     gpus_per_task = param(

@@ -155,16 +155,19 @@ class TransformationParams(DeclaredParams):
 
     transformation_fn = param(
         "Function from row to row (dicts), which the readers apply. It receives strings and "
-        "bytes; the columns for the model must be numbers."
+        "bytes; the columns for the model must be numbers.",
+        type="Callable[..., Any]",
     )
     transformation_batch_fn = param(
         "Function from columns to columns with the same number of rows (dicts of NumPy arrays, "
         "rows first). The readers apply it to many rows at a time, instead of "
-        "transformation_fn."
+        "transformation_fn.",
+        type="Callable[..., Any]",
     )
     transformation_edit_fields = param(
         "Fields that the transformation adds or changes, as (name, dtype, shape). They are cast "
-        "and checked."
+        "and checked.",
+        type="Sequence[Any]",
     )
     transformation_removed_fields = param(
         "Fields to drop after the transformation.", convert=column_names
@@ -197,7 +200,9 @@ class HistoryParams(DeclaredParams):
 
     history = param(
         "Results of each epoch: a list of dicts with epoch, train and validation. "
-        "history_frame() returns them as rows."
+        "history_frame() returns them as rows.",
+        type="list[dict[str, Any]]",
+        fitted=True,
     )
 
     def history_frame(self) -> pd.DataFrame:

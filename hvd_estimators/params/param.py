@@ -8,16 +8,20 @@ reject. Runs on the driver.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pyspark.ml.param import Param, Params
 from pyspark.ml.util import Identifiable
+from pyspark.sql.types import DataType
 from typing_extensions import Self
 
 from hvd_estimators._util.to_python import to_python
@@ -30,6 +34,10 @@ from hvd_estimators.exceptions import (
 )
 
 Converter = Callable[[str, Any], Any]
+"""``convert(name, value)``, whose annotations are the types that a param accepts and holds.
+
+A `value` that is annotated as Any means the type of the result.
+"""
 
 
 def integer(minimum: int | None = None) -> Converter:
@@ -72,7 +80,7 @@ def string(name: str, value: Any) -> str:
     return value
 
 
-def column_names(name: str, value: Any) -> list[str]:
+def column_names(name: str, value: str | Iterable[str]) -> list[str]:
     """Accept a list of column names, or a single name."""
     values = _ordered(name, value, "a list of column names")
     for entry in values:
@@ -84,7 +92,9 @@ def column_names(name: str, value: Any) -> list[str]:
     return values
 
 
-def input_columns(name: str, value: Any) -> list[str | list[str] | dict[str, list[str]]]:
+def input_columns(
+    name: str, value: str | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+) -> list[str | list[str] | dict[str, list[str]]]:
     """Accept a list of inputs: a column, a list of columns, or a dict of a name to such a list."""
     entries = _ordered(name, value, "a list of column names")
     values = [_input(name, entry) for entry in entries]
@@ -114,7 +124,7 @@ def _input(name: str, entry: Any) -> str | list[str] | dict[str, list[str]]:
     )
 
 
-def output_keys(name: str, value: Any) -> list[int | str]:
+def output_keys(name: str, value: int | str | Iterable[int | str]) -> list[int | str]:
     """Accept a list of positions and names, or a single one."""
     values = _ordered(name, value, "a list")
     for entry in values:
@@ -137,7 +147,10 @@ def _ordered(name: str, value: Any, expected: str) -> list[Any]:
     return [value] if is_single else list(value)
 
 
-def type_names(name: str, value: Any) -> list[str | None]:
+def type_names(
+    name: str,
+    value: str | DataType | type[DataType] | Sequence[str | DataType | type[DataType] | None],
+) -> list[str | None]:
     """Accept a list of Spark types as DDL strings, type objects or None, or a single one."""
     names: list[str | None] = []
     for entry in _as_list(value):
@@ -151,7 +164,7 @@ def type_names(name: str, value: Any) -> list[str | None]:
     return names
 
 
-def numbers(name: str, value: Any) -> list[float]:
+def numbers(name: str, value: float | Sequence[float] | NDArray[Any]) -> list[float]:
     """Accept a list of numbers, or a single number."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -159,7 +172,9 @@ def numbers(name: str, value: Any) -> list[float]:
     return [convert(name, entry) for entry in _as_list(value)]
 
 
-def functions(name: str, value: Any) -> list[Any]:
+def functions(
+    name: str, value: Callable[..., Any] | Sequence[Callable[..., Any]]
+) -> list[Callable[..., Any]]:
     """Accept a list of callables, or a single callable."""
     values = _as_list(value)
     for entry in values:
@@ -172,7 +187,7 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def objects(name: str, value: Any) -> list[Any]:
+def objects(name: str, value: Iterable[Any]) -> list[Any]:
     """Accept a list of objects, or another ordered iterable of objects."""
     if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
         raise ParamError(f"{name}: expected a list, found {value!r}. Set [...], also for one.")
@@ -189,10 +204,11 @@ def one_of(*choices: str) -> Converter:
             )
         return str(value)
 
+    convert.__annotations__["return"] = f"Literal[{', '.join(map(repr, choices))}]"
     return convert
 
 
-def shapes(name: str, value: Any) -> list[list[int]]:
+def shapes(name: str, value: Iterable[Iterable[int]]) -> list[list[int]]:
     """Accept a list of row shapes, or of batch shapes with -1 as the first dimension.
 
     Returns the shapes with the -1: ``[2]`` and ``[-1, 2]`` are the same, and so are ``[]`` (a
@@ -215,6 +231,7 @@ def shapes(name: str, value: Any) -> list[list[int]]:
 
 
 def _guarded(convert: Converter, expected: str) -> Converter:
+    @functools.wraps(convert)
     def guarded(name: str, value: Any) -> Any:
         try:
             return convert(name, value)
@@ -245,6 +262,10 @@ class param:
         Whether its value is saved with the object.
     stands_for : str, optional
         The param that this one is another name of. A value set by one name can be read by both.
+    type : str, optional
+        Type of its values, as an annotation. Default: the types of the converter's annotations.
+    fitted : bool
+        Whether `fit` sets it in each model, so that the getter's type is without None.
     """
 
     def __init__(
@@ -256,6 +277,8 @@ class param:
         aliases: Iterable[str] = (),
         saved: bool = True,
         stands_for: str | None = None,
+        type: str = "Any",
+        fitted: bool = False,
     ) -> None:
         self.doc = doc
         self.default = default
@@ -264,6 +287,44 @@ class param:
         self.aliases = tuple(aliases)
         self.saved = saved
         self.stands_for = stands_for
+        self.fitted = fitted
+        hints = {
+            key: each if isinstance(each, str) else inspect.formatannotation(each)
+            for key, each in getattr(convert, "__annotations__", {}).items()
+        }
+        self.type = hints.get("return", type)
+        accepted = hints.get("value", "Any")
+        self.accepted_type = self.type if accepted == "Any" else accepted
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: object) -> Param[Any]: ...
+
+    @property
+    def setter_type(self) -> str:
+        """Type of the values to set; None restores the default."""
+        return _optional(self.accepted_type)
+
+    @property
+    def getter_type(self) -> str:
+        """Type of the values to read."""
+        return _optional(self.type) if self.default is None and not self.fitted else self.type
+
+    def accessors(self, name: str) -> list[str]:
+        """Return the suffixes of its ``get`` and ``set`` methods."""
+        own = self.accessor or "".join(part.capitalize() for part in name.split("_"))
+        return [own, *self.aliases]
+
+
+def _optional(type: str) -> str:
+    return type if type == "Any" or type.endswith("| None") else f"{type} | None"
+
+
+def narrowed(cls: type[DeclaredParams], name: str, type: str) -> param:
+    """Return a declaration for a subclass of `cls` whose framework has a narrower type."""
+    declaration = copy.copy(cls._declarations[name])
+    declaration.type = declaration.accepted_type = type
+    return declaration
 
 
 class _ClassLevel(Identifiable):
@@ -452,9 +513,14 @@ class DeclaredParams(Params):
         return copied._set(**values)
 
 
+class _Annotation(str):
+    """Type in a signature, which help() shows without quotes."""
+
+    __repr__ = str.__str__
+
+
 def _install(cls: type[DeclaredParams], name: str, declaration: param) -> None:
     setattr(cls, name, Param(_CLASS_LEVEL, name, declaration.doc))
-    accessor = declaration.accessor or "".join(part.capitalize() for part in name.split("_"))
 
     def getter(self: DeclaredParams) -> Any:
         return self.getOrDefault(self.getParam(name))
@@ -465,10 +531,15 @@ def _install(cls: type[DeclaredParams], name: str, declaration: param) -> None:
     getter.is_declared = setter.is_declared = True  # type: ignore[attr-defined]
     getter.__doc__ = f"Return ``{name}``: {declaration.doc}"
     setter.__doc__ = f"Set ``{name}``: {declaration.doc}"
-    for spelling in (accessor, *declaration.aliases):
-        for prefix, function in (("get", getter), ("set", setter)):
-            if f"{prefix}{spelling}" not in vars(cls):
-                setattr(cls, f"{prefix}{spelling}", function)
+    getter.__annotations__ = {"return": _Annotation(declaration.getter_type)}
+    setter.__annotations__ = {"value": _Annotation(declaration.setter_type), "return": Self}
+    for prefix, function in (("get", getter), ("set", setter)):
+        suffixes = declaration.accessors(name)
+        function.__name__ = f"{prefix}{suffixes[0]}"
+        function.__qualname__ = f"{cls.__qualname__}.{function.__name__}"
+        for suffix in suffixes:
+            if f"{prefix}{suffix}" not in vars(cls):
+                setattr(cls, f"{prefix}{suffix}", function)
 
 
 def _prefer_others(cls: type[DeclaredParams]) -> None:
@@ -499,11 +570,14 @@ def _describe(cls: type[DeclaredParams]) -> None:
     keyword = inspect.Parameter.KEYWORD_ONLY
     cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(name, keyword, default=declaration.default)
-            for name, declaration in cls._declarations.items()
+            inspect.Parameter(
+                name, keyword, default=d.default, annotation=_Annotation(d.setter_type)
+            )
+            for name, d in cls._declarations.items()
         ]
     )
     lines = ["", "", "Parameters", "----------"]
-    for name, declaration in cls._declarations.items():
-        lines += [f"{name} : default {declaration.default!r}", f"    {declaration.doc}"]
+    for name, d in cls._declarations.items():
+        accepted = "object" if d.accepted_type == "Any" else d.accepted_type
+        lines += [f"{name} : {accepted}, default {d.default!r}", f"    {d.doc}"]
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + "\n".join(lines)

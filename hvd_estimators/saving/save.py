@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
+from typing_extensions import Self
 
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.unpickle_imports import loads
@@ -64,9 +65,14 @@ class FileReadable(MLReadable[Any]):
     """Add ``read()`` and ``load(path)`` to a class with declared params."""
 
     @classmethod
-    def read(cls) -> MLReader[Any]:
+    def read(cls) -> MLReader[Self]:
         """Return a reader."""
         return _Reader(cls)
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """Return the instance that was saved at a path or URL."""
+        return cls.read().load(path)
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         """Return the values of the documents that `_dump_param` wrote, by name."""

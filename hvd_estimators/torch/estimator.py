@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -32,8 +32,13 @@ from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 
+if TYPE_CHECKING:
+    from hvd_estimators.torch.signatures import TorchEstimatorSignatures
+else:
+    TorchEstimatorSignatures = TorchParams
 
-class TorchEstimator(TorchParams):
+
+class TorchEstimator(TorchEstimatorSignatures):
     """Estimator that trains a torch module on a DataFrame with Horovod, one process per rank.
 
     ``fit(df)`` writes the needed columns to the store as Parquet, trains on ``num_proc`` Spark

@@ -6,7 +6,7 @@ import io
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -16,7 +16,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import DeclaredParams, one_of, param, shapes
+from hvd_estimators.params import DeclaredParams, narrowed, one_of, param, shapes
 from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.objective import LOSS_FORMS
@@ -59,7 +59,13 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
         return values
 
 
-class TorchModel(TorchFiles, HorovodModel):
+if TYPE_CHECKING:
+    from hvd_estimators.torch.signatures import TorchModelSignatures
+else:
+    TorchModelSignatures = HorovodModel
+
+
+class TorchModel(TorchFiles, TorchModelSignatures):
     """Fitted torch module as a Spark ML Transformer.
 
     `transform` adds one column per output. A number per row becomes a double, a one-dimensional
@@ -71,7 +77,11 @@ class TorchModel(TorchFiles, HorovodModel):
     ``apply_transformation``, the columns are transformed first, as in training.
     """
 
-    optimizer = param("The optimizer after training, with the learning rate of one rank.")
+    model = narrowed(HorovodModel, "model", "torch.nn.Module")
+    optimizer = param(
+        "The optimizer after training, with the learning rate of one rank.",
+        type="torch.optim.Optimizer",
+    )
     loss = param("The loss of the training.")
     loss_constructors = param("The loss constructors of the training.")
     loss_form = param(
@@ -84,7 +94,9 @@ class TorchModel(TorchFiles, HorovodModel):
         convert=shapes,
     )
     column_dtypes = param(
-        "Dict of column to torch dtype, for columns that are not float32.", default={}
+        "Dict of column to torch dtype, for columns that are not float32.",
+        default={},
+        type="dict[str, str]",
     )
     input_form = param(
         "Form of the model's inputs: 'positional', 'keyword' or 'dict'.",

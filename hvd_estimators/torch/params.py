@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.building import build, is_function
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.params import functions, number, objects, one_of, param, shapes
+from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_modes
@@ -51,7 +51,7 @@ from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 logger = logging.getLogger(__name__)
 
 
-def _dtypes(name: str, value: Any) -> dict[str, str]:
+def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise ParamError(f"{name}: expected a dict of column to torch dtype, found {value!r}.")
     converted = {}
@@ -63,7 +63,9 @@ def _dtypes(name: str, value: Any) -> dict[str, str]:
     return converted
 
 
-def _function(name: str, value: Any) -> Any:
+def _function(
+    name: str, value: Callable[[torch.optim.Optimizer], Any]
+) -> Callable[[torch.optim.Optimizer], Any]:
     if not callable(value):
         raise ParamError(
             f"{name}: expected a function of the optimizer, such as lambda optimizer: "
@@ -72,7 +74,7 @@ def _function(name: str, value: Any) -> Any:
     return value
 
 
-def _stateful(name: str, value: Any) -> list[Any]:
+def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
     converted = objects(name, value)
     for entry in converted:
         if not has_state(entry):
@@ -85,6 +87,14 @@ def _stateful(name: str, value: Any) -> list[Any]:
 
 class TorchParams(TorchFiles, HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
+
+    model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")
+    optimizer = narrowed(
+        HorovodEstimator,
+        "optimizer",
+        "torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]",
+    )
+    loss = narrowed(HorovodEstimator, "loss", "Callable[..., Any] | Sequence[Callable[..., Any]]")
 
     input_shapes = param(
         "Shape of each input: the shape of one row, or of a batch with -1 as its first "
@@ -116,7 +126,8 @@ class TorchParams(TorchFiles, HorovodEstimator):
         "backward_passes_per_step, batch_idx), or the first of these, and returns (outputs, "
         "loss). When the last backward() before a step returns, gradients are the mean over the "
         "ranks, so you can clip them. List objects whose state it uses, such as a GradScaler, "
-        "in stateful."
+        "in stateful.",
+        type="Callable[..., Any]",
     )
     stateful = param(
         "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers "

@@ -144,7 +144,7 @@ class ShardStates:
 BUFFER_REDUCTIONS = ("mean", "max", "min", "sum", "rank0")
 
 
-def parse_buffer_reduction(name: str, value: Any) -> dict[str, str]:
+def parse_buffer_reduction(name: str, value: Mapping[str, str]) -> dict[str, str]:
     """Validate a dict of buffer name to reduction."""
     if not isinstance(value, Mapping):
         raise ParamError(

@@ -1,6 +1,7 @@
 """Params of the torch estimator and model that need no Spark session."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_signature_and_docstring_list_own_and_inherited_params(cls, own, inherit
 
     assert {own, inherited} <= set(parameters)
     assert set(parameters) == {param.name for param in cls().params}
-    assert f"\n{own} : default None\n" in inspect.getdoc(cls)
+    assert re.search(rf"\n{own} : [\w.\[\]]+, default None\n", inspect.getdoc(cls))
 
 
 def test_output_columns_are_named_after_labels_by_default():

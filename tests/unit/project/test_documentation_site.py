@@ -43,6 +43,40 @@ def test_the_site_builds_without_warnings_or_broken_links(tmp_path: Path) -> Non
             if not there:
                 broken.append((page.name, link))
     assert not broken
+    _check_params(tmp_path / "html")
+
+
+def _check_params(site: Path) -> None:
+    """Check that each param has an anchor and an entry in the index, on the page of its class."""
+    from hvd_estimators.keras import KerasEstimator, KerasModel
+    from hvd_estimators.lightning import LightningEstimator, LightningModel
+    from hvd_estimators.torch import TorchEstimator, TorchModel
+
+    # Params that models share with estimators are listed once, with those of estimators.
+    common = ["estimator.HorovodEstimator", "model.HorovodModel"]
+    index = (site / "genindex.html").read_text(encoding="utf-8")
+    anchors = {
+        anchor
+        for page in (site / "api").glob("*.html")
+        for anchor in re.findall(r'<dt class="sig[^>]* id="([\w.]+)"', page.read_text())
+        if f'#{anchor}"' in index
+    }
+    documented = {
+        KerasEstimator: ["keras.KerasEstimator"],
+        KerasModel: ["keras.KerasModel"],
+        TorchEstimator: ["torch.TorchEstimator"],
+        TorchModel: ["torch.TorchModel"],
+        LightningEstimator: ["lightning.LightningEstimator", "torch.TorchEstimator"],
+        LightningModel: ["lightning.LightningModel", "torch.TorchModel"],
+    }
+    missing = [
+        (cls.__name__, name)
+        for cls, own in documented.items()
+        for name in cls._declarations
+        if not name.startswith("_")
+        and not any(f"hvd_estimators.{each}.{name}" in anchors for each in [*own, *common])
+    ]
+    assert missing == []
 
 
 def _messages() -> str:
