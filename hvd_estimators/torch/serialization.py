@@ -358,7 +358,7 @@ def load_state(file: IO[bytes] | str) -> dict[str, Any]:
 def dump_with_references(
     value: Any,
     module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     shared: Iterable[Any] = (),
 ) -> bytes:
     """Serialize the user's objects, with references to the model and the optimizer.
@@ -388,7 +388,7 @@ def dump_with_references(
 
 
 def load_with_references(
-    document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Any:
     """Load the result of `dump_with_references`, with references to this model and optimizer."""
     parts = _Referents({(kind, name): part for kind, name, part in _parts_of(module)})
@@ -396,8 +396,35 @@ def load_with_references(
     return _load(document, parts)
 
 
+def with_references_to(
+    value: Any,
+    before: tuple[torch.nn.Module, torch.optim.Optimizer | None],
+    after: tuple[torch.nn.Module, torch.optim.Optimizer | None],
+) -> Any:
+    """Return a value whose objects refer to another model and optimizer.
+
+    Parameters
+    ----------
+    value : object
+        Returned unchanged if it refers to no part of ``before``, otherwise copied.
+    before, after : tuple
+        A model and its optimizer.
+    """
+    document = dump_with_references(value, *before)
+    parts = _Referents({(kind, name): part for kind, name, part in _parts_of(after[0])})
+    parts["optimizer", ""] = after[1]
+    copied = _load(document, parts)
+    return copied if parts.are_used else value
+
+
 class _Referents(dict[tuple[str, ...], Any]):
     """Objects by their references; a global variable is imported."""
+
+    are_used = False
+
+    def __getitem__(self, key: tuple[str, ...]) -> Any:
+        self.are_used = True
+        return super().__getitem__(key)
 
     def __missing__(self, key: tuple[str, ...]) -> Any:
         _, module, variable = key
