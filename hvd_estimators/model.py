@@ -183,7 +183,8 @@ class HorovodModel(
         for name, columns in groups.items():
             if columns:
                 require_columns(dataset, name, columns)
-        if weight and stored_column(dataset, weight).spec.kind != "scalar":
+        is_final = not self.getOrDefault("apply_transformation")
+        if weight and is_final and stored_column(dataset, weight).spec.kind != "scalar":
             raise ColumnError(
                 f"sample_weight_col: expected a column of numbers, found {weight!r} of type "
                 f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
@@ -203,9 +204,10 @@ class HorovodModel(
         ]
         if padded is not None:
             given.append(padded.is_row.alias("is_row"))
+        run_id = self.getOrDefault("run_id")
         with (
+            describing("Evaluate a model" + (f" of run {run_id}" if run_id else "")),
             jobs_on(dataset),
-            describing(f"Evaluate the model of run {self.getOrDefault('run_id')}"),
         ):
             states = evaluate_partitions(
                 frame.select(*given),

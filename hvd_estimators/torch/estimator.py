@@ -138,12 +138,17 @@ class TorchEstimator(TorchParams):
                 metadata=metadata,
             )
         )
-        given = {
-            name: model.getOrDefault(name) for name in ("loss", "loss_constructors", "metrics")
-        }
+        return self._with_trained_references(model, optimizer)
+
+    def _with_trained_references(
+        self, model: TorchModel, optimizer: torch.optim.Optimizer | None
+    ) -> TorchModel:
+        """Let losses and metrics that refer to the given module refer to the trained one."""
+        names = ("loss", "loss_constructors", "metrics")
+        given = {name: model.getOrDefault(name) for name in names}
         before = self.getOrDefault("model"), self.getOrDefault("optimizer")
-        model.setParams(**with_references_to(given, before, (module, optimizer)))
-        return model
+        after = model.getOrDefault("model"), optimizer
+        return model.setParams(**with_references_to(given, before, after))
 
     def get_model_class(self) -> type[TorchModel]:
         """Return the class of the model that `fit` returns. Subclasses can override this method."""

@@ -382,18 +382,28 @@ def dump_with_references(
         variable = _global_variable(entry)
         if variable is not None:
             references[id(entry)] = ("global", *variable)
-    references.update((id(part), (kind, name)) for kind, name, part in _parts_of(module))
-    references[id(optimizer)] = ("optimizer", "")
+    references.update(_references_to(module, optimizer))
     return _dump(value, references)
+
+
+def _references_to(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[int, tuple[str, ...]]:
+    parts = {id(part): (kind, name) for kind, name, part in _parts_of(module)}
+    return {**parts, id(optimizer): ("optimizer", "")}
 
 
 def load_with_references(
     document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Any:
     """Load the result of `dump_with_references`, with references to this model and optimizer."""
+    return _load(document, _referents(module, optimizer))
+
+
+def _referents(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> _Referents:
     parts = _Referents({(kind, name): part for kind, name, part in _parts_of(module)})
     parts["optimizer", ""] = optimizer
-    return _load(document, parts)
+    return parts
 
 
 def with_references_to(
@@ -410,21 +420,24 @@ def with_references_to(
     before, after : tuple
         A model and its optimizer.
     """
-    document = dump_with_references(value, *before)
-    parts = _Referents({(kind, name): part for kind, name, part in _parts_of(after[0])})
-    parts["optimizer", ""] = after[1]
-    copied = _load(document, parts)
-    return copied if parts.are_used else value
+    references = _Recorded(_references_to(*before))
+    document = _dump(value, references)
+    return _load(document, _referents(*after)) if references.are_used else value
+
+
+class _Recorded(dict[int, tuple[str, ...]]):
+    """References that record whether any of them was needed."""
+
+    are_used = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, default)
+        self.are_used |= found is not None
+        return found
 
 
 class _Referents(dict[tuple[str, ...], Any]):
     """Objects by their references; a global variable is imported."""
-
-    are_used = False
-
-    def __getitem__(self, key: tuple[str, ...]) -> Any:
-        self.are_used = True
-        return super().__getitem__(key)
 
     def __missing__(self, key: tuple[str, ...]) -> Any:
         _, module, variable = key
