@@ -51,7 +51,7 @@ _OF_A_PART = frozenset(
 )
 """Trainer arguments that may differ when a run is resumed."""
 
-_MIXED_PRECISIONS = {
+_MIXED_PRECISIONS: dict[Any, str] = {
     **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
     **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
 }
@@ -215,7 +215,9 @@ class LightningEstimator(LightningParams):
                 metadata=metadata,
             )
         )
-        return model if self._is_lightning else self._with_trained_references(model, None)
+        if not self._is_lightning:
+            self._refer_to_trained(model, None)
+        return model
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
         precision = (self.getOrDefault("trainer_args") or {}).get("precision")

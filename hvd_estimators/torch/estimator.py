@@ -138,17 +138,16 @@ class TorchEstimator(TorchParams):
                 metadata=metadata,
             )
         )
-        return self._with_trained_references(model, optimizer)
+        self._refer_to_trained(model, optimizer)
+        return model
 
-    def _with_trained_references(
-        self, model: TorchModel, optimizer: torch.optim.Optimizer | None
-    ) -> TorchModel:
+    def _refer_to_trained(self, model: TorchModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Let losses and metrics that refer to the given module refer to the trained one."""
         names = ("loss", "loss_constructors", "metrics")
         given = {name: model.getOrDefault(name) for name in names}
         before = self.getOrDefault("model"), self.getOrDefault("optimizer")
         after = model.getOrDefault("model"), optimizer
-        return model.setParams(**with_references_to(given, before, after))
+        model.setParams(**with_references_to(given, before, after))
 
     def get_model_class(self) -> type[TorchModel]:
         """Return the class of the model that `fit` returns. Subclasses can override this method."""
