@@ -21,10 +21,11 @@ from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import ColumnError, ParamError, ResultsError
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ResultsError
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
 from hvd_estimators.inference.errors import naming_transformation
+from hvd_estimators.inference.evaluation import Evaluator, evaluate_partitions
 from hvd_estimators.inference.frame import (
     as_rows,
     pad_large_rows,
@@ -34,11 +35,13 @@ from hvd_estimators.inference.frame import (
 from hvd_estimators.inference.output_columns import output_columns, output_types
 from hvd_estimators.inference.sql import active_session, checked_name, spark_type
 from hvd_estimators.inference.udf import Output, has_arrow_udfs, make_udf, vector_parts
+from hvd_estimators.launch.cluster.jobs import describing, jobs_on
 from hvd_estimators.params import (
     DeclaredParams,
     column_names,
     input_columns,
     param,
+    string,
     type_names,
 )
 from hvd_estimators.params.model import (
@@ -53,9 +56,10 @@ from hvd_estimators.prepare.schema import (
     quoted,
     require_columns,
     require_frame,
+    stored_column,
 )
 from hvd_estimators.saving.save import FileReadable, FileWritable
-from hvd_estimators.summary import TrainingSummary
+from hvd_estimators.summary import EvaluationSummary, TrainingSummary
 
 __all__ = ["PREDICTION", "HorovodModel", "Predictor"]
 
@@ -109,6 +113,7 @@ class HorovodModel(
         "Shape of one row of each output: () for a number, None for a size that varies by batch.",
         type="Sequence[Sequence[int | None]]",
     )
+    sample_weight_col = param("Column with the weight of each row, for evaluate().", convert=string)
     output_types = param(
         "Spark type of each output column, as DDL strings. Default: a double (a number), an ML "
         "vector (one dimension) or nested arrays of doubles.",
@@ -144,6 +149,126 @@ class HorovodModel(
                 "history_frame() returns the metrics of a loaded model."
             )
         return self._summary
+
+    @property
+    def numClasses(self) -> int | None:
+        """Number of classes; None if ``outputs_are`` or the output's shape does not show it."""
+        if self.getOrDefault("outputs_are") in (None, "values"):
+            return None
+        shapes = self.getOrDefault("output_shapes") or []
+        if len(shapes) != 1 or len(shapes[0]) > 1:
+            return None
+        (size,) = shapes[0] or (1,)
+        return None if size is None or size < 1 else max(int(size), 2)
+
+    def evaluate(self, dataset: DataFrame) -> EvaluationSummary:
+        """Compute the losses and metrics of training on a DataFrame.
+
+        Spark tasks evaluate the rows of their partitions, and the driver combines their sums. The
+        values are those that a validation in training reports for the same rows and weights, up to
+        rounding. A metric that is a plain function is averaged over batches, weighted by rows. The
+        DataFrame needs the columns of the features and labels, and of ``sample_weight_col`` if set.
+        Nulls are an error, unless ``handleInvalid`` is ``"skip"``. Runs on the driver.
+
+        Parameters
+        ----------
+        dataset : DataFrame
+            The rows. With ``apply_transformation``, the columns before the transformation.
+
+        Returns
+        -------
+        EvaluationSummary
+            Loss and metrics by name, and the number of rows.
+
+        Raises
+        ------
+        ParamError
+            If the DataFrame is a stream, or if the model's losses are not known.
+        ColumnError
+            If a column is missing, or has an unsuitable type.
+        DataError
+            If there are no rows, or if rows have nulls.
+        PredictionError
+            If the model or a loss fails on some rows.
+        """
+        require_frame("dataset", dataset)
+        if dataset.isStreaming:
+            raise ParamError(
+                "dataset: found a stream, which has no end. Call evaluate() on the DataFrame of "
+                "each batch, within foreachBatch."
+            )
+        with naming_transformation(self.getOrDefault):
+            return self._evaluated(dataset)
+
+    def _evaluated(self, dataset: DataFrame) -> EvaluationSummary:
+        document, load, combine = self._make_evaluator()
+        weight = self.getOrDefault("sample_weight_col")
+        groups = {
+            "feature_columns": list(self.getOrDefault("feature_columns") or []),
+            "label_columns": list(self.getOrDefault("label_columns") or []),
+            "sample_weight_col": [weight] if weight else [],
+        }
+        for name, columns in groups.items():
+            if columns:
+                require_columns(dataset, name, columns)
+        is_final = not self.getOrDefault("apply_transformation")
+        if weight and is_final and stored_column(dataset, weight).spec.kind != "scalar":
+            raise ColumnError(
+                f"sample_weight_col: expected a column of numbers, found {weight!r} of type "
+                f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
+                "each row."
+            )
+        needed = [name for columns in groups.values() for name in columns]
+        inputs = self._applied(dataset, list(dict.fromkeys(needed)))
+        inputs = replace(inputs, batch_rows=self.getOrDefault("inference_batch_size"))
+        rows = dataset.select(*(quoted(name) for name in inputs.columns))
+        if self.getOrDefault("handleInvalid") == "skip":
+            rows = without_nulls(rows, inputs.columns)
+        padded = pad_large_rows(rows, inputs.columns, self._known_sizes(), 1)
+        frame = rows if padded is None else padded.frame
+        given = [
+            self._udf_argument(frame, name).alias(f"c{number}")
+            for number, name in enumerate(inputs.columns)
+        ]
+        if padded is not None:
+            given.append(padded.is_row.alias("is_row"))
+        run_id = self.getOrDefault("run_id")
+        with (
+            describing("Evaluate a model" + (f" of run {run_id}" if run_id else "")),
+            jobs_on(dataset),
+        ):
+            states = evaluate_partitions(
+                frame.select(*given),
+                document,
+                load,
+                inputs,
+                functools.partial(self._shared.send, dataset),
+                has_empty_rows=padded is not None,
+            )
+        count, metrics = combine(states)
+        if not count:
+            raise DataError(
+                "dataset: expected at least one row to evaluate, found none. If handleInvalid is "
+                "'skip', all rows may have nulls."
+            )
+        return EvaluationSummary(count, metrics)
+
+    def _make_evaluator(
+        self,
+    ) -> tuple[
+        bytes | LocalFile,
+        Callable[..., Evaluator],
+        Callable[[list[Any]], tuple[int, dict[str, Any]]],
+    ]:
+        """Return a document, a function that loads an evaluator from it, and one that combines.
+
+        The last function maps the states of all partitions to the number of rows and the values by
+        name. Models that can be evaluated override this hook.
+        """
+        raise ParamError(
+            f"evaluate: {type(self).__name__} does not support it. Call transform(), and an "
+            "evaluator of pyspark.ml.evaluation on its result."
+        )
 
     def _get_metadata(self) -> dict[str, Any] | None:
         """Return ``_metadata``, as the models of ``horovod.spark`` do."""

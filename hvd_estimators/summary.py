@@ -1,9 +1,10 @@
-"""Summary of a fit, as ``model.summary`` returns it. Runs on the driver."""
+"""Summaries of a fit and of an evaluation, as models return them. Runs on the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.training.monitoring import measured, mode_of, monitored
@@ -71,6 +72,32 @@ class TrainingSummary:
             Stage that measured it.
         """
         return [value for _, of_stage, of, value in self.metrics if (of_stage, of) == (stage, name)]
+
+
+@dataclass(frozen=True)
+class EvaluationSummary:
+    """Loss and metrics of a model on a DataFrame, as ``model.evaluate(df)`` returns them.
+
+    ``summary["name"]`` returns a metric's value.
+
+    Attributes
+    ----------
+    rows : int
+        Number of evaluated rows.
+    metrics : dict of str to float
+        Values by the names of training, ``"loss"`` first. A metric with several values has a list.
+    """
+
+    rows: int
+    metrics: Mapping[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """The loss."""
+        return float(self.metrics["loss"])
+
+    def __getitem__(self, name: str) -> Any:
+        return self.metrics[name]
 
 
 def find_best_epoch(history: Sequence[EpochMetrics], monitor: str | None, mode: str) -> int | None:

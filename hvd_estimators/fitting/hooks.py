@@ -301,6 +301,7 @@ class EstimatorHooks(
         return {
             "feature_columns": self.getOrDefault("feature_cols"),
             "label_columns": self.getOrDefault("label_cols"),
+            "sample_weight_col": self.getOrDefault("sample_weight_col"),
             "_metadata": metadata,
             **{name: self.getOrDefault(name) for name in names},
             **fitted,

@@ -302,12 +302,19 @@ def one_ahead(pending: Iterable[Callable[[], Result]], predictor: Predictor) -> 
         yield waiting.popleft()()
 
 
+_NULL_REMEDY = (
+    "fill or drop them before transform(), or set handleInvalid: with 'keep' such rows get null "
+    "predictions, with 'skip' they are left out."
+)
+
+
 def to_arrays(
     names: Sequence[str],
     columns: Sequence[pa.Array | Array],
     *,
     keeps_nulls: bool = False,
     is_row: Array | None = None,
+    null_remedy: str = _NULL_REMEDY,
 ) -> tuple[dict[str, Array], Array | None]:
     """Return the columns of a batch as arrays, and a mask of the rows in these arrays.
 
@@ -323,6 +330,8 @@ def to_arrays(
         Leave rows with nulls out of the arrays.
     is_row : array, optional
         Mask that is false for empty rows.
+    null_remedy : str
+        End of the message about nulls.
 
     Raises
     ------
@@ -335,11 +344,7 @@ def to_arrays(
         if mask is None:
             continue
         if not keeps_nulls and not (mask if is_row is None else mask | ~is_row).all():
-            raise DataError(
-                f"Column {name!r} holds nulls; fill or drop them before transform(), or set "
-                "handleInvalid: with 'keep' such rows get null predictions, with 'skip' they are "
-                "left out."
-            )
+            raise DataError(f"Column {name!r} holds nulls; {null_remedy}")
         masks.append(mask)
     valid = np.logical_and.reduce(masks) if masks else None
     if valid is not None and valid.all():

@@ -17,7 +17,7 @@ from zipimport import zipimporter
 import cloudpickle
 
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Predictor, Resources
-from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, received
+from hvd_estimators.inference.broadcast import Hashed, Sent, received
 from hvd_estimators.inference.errors import naming_missing_modules
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
 
@@ -52,7 +52,7 @@ def forget_archives(finders: MutableMapping[str, Any] | None = None) -> None:
             del finders[path]
 
 
-def predictor_key(hashed: Hashed, load: Callable[[Payload], Predictor]) -> str:
+def predictor_key(hashed: Hashed, load: Callable[..., Any]) -> str:
     """Return the predictor's cache key: a digest of the payload and of ``load``.
 
     Models with different settings make different predictors from one payload. Therefore ``load``

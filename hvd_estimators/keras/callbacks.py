@@ -10,13 +10,19 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import inner_optimizers
 from hvd_estimators.keras.collectives import broadcast_variables, exchange, sum_arrays
 from hvd_estimators.keras.gradients import is_distributed
-from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
+from hvd_estimators.keras.metrics import (
+    as_python,
+    merge_states,
+    metrics_with_merge_state,
+    results,
+    share_of,
+    summed_variables,
+)
 from hvd_estimators.keras.shard_state import split_seed_states
 from hvd_estimators.launch.service.events import log_to_driver
 
@@ -231,9 +237,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for metric in self.model.metrics:
             # A log entry that equals this mean on all ranks gets the merged mean instead.
             if isinstance(metric, keras.metrics.Mean):
-                self._means[prefix + metric.name] = _to_python(metric.result())
+                self._means[prefix + metric.name] = as_python(metric.result())
         variables = summed_variables(self.model)
-        shares = [_share(variable) for variable in variables]
+        shares = [share_of(variable, hvd.rank(), hvd.size()) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
         for variable, total in zip(variables, sum_arrays(own, f"metrics_{stage}"), strict=True):
             variable.assign(total)
@@ -243,24 +249,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             ranks = exchange.gather(states, f"hvd_estimators.metrics_{stage}.merged")
             for metric, *of_ranks in zip(merged, *ranks, strict=True):
                 merge_states(metric, of_ranks)
-        results = self.model.get_metrics_result()
-        return {name: _to_python(value) for name, value in results.items()}
-
-
-def _to_python(value: Any) -> Any:
-    array = keras.ops.convert_to_numpy(value)
-    # bfloat16 is not one of NumPy's own types.
-    return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()
-
-
-def _share(variable: Any) -> float:
-    """Return the factor for this rank's variable before the sum over the ranks."""
-    aggregation = getattr(variable, "aggregation", "sum")
-    if aggregation == "sum":
-        return 1.0
-    if aggregation == "mean":
-        return 1.0 / hvd.size()
-    return float(hvd.rank() == 0)
+        return results(self.model)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
+
+if TYPE_CHECKING:
+    from hvd_estimators.keras.collectives import GradientAverager
 
 
 def states_denominator(loss: Any) -> bool:
     """Return whether a user's loss has a method ``denominator(y_true, y_pred)``."""
     return callable(getattr(loss, "denominator", None))
+
+
+def batch_weight(batch: Any, by_samples: bool) -> tuple[tf.Tensor, int]:
+    """Return a batch's weight, by sample weights or by rows, and the number of its labels."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    labels = sum(label is not None for label in keras.tree.flatten(y))
+    if by_samples and sample_weight is not None:
+        return tf.reduce_sum(tf.cast(sample_weight, tf.float32)), labels
+    return tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32), labels
 
 
 class LossDenominators:
@@ -35,15 +47,25 @@ class LossDenominators:
         Rows of a full batch, the unit of weights.
     by_samples : bool
         Whether gradients are averaged by sample weights, not by rows.
+    sum_over_ranks : callable
+        Returns the sum of a tensor over the ranks, given the tensor and its name.
     """
 
     def __init__(
-        self, averagers: Sequence[GradientAverager], passes: int, full: int, by_samples: bool
+        self,
+        averagers: Sequence[GradientAverager],
+        passes: int,
+        full: int,
+        by_samples: bool,
+        sum_over_ranks: Callable[[tf.Tensor, str], tf.Tensor],
     ) -> None:
+        self._sum_over_ranks = sum_over_ranks
         self._averagers = averagers
         self._passes = passes
         self._full = full
         self._by_samples = by_samples
+        self._model: keras.Model | None = None
+        self._trackers: list[Any] = []
         self._is_single = True
         self._weight: Any = None
         self._is_training = False
@@ -64,23 +86,37 @@ class LossDenominators:
             return self._scaled(original, loss, y_true, y_pred, sample_weight)
 
         kind.__call__ = call
-        tracker = next(
-            (m for m in model.metrics if m.name == "loss" and type(m) is keras.metrics.Mean), None
-        )
-        if tracker is not None:
-            update = tracker.update_state
-
-            def update_state(values: Any, sample_weight: Any = None) -> Any:
-                weight = sample_weight if self._denominator is None else self._denominator
-                return update(values, sample_weight=weight)
-
-            vars(tracker)["update_state"] = update_state
+        self._model = model
         try:
             yield
         finally:
             kind.__call__ = original
-            if tracker is not None:
+            self._model = None
+            for tracker in self._trackers:
                 vars(tracker).pop("update_state")
+            self._trackers.clear()
+
+    def _weight_trackers(self) -> None:
+        """Weight the means of losses that Keras logs: of all, and of each output."""
+        model: Any = self._model
+        if model is None:
+            return
+        totals = [m for m in model.metrics if m.name == "loss" and type(m) is keras.metrics.Mean]
+        # Exist when the model was called with labels.
+        of_outputs = getattr(model._compile_loss, "metrics", ())
+        for metric in (*totals[:1], *of_outputs):
+            if metric not in self._trackers:
+                update = functools.partial(self._update, metric.update_state, metric in totals)
+                vars(metric)["update_state"] = update
+                self._trackers.append(metric)
+
+    def _update(self, original: Any, is_total: bool, values: Any, sample_weight: Any = None) -> Any:
+        if is_total and self._denominator is not None:
+            sample_weight = self._denominator
+        elif not is_total and sample_weight is None:
+            # Keras weights the batches of an output equally, if their rows vary.
+            sample_weight = self._weight
+        return original(values, sample_weight=sample_weight)
 
     @contextlib.contextmanager
     def in_step(self, weight: Any, is_training: bool, labels: int) -> Iterator[None]:
@@ -99,6 +135,7 @@ class LossDenominators:
         self._weight, self._is_training, self._is_single = weight, is_training, labels == 1
         self._calls = self._other_sums = 0
         self._after, self._denominator = [], None
+        self._weight_trackers()
         try:
             yield
         finally:
@@ -162,7 +199,8 @@ class LossDenominators:
         """Sum numbers over the ranks, one reduction after the other."""
         # In 64 bits, which Horovod does not fuse with gradients: sums never depend on timing.
         with tf.control_dependencies(self._after):
-            total = sum_tensors(tf.cast(own, tf.float64), f"denominators.{self._other_sums}")
+            name = f"denominators.{self._other_sums}"
+            total = self._sum_over_ranks(tf.cast(own, tf.float64), name)
         self._after = [total]
         return [tf.cast(number, tf.float32) for number in tf.unstack(total)]
 

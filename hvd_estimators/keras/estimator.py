@@ -196,7 +196,7 @@ class KerasEstimator(KerasEstimatorSignatures):
                 floatx=keras.config.floatx(),
             )
         )
-        fitted._set(_input_keys=input_keys(model, spec.tensors.inputs))
+        fitted._set(_input_keys=input_keys(model, spec.tensors.inputs), _labels=spec.tensors.labels)
         return fitted
 
     def get_model_class(self) -> type[KerasModel]:

@@ -60,6 +60,54 @@ def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
     metric.merge_state([_twin(metric, state) for state in states[1:]])
 
 
+def share_of(variable: Any, rank: int, size: int) -> float:
+    """Return the factor for a rank's metric variable before the sum over the ranks."""
+    aggregation = getattr(variable, "aggregation", "sum")
+    if aggregation == "sum":
+        return 1.0
+    if aggregation == "mean":
+        return 1.0 / size
+    return float(rank == 0)
+
+
+def results(model: keras.Model) -> dict[str, Any]:
+    """Return the results of a model's metrics as numbers, or lists of numbers, by name."""
+    return {name: as_python(value) for name, value in model.get_metrics_result().items()}
+
+
+def as_python(value: Any) -> Any:
+    """Convert a metric's result to a number, or to lists of numbers."""
+    array = keras.ops.convert_to_numpy(value)
+    # bfloat16 is not one of NumPy's own types.
+    return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()
+
+
+def capture_metrics(model: keras.Model) -> tuple[list[Array], list[list[Array]]]:
+    """Return the states of a model's metrics, for `merge_captured`."""
+    return (
+        [variable.numpy() for variable in summed_variables(model)],
+        [[v.numpy() for v in metric.variables] for metric in metrics_with_merge_state(model)],
+    )
+
+
+def merge_captured(model: keras.Model, parts: Sequence[tuple[list[Array], Any]]) -> None:
+    """Set a model's metrics to the merged states of copies that measured some of the rows.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Its metrics are built.
+    parts : sequence
+        `capture_metrics` results, in the order of the rows.
+    """
+    for position, variable in enumerate(summed_variables(model)):
+        shares = [share_of(variable, rank, len(parts)) for rank in range(len(parts))]
+        values = [np.asarray(summed[position], np.float64) for summed, _ in parts]
+        variable.assign(sum(v * share for v, share in zip(values, shares, strict=True)))
+    for position, metric in enumerate(metrics_with_merge_state(model)):
+        merge_states(metric, [merged[position] for _, merged in parts])
+
+
 def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
     """Check that the ranks' metric states can be summed. Runs on the driver.
 

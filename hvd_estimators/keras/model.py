@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Collection, Mapping
@@ -15,13 +16,16 @@ from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.evaluation import KerasEvaluator, combine
 from hvd_estimators.keras.inputs import call_on_zeros, input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.model_file import save_plainly
+from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.predictor import KerasPredictor, of_labels
-from hvd_estimators.keras.serialization import dump, model_payload
+from hvd_estimators.keras.serialization import compile_arguments, dump, model_payload
+from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import narrowed, param
+from hvd_estimators.params import narrowed, param, shapes
 from hvd_estimators.saving.export import exported, is_installed
 
 if TYPE_CHECKING:
@@ -59,6 +63,12 @@ class KerasModel(KerasModelSignatures):
         default={},
         type="dict[str, Any]",
     )
+    label_shapes = param(
+        "Shape of each label, for evaluate(): the shape of one row, or of a batch with -1 as its "
+        "first dimension. Default: the shapes in training.",
+        convert=shapes,
+    )
+    _labels = param("Label columns in the structure of the model's outputs, from training.")
     _input_keys = param(
         "Keys of the feature columns in the dict that the model takes. Default: the keys that "
         "the model defines."
@@ -158,6 +168,46 @@ class KerasModel(KerasModelSignatures):
             )
 
         return model_payload(model, self.getOrDefault("custom_objects")), load
+
+    def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
+        require_tensorflow()
+        get = self.getOrDefault
+        model, custom_objects, floatx = get("model"), get("custom_objects"), get("_floatx")
+        if model is None or not model.compiled:
+            raise ParamError(
+                "model: expected a compiled model, whose loss and metrics evaluate() computes, "
+                f"found {model!r}. Compile the model."
+            )
+        tensors = TensorSpec(self._inputs(), self._label_structure(), get("sample_weight_col"))
+        arguments = compile_arguments(model)
+        if arguments is not None:
+            arguments["jit_compile"] = False
+        compiled, document = dump(arguments, custom_objects), model_payload(model, custom_objects)
+
+        def load(payload: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> KerasEvaluator:
+            return KerasEvaluator(payload, compiled, tensors, floatx, resources)
+
+        return document, load, functools.partial(combine, document, compiled, tensors, floatx)
+
+    def _label_structure(self) -> Any:
+        """Return the label columns in the structure of the model's outputs."""
+        labels, given = self.getOrDefault("label_columns") or [], self.getOrDefault("label_shapes")
+        structure = self.getOrDefault("_labels")
+        if given is None and (structure is not None or not labels):
+            return () if structure is None else structure
+        if given is None or len(given) != len(labels):
+            raise ParamError(
+                f"label_shapes: expected a shape for each of {', '.join(labels)}, found {given}. "
+                "An earlier version saved this model, or it was not fitted. Set label_shapes (the "
+                "shape of one row of each label), and sample_weight_col if training used it."
+            )
+        fields = {n: Field(n, tuple(shape[1:])) for n, shape in zip(labels, given, strict=True)}
+        model = self.getOrDefault("model")
+        outputs = symbolic(model, "output")
+        if outputs is None:
+            outputs = call_on_zeros(model, self._inputs())
+        paired = Outputs.of(model, outputs, labels, self.getOrDefault("outputs"))
+        return paired.pack([ZEROS if n is None else fields[n] for n in paired.labels])
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         shapes = self.getOrDefault("output_shapes")

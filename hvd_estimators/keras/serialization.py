@@ -165,7 +165,7 @@ class ModelPayload:
         self._model, self._parts = None, ()
         if model is None:
             return _load_parts(*parts)
-        optimizer, compiled = model.optimizer, _compiled_with(model)
+        optimizer, compiled = model.optimizer, compile_arguments(model)
         if compiled is not None and not has_own_compile(model):
             compiled = load(dump(compiled, self._custom_objects))
             model.compile(**{**compiled, "optimizer": optimizer})
@@ -187,7 +187,7 @@ class ModelPayload:
             head = (objects, metadata)
         else:
             content, head = raw_values(large[1]), (large[0],)
-        compiled, state = _compiled_with(model), None
+        compiled, state = compile_arguments(model), None
         if compiled is not None:
             optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
             state = optimizer.state
@@ -270,13 +270,13 @@ class _Pickler(cloudpickle.Pickler):
 
     def _reduce_model(self, model: keras.Model) -> Any:
         files, objects, _, metadata = _saved(model, self._custom_objects)
-        compiled = _compiled_with(model)
+        compiled = compile_arguments(model)
         if compiled is not None:
             compiled["optimizer"] = OptimizerPayload.of(model.optimizer, self._custom_objects)
         return _load_model, (files, objects, compiled, metadata)
 
 
-def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
+def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
     """Return a model's compile arguments without the optimizer; None if it is not compiled."""
     if not model.compiled or not isinstance(model.optimizer, keras.optimizers.Optimizer):
         return None
@@ -323,7 +323,7 @@ def _saved_and_loaded(
         named.update(extras)
         metadata, compiled = ModelMetadata.of(model), None
         if has_own_compile(model):
-            compiled = _compiled_with(model)
+            compiled = compile_arguments(model)
             if compiled is not None:
                 optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
                 compiled["optimizer"] = optimizer

@@ -12,7 +12,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras.backend import has_own_step, model_optimizers, require_tensorflow
@@ -30,9 +29,10 @@ from hvd_estimators.keras.collectives import (
     exchange,
     naming_lost_peers,
     sum_number,
+    sum_tensors,
 )
 from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
-from hvd_estimators.keras.denominators import LossDenominators
+from hvd_estimators.keras.denominators import LossDenominators, batch_weight
 from hvd_estimators.keras.gradients import distribute
 from hvd_estimators.keras.loop import (
     EpochEnd,
@@ -325,7 +325,9 @@ class _Trainer:
         by_samples, full = self.spec.weight_by_samples, data.batch_size
         synchronized = SynchronizedMoments(self.model, averagers[0])
         passes = self.spec.backward_passes_per_step * data.passes_per_batch
-        self.denominators = denominators = LossDenominators(averagers, passes, full, by_samples)
+        self.denominators = denominators = LossDenominators(
+            averagers, passes, full, by_samples, sum_tensors
+        )
 
         def explained(step: str, batch: Any) -> contextlib.AbstractContextManager[None]:
             if not has_own_step(self.model):
@@ -334,12 +336,7 @@ class _Trainer:
 
         def weighted(step: Callable[[Any], Any], is_training: bool) -> Callable[[Any], Any]:
             def counted(batch: Any) -> Any:
-                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-                if by_samples and sample_weight is not None:
-                    weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
-                else:
-                    weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
-                labels = sum(label is not None for label in keras.tree.flatten(y))
+                weight, labels = batch_weight(batch, by_samples)
                 if is_training:
                     for averager in averagers:
                         averager.weight = weight / full

@@ -51,6 +51,12 @@ _OF_A_PART = frozenset(
 )
 """Trainer arguments that may differ when a run is resumed."""
 
+_MIXED_PRECISIONS: dict[Any, str] = {
+    **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
+    **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
+}
+"""Trainer's precisions that compute with autocast, to those of the param ``precision``."""
+
 _USERS_DATA_PARAMS = (
     *("transformation_edit_fields", "transformation_removed_fields", "debug_data_loader"),
     *("train_async_data_loader_queue_size", "val_async_data_loader_queue_size"),
@@ -206,7 +212,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     ) -> LightningModel:
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
-        return self.get_model_class()(
+        model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
                 history=as_records(run_results.history),
@@ -215,6 +221,14 @@ class LightningEstimator(LightningEstimatorSignatures):
                 metadata=metadata,
             )
         )
+        if not self._is_lightning:
+            self._refer_to_trained(model, None)
+        return model
+
+    def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
+        precision = (self.getOrDefault("trainer_args") or {}).get("precision")
+        chosen = _MIXED_PRECISIONS.get(precision, self.getOrDefault("precision"))
+        return {**super()._get_model_kwargs(**fitted), "precision": chosen}
 
     def get_model_class(self) -> type[LightningModel]:
         """Return the class of the model that `fit` returns. Subclasses may override it."""

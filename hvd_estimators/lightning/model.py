@@ -168,6 +168,16 @@ class LightningModel(LightningModelSignatures):
 
         return document, load
 
+    def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
+        if is_lightning(self.getOrDefault("model"), "LightningModule"):
+            raise ParamError(
+                "evaluate: the model is a LightningModule, whose validation_step logs its own "
+                "values through a Trainer; evaluate() computes loss and metrics of plain modules. "
+                "Call Trainer.validate(model.getModel(), ...), or transform() and an evaluator of "
+                "pyspark.ml.evaluation."
+            )
+        return super()._make_evaluator()
+
     def _try_on_zeros(
         self,
         dataset: DataFrame | None,

@@ -26,6 +26,7 @@ from hvd_estimators.torch.serialization import (
     module_file,
     plain_module,
     restore_optimizer,
+    with_references_to,
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.call_transfer import Trainer
@@ -133,7 +134,7 @@ class TorchEstimator(TorchEstimatorSignatures):
         module, state = load_trained(run_results.state, lambda: load_module(spec.module))
         optimizer = load_optimizer(spec.optimizer, module)
         restore_optimizer(optimizer, module, state)
-        return self.get_model_class()(
+        model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
                 history=as_records(run_results.history),
@@ -142,6 +143,16 @@ class TorchEstimator(TorchEstimatorSignatures):
                 metadata=metadata,
             )
         )
+        self._refer_to_trained(model, optimizer)
+        return model
+
+    def _refer_to_trained(self, model: TorchModel, optimizer: torch.optim.Optimizer | None) -> None:
+        """Let losses and metrics that refer to the given module refer to the trained one."""
+        names = ("loss", "loss_constructors", "metrics")
+        given = {name: model.getOrDefault(name) for name in names}
+        before = self.getOrDefault("model"), self.getOrDefault("optimizer")
+        after = model.getOrDefault("model"), optimizer
+        model.setParams(**with_references_to(given, before, after))
 
     def get_model_class(self) -> type[TorchModel]:
         """Return the class of the model that `fit` returns. Subclasses can override this method."""
@@ -150,9 +161,11 @@ class TorchEstimator(TorchEstimatorSignatures):
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
         names = (
             *("input_shapes", "column_dtypes", "input_form"),
-            *("loss_form", "loss", "loss_constructors"),
+            *("loss_form", "loss", "loss_constructors", "loss_weights", "metrics"),
+            *("label_shapes", "precision"),
         )
         own = {name: self.getOrDefault(name) for name in names}
+        own["_upstream_names"] = self._upstream_names
         return {**own, **super()._get_model_kwargs(**fitted)}
 
 

@@ -491,6 +491,17 @@ class MetricSums:
         ranks = exchange.gather(self._states.capture(), f"measures.{name}.states")
         return {**means, **self._states.values([part for rank in ranks for part in rank])}
 
+    def values(self) -> dict[str, Any]:
+        """Return the values over the rows of this object alone."""
+        if self._states is None:
+            return self.means()
+        return {**self.means(), **self._states.values(self._states.capture())}
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self._rows
+
     def as_record(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values as an epoch's record: the loss, and one dict per group of metrics."""
         return {"loss": values["loss"], "all_metrics": self._metrics.by_group(values)}

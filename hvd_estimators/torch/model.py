@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import zipfile
@@ -16,15 +17,26 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import DeclaredParams, narrowed, one_of, param, shapes
+from hvd_estimators.params import (
+    DeclaredParams,
+    boolean,
+    narrowed,
+    numbers,
+    one_of,
+    param,
+    shapes,
+)
 from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.torch.dry_run import output_shapes
+from hvd_estimators.torch.evaluation import TorchEvaluator, combine, objective_of
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.onnx import Call, export_onnx
+from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
+    dump_with_references,
     load_module,
     load_optimizer,
     module_payload,
@@ -89,6 +101,20 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         default="per_label",
         convert=one_of(*LOSS_FORMS),
     )
+    loss_weights = param("Weight of each label's loss in training.", convert=numbers)
+    metrics = param("The metrics of the training, for evaluate().")
+    label_shapes = param(
+        "Shape of each label: the shape of one row, or of a batch with -1 as its first dimension.",
+        convert=shapes,
+    )
+    precision = param(
+        "Precision of training and of evaluate(): '32', 'bf16' or 'fp16'.",
+        default="32",
+        convert=one_of(*PRECISIONS),
+    )
+    _upstream_names = param(
+        "Whether metrics have the names of horovod.spark.", default=False, convert=boolean
+    )
     input_shapes = param(
         "Shape of each input: the shape of one row, or of a batch with -1 as its first dimension.",
         convert=shapes,
@@ -117,6 +143,20 @@ class TorchModel(TorchFiles, TorchModelSignatures):
             return TorchPredictor(document, spec, precision, resources)
 
         return module_payload(plain_module(module)), load
+
+    def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
+        module = self.getOrDefault("model")
+        if module is None:
+            raise ParamError("model is not set. Set model.")
+        module, precision = plain_module(module), self.getOrDefault("precision")
+        objective = objective_of(self.getOrDefault, self._transform_spec())
+        optimizer = self.getOrDefault("optimizer")
+        document = dump_with_references(objective, module, optimizer)
+
+        def load(payload: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> TorchEvaluator:
+            return TorchEvaluator(payload, document, precision, resources)
+
+        return module_payload(module), load, functools.partial(combine, objective)
 
     def export_onnx(
         self,

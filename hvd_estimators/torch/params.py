@@ -31,6 +31,7 @@ from hvd_estimators.torch.loss import (
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
+from hvd_estimators.torch.objective_args import loss_weights, losses, metric_groups, per_label
 from hvd_estimators.torch.optimizer_step import (
     INTERVALS,
     PRECISIONS,
@@ -452,8 +453,8 @@ class TorchParams(TorchFiles, HorovodEstimator):
         return Loss(functions, self._loss_weights())
 
     def _loss_weights(self) -> tuple[float, ...]:
-        labels = max(len(self.getOrDefault("label_cols")), 1)
-        return tuple(self.getOrDefault("loss_weights") or [1.0 / labels] * labels)
+        get = self.getOrDefault
+        return loss_weights(get("loss_weights"), len(get("label_cols")))
 
     def _dump_optimizer(self) -> bytes:
         """Serialize the optimizer for the ranks, with the learning rate that is set."""
@@ -491,46 +492,17 @@ class TorchParams(TorchFiles, HorovodEstimator):
 
     def _per_label(self, name: str) -> list[Any]:
         """Return a param's callables, one per label; a single callable serves all labels."""
-        given = functions(name, self.getOrDefault(name))
-        labels = len(self.getOrDefault("label_cols"))
-        if len(given) not in (1, labels):
-            raise ParamError(f"{name}: expected 1 or one per label, {labels}, found {len(given)}.")
-        return given * labels if len(given) == 1 else given
+        get = self.getOrDefault
+        return per_label(name, get(name), len(get("label_cols")))
 
     def _functions(self, name: str) -> tuple[Any, ...] | None:
         """Return a param's callables, one per label, or a joint one; None if it is not set."""
-        given = self.getOrDefault(name)
-        if given is None:
-            return None
-        return tuple(functions(name, given) if self._is_joint else self._per_label(name))
+        get = self.getOrDefault
+        return losses(name, get(name), len(get("label_cols")), self._is_joint)
 
     def _metric_groups(self) -> tuple[tuple[Any, ...], ...]:
         """Return metrics as groups; a single metric is a group of one."""
-        labels = len(self.getOrDefault("label_cols"))
-        groups = []
-        given = self.getOrDefault("metrics")
-        if callable(given):
-            given = [given]
-        if not isinstance(given, (list, tuple)):
-            raise ParamError(
-                "metrics: expected a list of functions, or of metrics of torchmetrics, found "
-                f"{given!r}."
-            )
-        for group in given:
-            members = functions("metrics", group)
-            if len(members) not in (1, labels):
-                raise ParamError(
-                    f"metrics: expected groups of 1 or of one per label, {labels}, found a group "
-                    f"of {len(members)}."
-                )
-            for member in members:
-                if isinstance(member, type) and issubclass(member, torch.nn.Module):
-                    raise ParamError(
-                        f"metrics: found the class {member.__name__}. Set an object of it, "
-                        f"{member.__name__}()."
-                    )
-            groups.append(tuple(members))
-        return tuple(groups)
+        return metric_groups(self.getOrDefault("metrics"), len(self.getOrDefault("label_cols")))
 
     def _named_metrics(self) -> Metrics:
         """Return the metrics by name; empty for a model that logs its own metrics."""

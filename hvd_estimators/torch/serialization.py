@@ -358,7 +358,7 @@ def load_state(file: IO[bytes] | str) -> dict[str, Any]:
 def dump_with_references(
     value: Any,
     module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     shared: Iterable[Any] = (),
 ) -> bytes:
     """Serialize the user's objects, with references to the model and the optimizer.
@@ -382,18 +382,58 @@ def dump_with_references(
         variable = _global_variable(entry)
         if variable is not None:
             references[id(entry)] = ("global", *variable)
-    references.update((id(part), (kind, name)) for kind, name, part in _parts_of(module))
-    references[id(optimizer)] = ("optimizer", "")
+    references.update(_references_to(module, optimizer))
     return _dump(value, references)
 
 
+def _references_to(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[int, tuple[str, ...]]:
+    parts = {id(part): (kind, name) for kind, name, part in _parts_of(module)}
+    return {**parts, id(optimizer): ("optimizer", "")}
+
+
 def load_with_references(
-    document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Any:
     """Load the result of `dump_with_references`, with references to this model and optimizer."""
+    return _load(document, _referents(module, optimizer))
+
+
+def _referents(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> _Referents:
     parts = _Referents({(kind, name): part for kind, name, part in _parts_of(module)})
     parts["optimizer", ""] = optimizer
-    return _load(document, parts)
+    return parts
+
+
+def with_references_to(
+    value: Any,
+    before: tuple[torch.nn.Module, torch.optim.Optimizer | None],
+    after: tuple[torch.nn.Module, torch.optim.Optimizer | None],
+) -> Any:
+    """Return a value whose objects refer to another model and optimizer.
+
+    Parameters
+    ----------
+    value : object
+        Returned unchanged if it refers to no part of ``before``, otherwise copied.
+    before, after : tuple
+        A model and its optimizer.
+    """
+    references = _Recorded(_references_to(*before))
+    document = _dump(value, references)
+    return _load(document, _referents(*after)) if references.are_used else value
+
+
+class _Recorded(dict[int, tuple[str, ...]]):
+    """References that record whether any of them was needed."""
+
+    are_used = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, default)
+        self.are_used |= found is not None
+        return found
 
 
 class _Referents(dict[tuple[str, ...], Any]):

@@ -1,0 +1,126 @@
+"""Evaluation of a model on a DataFrame: each partition returns sums, which the driver combines.
+
+`hvd_estimators.model` creates the columns. `evaluate_partitions` runs on the driver, the evaluation
+of a partition on executors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import DataFrame
+
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators._util.unpickle_imports import first_imports, loads
+from hvd_estimators.data.arrays import Array, num_rows
+from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.inference.batch import BatchPredictor, to_arrays
+from hvd_estimators.inference.broadcast import Hashed, as_bytes, received
+from hvd_estimators.inference.udf import Send
+from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
+
+NULL_REMEDY = "fill or drop them before evaluate(), or set handleInvalid='skip' to leave them out."
+
+_STATE = "state"
+
+
+class PartitionSums(Protocol):
+    """Sums of losses and metrics over the batches of a partition."""
+
+    def add(self, columns: dict[str, Array]) -> None:
+        """Evaluate a batch."""
+
+    def state(self) -> Any:
+        """Return the sums as an object that can be pickled."""
+
+
+class Evaluator(Protocol):
+    """A loaded model with its losses and metrics. A Python worker keeps it for several tasks."""
+
+    def start(self) -> PartitionSums:
+        """Return sums over no rows."""
+
+
+def evaluate_partitions(
+    frame: DataFrame,
+    document: bytes | LocalFile,
+    load: Callable[..., Evaluator],
+    inputs: BatchPredictor,
+    send: Send,
+    *,
+    has_empty_rows: bool = False,
+) -> list[Any]:
+    """Evaluate a DataFrame in a Spark job; return the state of each partition, in order.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        The columns of ``inputs``, in their order.
+    document : bytes or LocalFile
+        The serialized model.
+    load : callable
+        Loads an `Evaluator` from the document and the `Resources` of a task.
+    inputs : BatchPredictor
+        Returns the evaluator's columns, after a transformation if one is set.
+    send : callable
+        Sends large payloads to the executors.
+    has_empty_rows : bool
+        Whether a further, last column is true for rows and false for empty rows.
+
+    Raises
+    ------
+    HvdEstimatorsError
+        If a partition's rows, or the model on them, fail.
+    """
+    hashed = Hashed.of(document)
+    model = send("model", hashed)
+    steps = send("evaluation", Hashed.of(cloudpickle.dumps((*first_imports(), load, inputs))))
+    key = predictor_key(hashed, load)
+
+    def evaluate(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        batches = iter(batches)
+        try:
+            with received(steps) as pickled:
+                *_, load, inputs = loads(as_bytes(pickled))
+            evaluator: Any = cached_predictor(key, model, load, task_resources(TaskContext.get()))
+            result = _evaluated(evaluator, inputs, batches, has_empty_rows)
+        except HvdEstimatorsError as error:
+            # A raised error would be repeated, and Spark's error shows only its text.
+            result = error
+            for _ in batches:  # Spark's worker must read its input to the end
+                pass
+        yield pa.RecordBatch.from_pydict(
+            {_STATE: pa.array([cloudpickle.dumps(result)], pa.binary())}
+        )
+
+    rows = frame.mapInArrow(evaluate, f"{_STATE} binary").collect()
+    states = [loads(bytes(row[_STATE])) for row in rows]
+    for state in states:
+        if isinstance(state, HvdEstimatorsError):
+            raise state
+    return states
+
+
+def _evaluated(
+    evaluator: Evaluator,
+    inputs: BatchPredictor,
+    batches: Iterable[pa.RecordBatch],
+    has_empty_rows: bool,
+) -> Any:
+    """Return the state of a partition."""
+    sums = evaluator.start()
+    for batch in batches:
+        columns = list(batch.columns)
+        is_row = np.asarray(columns.pop(), bool) if has_empty_rows else None
+        arrays, _ = to_arrays(inputs.columns, columns, is_row=is_row, null_remedy=NULL_REMEDY)
+        rows = num_rows(arrays)
+        step = inputs.batch_rows or max(rows, 1)
+        for start in range(0, rows, step):
+            part = {name: array[start : start + step] for name, array in arrays.items()}
+            sums.add(dict(zip(inputs.features, inputs.inputs(part), strict=True)))
+    return sums.state()

@@ -1,0 +1,173 @@
+"""Losses and metrics of a trained Keras model on rows of a DataFrame.
+
+`KerasEvaluator` runs in an executor's Python worker, and `combine` on the driver. Both run the
+model's ``test_step`` as validation in training does, without Horovod.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_estimators.data.arrays import Array, num_rows
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.keras.backend import kept_random_state
+from hvd_estimators.keras.denominators import LossDenominators, batch_weight
+from hvd_estimators.keras.losses import weights_by_samples
+from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
+from hvd_estimators.keras.predictor import CPU, choose_device
+from hvd_estimators.keras.serialization import load, load_model
+from hvd_estimators.keras.tensors import TensorSpec
+
+
+class EvaluationSteps:
+    """Test steps of a model that sum its losses and metrics.
+
+    Parameters
+    ----------
+    document : bytes or path
+        Result of `hvd_estimators.keras.serialization.model_payload`.
+    compiled : bytes
+        The model's compile arguments without the optimizer, or None for a model that is loaded with
+        them; see `hvd_estimators.keras.serialization.dump`.
+    tensors : TensorSpec
+        Conversion of columns to tensors.
+    device : str
+        TensorFlow's device.
+
+    Attributes
+    ----------
+    model : keras.Model
+        The model, compiled. `start` and `run` change its metrics.
+    """
+
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str],
+        compiled: bytes,
+        tensors: TensorSpec,
+        device: str = CPU,
+    ) -> None:
+        self._device, self._tensors = device, tensors
+        with tf.device(device):
+            self.model = load_model(document, mapped=device == CPU)
+            arguments = load(compiled)
+            if arguments is not None and not self.model.compiled:
+                self.model.compile(**arguments)
+        weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
+        self._by_samples = weights
+        self._denominators = LossDenominators([], 1, 1, weights, lambda tensor, name: tensor)
+        self._is_built = False
+        # Keras runs test steps without AutoGraph, too.
+        step = tf.function(self._step, autograph=False, reduce_retracing=True)
+        self._traced = self._step if self.model.run_eagerly else step
+
+    def start(self, columns: Mapping[str, Array]) -> None:
+        """Reset the metrics, after they were built from the first of some rows."""
+        if not self._is_built:
+            with self._patched():
+                self._step(self._tensors.arrays({n: a[:1] for n, a in columns.items()}))
+            self._is_built = True
+        self.model.reset_metrics()
+
+    def run(self, columns: Mapping[str, Array]) -> None:
+        """Add a batch to the metrics."""
+        with naming_inputs(lambda: described(columns)), self._patched():
+            self._traced(self._tensors.arrays(columns))
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        with tf.device(self._device), self._denominators.patched(self.model):
+            yield
+
+    def _step(self, batch: Any) -> Any:
+        weight, labels = batch_weight(batch, self._by_samples)
+        with self._denominators.in_step(weight, False, labels):
+            return self.model.test_step(batch)
+
+
+class KerasEvaluator:
+    """A compiled model.
+
+    Parameters
+    ----------
+    document, compiled, tensors
+        See `EvaluationSteps`.
+    floatx : str
+        Keras's float type during training.
+    resources : Resources
+        Threads and GPU.
+    """
+
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str],
+        compiled: bytes,
+        tensors: TensorSpec,
+        floatx: str,
+        resources: Resources = FRAMEWORKS_CHOICE,
+    ) -> None:
+        device = choose_device(resources)
+        keras.config.set_floatx(floatx)
+        self._steps = EvaluationSteps(document, compiled, tensors, device)
+
+    def start(self) -> KerasSums:
+        """Return sums over no rows."""
+        return KerasSums(self._steps)
+
+
+class KerasSums:
+    """States of a model's metrics over the rows of a partition."""
+
+    def __init__(self, steps: EvaluationSteps) -> None:
+        self._steps = steps
+        self._rows = 0
+        self._first: dict[str, Array] = {}
+
+    def add(self, columns: dict[str, Array]) -> None:
+        """Evaluate a batch."""
+        if not self._rows:
+            self._first = {name: array[:1].copy() for name, array in columns.items()}
+            self._steps.start(columns)
+        self._rows += num_rows(columns)
+        self._steps.run(columns)
+
+    def state(self) -> tuple[int, dict[str, Array], Any]:
+        """Return the number of rows, the first row, and the states of the metrics."""
+        captured = capture_metrics(self._steps.model) if self._rows else None
+        return self._rows, self._first, captured
+
+
+def combine(
+    document: bytes | os.PathLike[str],
+    compiled: bytes,
+    tensors: TensorSpec,
+    floatx: str,
+    states: Sequence[tuple[int, dict[str, Array], Any]],
+) -> tuple[int, dict[str, Any]]:
+    """Return the number of rows and the values by name, given the states of all partitions."""
+    measured = [state for state in states if state[0]]
+    if not measured:
+        return 0, {}
+    with kept_random_state(), _using_floatx(floatx):
+        steps = EvaluationSteps(document, compiled, tensors)
+        # The row builds the metrics, which have names only then.
+        steps.start(measured[0][1])
+        merge_captured(steps.model, [captured for _, _, captured in measured])
+        return sum(rows for rows, _, _ in measured), results(steps.model)
+
+
+@contextlib.contextmanager
+def _using_floatx(floatx: str) -> Iterator[None]:
+    before = keras.config.floatx()
+    keras.config.set_floatx(floatx)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)

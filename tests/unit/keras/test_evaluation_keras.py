@@ -1,0 +1,174 @@
+"""`KerasModel`'s evaluator: metric states of partitions merge to the values over all rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import KerasModel
+
+ROWS = 23
+
+
+class Largest(keras.metrics.Metric):
+    """The largest label, whose states merge by their maximum."""
+
+    def __init__(self, name: str = "largest", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
+
+    def merge_state(self, metrics: Any) -> None:
+        for metric in metrics:
+            self.value.assign(keras.ops.maximum(self.value, metric.value))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def make_columns() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(ROWS, 3)).astype(np.float32),
+        "y": rng.integers(0, 2, ROWS).astype(np.float32),
+        "z": rng.normal(size=ROWS).astype(np.float32),
+        "w": rng.uniform(0.5, 2.0, ROWS).astype(np.float32),
+    }
+
+
+def make_model(net: keras.Model, **params: Any) -> KerasModel:
+    return KerasModel(
+        **{
+            "model": net,
+            "feature_columns": ["x"],
+            "label_columns": ["y", "z"],
+            "label_shapes": [[1], [1]],
+            "custom_objects": {"Largest": Largest},
+            **params,
+        }
+    )
+
+
+def evaluate(
+    model: KerasModel, columns: dict[str, Any], cuts: Sequence[int] = (0, 4, 4, 15, ROWS)
+) -> tuple[int, dict[str, Any]]:
+    """Evaluate partitions of the rows, in batches of five, one of them empty."""
+    document, load, combine = model._make_evaluator()
+    evaluator = load(document)
+    states = []
+    for start, stop in itertools.pairwise(cuts):
+        sums = evaluator.start()
+        for first in range(start, stop, 5):
+            rows = slice(first, min(first + 5, stop))
+            sums.add({name: column[rows] for name, column in columns.items()})
+        states.append(sums.state())
+    return combine(states)
+
+
+def two_outputs(**compiled: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,), name="x")
+    outputs = [
+        keras.layers.Dense(1, "sigmoid", name="first")(inputs),
+        keras.layers.Dense(1, name="second")(inputs),
+    ]
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", **compiled)
+    return model
+
+
+def test_several_losses_weights_and_metrics_equal_keras_over_one_batch() -> None:
+    columns = make_columns()
+    net = two_outputs(
+        loss=["binary_crossentropy", "mse"],
+        loss_weights=[0.3, 2.0],
+        metrics=[[keras.metrics.AUC(name="auc"), "accuracy"], ["mae", Largest()]],
+        weighted_metrics=[[], ["mse"]],
+    )
+    model = make_model(net, sample_weight_col="w")
+    rows, values = evaluate(model, columns)
+    labels = [columns["y"].reshape(-1, 1), columns["z"].reshape(-1, 1)]
+    expected = net.evaluate(
+        columns["x"],
+        labels,
+        sample_weight=[columns["w"]] * 2,
+        batch_size=ROWS,
+        verbose=0,
+        return_dict=True,
+    )
+    assert rows == ROWS
+    assert values == pytest.approx(expected, rel=1e-5)
+    assert evaluate(model, columns, cuts=(0, 0))[0] == 0
+
+
+def test_masked_targets_count_by_the_mask() -> None:
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 5, (ROWS, 4)) * (rng.uniform(size=(ROWS, 4)) < 0.6)
+    columns = {"x": tokens, "y": rng.normal(size=(ROWS, 4)).astype(np.float32)}
+    columns["x"][:2] = 0
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,), dtype="int32", name="x")
+    hidden = keras.layers.Embedding(5, 3, mask_zero=True)(inputs)
+    net = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    net.compile("adam", loss="mse")
+    model = make_model(net, label_columns=["y"], label_shapes=[[4, 1]])
+    _, values = evaluate(model, columns)
+    outputs = net(columns["x"])[..., 0].numpy()
+    mask = columns["x"] != 0
+    expected = (((outputs - columns["y"]) ** 2) * mask).sum() / mask.sum()
+    assert values == {"loss": pytest.approx(float(expected), rel=1e-5)}
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnStep(keras.Model):
+    """A model that measures its loss in its own test step, without labels."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(3)
+        self.measured = keras.metrics.Mean("distance")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.measured]
+
+    def train_step(self, data: Any) -> Any:
+        return self.test_step(data)
+
+    def test_step(self, data: Any) -> Any:
+        distance = tf.reduce_mean((self(data) - data) ** 2)
+        self.measured.update_state(distance, sample_weight=tf.shape(data)[0])
+        return {"distance": self.measured.result()}
+
+
+def test_a_models_own_test_step_gets_its_inputs_alone() -> None:
+    columns = make_columns()
+    keras.utils.set_random_seed(1)
+    net = OwnStep()
+    net(columns["x"])
+    net.compile("adam")
+    model = make_model(net, label_columns=[], label_shapes=None)
+    _, values = evaluate(model, columns)
+    expected = float(np.mean((net(columns["x"]).numpy() - columns["x"]) ** 2))
+    assert values == {"distance": pytest.approx(expected, rel=1e-5)}
+
+
+def test_what_is_not_known_is_named() -> None:
+    net = two_outputs(loss="mse")
+    with pytest.raises(ParamError, match=r"label_shapes: .*y, z.*earlier version.*Set label_shap"):
+        make_model(net, label_shapes=None)._make_evaluator()
+    inputs = keras.Input((3,))
+    with pytest.raises(ParamError, match="model: expected a compiled model"):
+        make_model(keras.Model(inputs, keras.layers.Dense(1)(inputs)))._make_evaluator()
