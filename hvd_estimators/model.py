@@ -204,7 +204,7 @@ class HorovodModel(
         document, load, combine = self._make_evaluator()
         weight = self.getOrDefault("sample_weight_col")
         groups = {
-            "feature_columns": list(self.getOrDefault("feature_columns") or []),
+            "feature_columns": list(self._input_columns().columns),
             "label_columns": list(self.getOrDefault("label_columns") or []),
             "sample_weight_col": [weight] if weight else [],
         }
@@ -218,8 +218,7 @@ class HorovodModel(
                 f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
                 "each row."
             )
-        needed = [name for columns in groups.values() for name in columns]
-        inputs = self._applied(dataset, list(dict.fromkeys(needed)))
+        inputs = self._applied(dataset, [*groups["label_columns"], *groups["sample_weight_col"]])
         inputs = replace(inputs, batch_rows=self.getOrDefault("inference_batch_size"))
         rows = dataset.select(*(quoted(name) for name in inputs.columns))
         if self.getOrDefault("handleInvalid") == "skip":
@@ -486,16 +485,18 @@ class HorovodModel(
             scores=None if copies_output else self._class_scores(shapes),
         )
 
-    def _input_columns(self) -> InputColumns:
-        """Return the model's inputs, and the columns that they are made of."""
-        return InputColumns.of(self.getOrDefault("feature_columns"))
+    def _input_columns(self, further: Sequence[str] = ()) -> InputColumns:
+        """Return the model's inputs and further columns, and the columns that they are made of."""
+        features = self.getOrDefault("feature_columns") or []
+        added = [name for name in dict.fromkeys(further) if name not in features]
+        return InputColumns.of([*features, *added], kept=further)
 
-    def _applied(self, dataset: DataFrame | None) -> BatchPredictor:
-        """Return a `BatchPredictor` with the input columns and the transformation.
+    def _applied(self, dataset: DataFrame | None, further: Sequence[str] = ()) -> BatchPredictor:
+        """Return a `BatchPredictor` with the inputs, further columns and the transformation.
 
         If the DataFrame is None, the input columns are the features alone.
         """
-        inputs, transformation = self._input_columns(), None
+        inputs, transformation = self._input_columns(further), None
         if self.getOrDefault("apply_transformation"):
             transformation = self._make_transformation(inputs.columns, self._text_features())
         available = [] if dataset is None else dataset.columns

@@ -80,8 +80,8 @@ class InputColumns:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns of all inputs."""
-        return tuple(column for columns in self.by_name.values() for column in columns)
+        """All columns of all inputs, each once."""
+        return tuple(dict.fromkeys(c for columns in self.by_name.values() for c in columns))
 
     def specs(self, specs: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
         """Return columns with a `MatrixSpec` in place of each matrix's columns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,8 @@ class ModelPredictor(Protocol):
         Columns that it takes, those that it takes if they exist, and those that it makes.
     vector_columns : frozenset of str
         Outputs whose lists of numbers are vectors in Spark.
+    default_columns : frozenset of str
+        Outputs that are left out if the rows have such a column.
     dimensions : mapping
         Feature to the number of dimensions of a row, if known.
     """
@@ -41,6 +43,7 @@ class ModelPredictor(Protocol):
     optional_columns: tuple[str, ...]
     output_columns: tuple[str, ...]
     vector_columns: frozenset[str]
+    default_columns: frozenset[str]
     dimensions: Mapping[str, int]
 
     def predict_columns(self, columns: Columns) -> tuple[pa.Table, Array | None]:
@@ -48,12 +51,21 @@ class ModelPredictor(Protocol):
 
 
 class ModelStage(Stage):
-    """Stage that adds the predictions of a model."""
+    """Stage that adds the predictions of a model.
 
-    def __init__(self, predictor: ModelPredictor) -> None:
+    Parameters
+    ----------
+    predictor : ModelPredictor
+        The model.
+    made : collection of str
+        Columns that earlier stages add.
+    """
+
+    def __init__(self, predictor: ModelPredictor, made: Collection[str]) -> None:
         self.inputs = predictor.feature_columns
         self.optional_inputs = predictor.optional_columns
-        self.outputs = predictor.output_columns
+        left_out = predictor.default_columns.intersection(made)
+        self.outputs = tuple(n for n in predictor.output_columns if n not in left_out)
         self.dimensions = predictor.dimensions
         self.attributes = Attributes()
         self._predictor = predictor
@@ -63,7 +75,7 @@ class ModelStage(Stage):
         names = (*self.inputs, *self.optional_inputs)
         given = {name: columns[name] for name in names if name in columns}
         table, kept = self._predictor.predict_columns(given)
-        made = {name: _one_array(table.column(name)) for name in table.column_names}
+        made = {name: _one_array(table.column(name)) for name in self.outputs}
         for name in self._predictor.vector_columns.intersection(made):
             kind = made[name].type
             if is_list(kind) and not is_list(kind.value_type):
@@ -170,7 +182,8 @@ def read_pipeline(saved: Saved, load_model: Callable[[Saved], ModelPredictor]) -
         if name in FEATURE_STAGES:
             stages.append(FEATURE_STAGES[name](stage, known))
         elif stage.package is not None:
-            stages.append(ModelStage(load_model(stage)))
+            made = [name for before in stages for name in before.outputs]
+            stages.append(ModelStage(load_model(stage), made))
         else:
             raise ParamError(
                 f"path: {saved.given!r}: found a {name.rpartition('.')[2]} as stage {number}; "

@@ -422,6 +422,8 @@ class SavedPredictor:
         Columns that the transformation may use if the rows have them.
     vector_columns : frozenset of str
         Outputs that are vectors in Spark if a row has one dimension.
+    default_columns : frozenset of str
+        Columns that ``transform()`` adds only to DataFrames without them.
     dimensions : mapping of str to int
         Feature to the number of dimensions of a row, if known.
     """
@@ -468,6 +470,11 @@ class SavedPredictor:
         self.optional_columns = self._inference.columns[len(self.feature_columns) :]
         ddls = dict(zip(outputs, self._ddls or (), strict=False))
         self.vector_columns = frozenset(name for name in self.output_columns if not ddls.get(name))
+        self.default_columns = frozenset(
+            [get("predictionCol")]
+            if get("predictionCol") and not saved.is_set("predictionCol")
+            else []
+        )
         # A transformation may take text in all columns.
         self._text = frozenset(text) if transformation is None else None
         self.dimensions: Mapping[str, int] = {
@@ -626,6 +633,7 @@ class PipelinePredictor(SavedPredictor):
         self.output_columns = pipeline.output_columns
         self.optional_columns = pipeline.optional_columns
         self.vector_columns = frozenset(pipeline.output_columns)
+        self.default_columns = frozenset()
         self.dimensions = pipeline.dimensions
         self._pipeline = pipeline
 

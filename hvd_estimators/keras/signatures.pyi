@@ -83,11 +83,13 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         terminate_on_nan: bool | None = False,
         random_seed: int | None = None,
         dry_run: bool | None = True,
-        feature_cols: str | Iterable[str] | None = None,
-        label_cols: str | Iterable[str] | None = None,
+        feature_cols: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
+        label_cols: str | Iterable[str] | None = ...,
         sample_weight_col: str | None = None,
-        featuresCol: str | None = None,
-        labelCol: str | None = None,
+        featuresCol: str | None = "features",
+        labelCol: str | None = "label",
         weightCol: str | None = None,
         label_shapes: Iterable[Iterable[int]] | None = None,
         continuous_cols: str | Iterable[str] | None = None,
@@ -167,7 +169,9 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         terminate_on_nan: bool | None = ...,
         random_seed: int | None = ...,
         dry_run: bool | None = ...,
-        feature_cols: str | Iterable[str] | None = ...,
+        feature_cols: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
         label_cols: str | Iterable[str] | None = ...,
         sample_weight_col: str | None = ...,
         featuresCol: str | None = ...,
@@ -244,16 +248,20 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
         apply_transformation: bool | None = False,
         model: keras.Model | None = None,
         run_id: str | None = None,
-        feature_columns: str | Iterable[str] | None = None,
+        feature_columns: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = None,
         label_columns: str | Iterable[str] | None = None,
         outputCols: str | Iterable[str] | None = None,
         output_shapes: Sequence[Sequence[int | None]] | None = None,
+        sample_weight_col: str | None = None,
         output_types: str
         | DataType
         | type[DataType]
         | Sequence[str | DataType | type[DataType] | None]
         | None = None,
         custom_objects: dict[str, Any] | None = ...,
+        label_shapes: Iterable[Iterable[int]] | None = None,
     ) -> None: ...
     def setParams(
         self,
@@ -274,16 +282,20 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
         apply_transformation: bool | None = ...,
         model: keras.Model | None = ...,
         run_id: str | None = ...,
-        feature_columns: str | Iterable[str] | None = ...,
+        feature_columns: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
         label_columns: str | Iterable[str] | None = ...,
         outputCols: str | Iterable[str] | None = ...,
         output_shapes: Sequence[Sequence[int | None]] | None = ...,
+        sample_weight_col: str | None = ...,
         output_types: str
         | DataType
         | type[DataType]
         | Sequence[str | DataType | type[DataType] | None]
         | None = ...,
         custom_objects: dict[str, Any] | None = ...,
+        label_shapes: Iterable[Iterable[int]] | None = ...,
     ) -> Self: ...
     def getHistory(self) -> dict[str, list[Any]]: ...
     def setHistory(self, value: dict[str, list[Any]] | None) -> Self: ...
@@ -291,3 +303,5 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
     def setModel(self, value: keras.Model | None) -> Self: ...
     def getCustomObjects(self) -> dict[str, Any]: ...
     def setCustomObjects(self, value: dict[str, Any] | None) -> Self: ...
+    def getLabelShapes(self) -> list[list[int]] | None: ...
+    def setLabelShapes(self, value: Iterable[Iterable[int]] | None) -> Self: ...

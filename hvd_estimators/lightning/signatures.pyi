@@ -84,11 +84,13 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         terminate_on_nan: bool | None = False,
         random_seed: int | None = None,
         dry_run: bool | None = True,
-        feature_cols: str | Iterable[str] | None = None,
-        label_cols: str | Iterable[str] | None = None,
+        feature_cols: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
+        label_cols: str | Iterable[str] | None = ...,
         sample_weight_col: str | None = None,
-        featuresCol: str | None = None,
-        labelCol: str | None = None,
+        featuresCol: str | None = "features",
+        labelCol: str | None = "label",
         weightCol: str | None = None,
         label_shapes: Iterable[Iterable[int]] | None = None,
         continuous_cols: str | Iterable[str] | None = None,
@@ -185,7 +187,9 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         terminate_on_nan: bool | None = ...,
         random_seed: int | None = ...,
         dry_run: bool | None = ...,
-        feature_cols: str | Iterable[str] | None = ...,
+        feature_cols: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
         label_cols: str | Iterable[str] | None = ...,
         sample_weight_col: str | None = ...,
         featuresCol: str | None = ...,
@@ -281,10 +285,13 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         apply_transformation: bool | None = False,
         model: torch.nn.Module | None = None,
         run_id: str | None = None,
-        feature_columns: str | Iterable[str] | None = None,
+        feature_columns: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = None,
         label_columns: str | Iterable[str] | None = None,
         outputCols: str | Iterable[str] | None = None,
         output_shapes: Sequence[Sequence[int | None]] | None = None,
+        sample_weight_col: str | None = None,
         output_types: str
         | DataType
         | type[DataType]
@@ -294,6 +301,10 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         loss: Any = None,
         loss_constructors: Any = None,
         loss_form: Literal["per_label", "joint"] | None = "per_label",
+        loss_weights: float | Sequence[float] | NDArray[Any] | None = None,
+        metrics: Any = None,
+        label_shapes: Iterable[Iterable[int]] | None = None,
+        precision: Literal["32", "bf16", "fp16"] | None = "32",
         input_shapes: Iterable[Iterable[int]] | None = None,
         column_dtypes: dict[str, str] | None = ...,
         input_form: Literal["positional", "keyword", "dict"] | None = "positional",
@@ -318,10 +329,13 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         apply_transformation: bool | None = ...,
         model: torch.nn.Module | None = ...,
         run_id: str | None = ...,
-        feature_columns: str | Iterable[str] | None = ...,
+        feature_columns: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
         label_columns: str | Iterable[str] | None = ...,
         outputCols: str | Iterable[str] | None = ...,
         output_shapes: Sequence[Sequence[int | None]] | None = ...,
+        sample_weight_col: str | None = ...,
         output_types: str
         | DataType
         | type[DataType]
@@ -331,6 +345,10 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         loss: Any = ...,
         loss_constructors: Any = ...,
         loss_form: Literal["per_label", "joint"] | None = ...,
+        loss_weights: float | Sequence[float] | NDArray[Any] | None = ...,
+        metrics: Any = ...,
+        label_shapes: Iterable[Iterable[int]] | None = ...,
+        precision: Literal["32", "bf16", "fp16"] | None = ...,
         input_shapes: Iterable[Iterable[int]] | None = ...,
         column_dtypes: dict[str, str] | None = ...,
         input_form: Literal["positional", "keyword", "dict"] | None = ...,

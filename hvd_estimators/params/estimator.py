@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
@@ -38,7 +38,16 @@ _COLUMNS = (
 )
 
 
-class ColumnParams(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
+if TYPE_CHECKING:
+    # Spark declares their values as never None.
+    _TrainingColumns = DeclaredParams
+else:
+
+    class _TrainingColumns(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
+        """Spark's mixins, by which other code recognizes the params."""
+
+
+class ColumnParams(_TrainingColumns):
     """Params for feature, label and sample weight columns."""
 
     feature_cols = param(
@@ -54,21 +63,21 @@ class ColumnParams(DeclaredParams, HasFeaturesCol, HasLabelCol, HasWeightCol):
         convert=column_names,
     )
     sample_weight_col = param("Column with the weight of each row.", convert=string)
-    featuresCol = param(  # type: ignore[assignment]
+    featuresCol = param(
         "Another name of feature_cols, for a single column.",
         default="features",
         convert=string,
         accessor="FeaturesCol",
         stands_for="feature_cols",
     )
-    labelCol = param(  # type: ignore[assignment]
+    labelCol = param(
         "Another name of label_cols, for a single column.",
         default="label",
         convert=string,
         accessor="LabelCol",
         stands_for="label_cols",
     )
-    weightCol = param(  # type: ignore[assignment]
+    weightCol = param(
         "Another name of sample_weight_col.",
         convert=string,
         accessor="WeightCol",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from pyspark.ml.param.shared import (
@@ -37,12 +37,21 @@ _ONE_VS_REST = "mc2b$"
 """Prefix of the label columns that Spark's ``OneVsRest`` creates."""
 
 
-class ClassificationParams(
-    DeclaredParams, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
-):
+if TYPE_CHECKING:
+    # Spark declares their values as never None.
+    _ClassifierColumns = DeclaredParams
+else:
+
+    class _ClassifierColumns(
+        DeclaredParams, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
+    ):
+        """Spark's mixins, by which other code recognizes the params."""
+
+
+class ClassificationParams(_ClassifierColumns):
     """Params for the columns that `transform` adds for classifiers."""
 
-    predictionCol = param(  # type: ignore[assignment]
+    predictionCol = param(
         "Column that transform() adds for the class, as a double: the position of the highest "
         "score. With outputs_are='values', it is the output itself. Default: 'prediction', if the "
         "model has one label, outputs_are is known, and the DataFrame has no such column. '' adds "
@@ -50,12 +59,12 @@ class ClassificationParams(
         convert=string,
         accessor="PredictionCol",
     )
-    probabilityCol = param(  # type: ignore[assignment]
+    probabilityCol = param(
         "Column for the probabilities of the classes, as an ML vector. Default: none.",
         convert=string,
         accessor="ProbabilityCol",
     )
-    rawPredictionCol = param(  # type: ignore[assignment]
+    rawPredictionCol = param(
         "Column for the model's scores of the classes, as an ML vector. Default: none.",
         convert=string,
         accessor="RawPredictionCol",
@@ -140,7 +149,7 @@ class InferenceParams(DeclaredParams, HasHandleInvalid):
         default="float32",
         convert=one_of("float32", "bfloat16", "float16"),
     )
-    handleInvalid = param(  # type: ignore[assignment]
+    handleInvalid = param(
         "Treatment of rows with a null in a column of the model: 'keep' gives them null "
         "predictions, 'skip' removes them, 'error' fails. NaN is not a null. A null within an "
         "array counts as a null of the row.",

@@ -55,6 +55,7 @@ class Saved:
         self._store = store
         self._params = str(metadata.get("paramsFolder", "params"))
         self._pickled = frozenset(metadata.get("pickledParams", ()))
+        self._set = metadata.get("paramMap", {}).keys() | self._pickled
         self._values = {**metadata.get("defaultParamMap", {}), **metadata.get("paramMap", {})}
         self._unpickled: dict[str, Any] = {}
 
@@ -97,6 +98,10 @@ class Saved:
                 for row in parquet.read_table(content).slice(0, 1).to_pylist():
                     return dict(row)
         raise StoreError(f"path: {self.path!r} is not complete: it lacks its data.")
+
+    def is_set(self, name: str) -> bool:
+        """Return whether a param was set, so that its value is not a default."""
+        return name in self._set
 
     def get(self, name: str) -> Any:
         """Return a param's value or default; None if the model was saved without the param.

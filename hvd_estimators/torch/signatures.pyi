@@ -84,11 +84,13 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         terminate_on_nan: bool | None = False,
         random_seed: int | None = None,
         dry_run: bool | None = True,
-        feature_cols: str | Iterable[str] | None = None,
-        label_cols: str | Iterable[str] | None = None,
+        feature_cols: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
+        label_cols: str | Iterable[str] | None = ...,
         sample_weight_col: str | None = None,
-        featuresCol: str | None = None,
-        labelCol: str | None = None,
+        featuresCol: str | None = "features",
+        labelCol: str | None = "label",
         weightCol: str | None = None,
         label_shapes: Iterable[Iterable[int]] | None = None,
         continuous_cols: str | Iterable[str] | None = None,
@@ -176,7 +178,9 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         terminate_on_nan: bool | None = ...,
         random_seed: int | None = ...,
         dry_run: bool | None = ...,
-        feature_cols: str | Iterable[str] | None = ...,
+        feature_cols: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
         label_cols: str | Iterable[str] | None = ...,
         sample_weight_col: str | None = ...,
         featuresCol: str | None = ...,
@@ -283,10 +287,13 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
         apply_transformation: bool | None = False,
         model: torch.nn.Module | None = None,
         run_id: str | None = None,
-        feature_columns: str | Iterable[str] | None = None,
+        feature_columns: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = None,
         label_columns: str | Iterable[str] | None = None,
         outputCols: str | Iterable[str] | None = None,
         output_shapes: Sequence[Sequence[int | None]] | None = None,
+        sample_weight_col: str | None = None,
         output_types: str
         | DataType
         | type[DataType]
@@ -296,6 +303,10 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
         loss: Any = None,
         loss_constructors: Any = None,
         loss_form: Literal["per_label", "joint"] | None = "per_label",
+        loss_weights: float | Sequence[float] | NDArray[Any] | None = None,
+        metrics: Any = None,
+        label_shapes: Iterable[Iterable[int]] | None = None,
+        precision: Literal["32", "bf16", "fp16"] | None = "32",
         input_shapes: Iterable[Iterable[int]] | None = None,
         column_dtypes: dict[str, str] | None = ...,
         input_form: Literal["positional", "keyword", "dict"] | None = "positional",
@@ -319,10 +330,13 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
         apply_transformation: bool | None = ...,
         model: torch.nn.Module | None = ...,
         run_id: str | None = ...,
-        feature_columns: str | Iterable[str] | None = ...,
+        feature_columns: str
+        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
+        | None = ...,
         label_columns: str | Iterable[str] | None = ...,
         outputCols: str | Iterable[str] | None = ...,
         output_shapes: Sequence[Sequence[int | None]] | None = ...,
+        sample_weight_col: str | None = ...,
         output_types: str
         | DataType
         | type[DataType]
@@ -332,6 +346,10 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
         loss: Any = ...,
         loss_constructors: Any = ...,
         loss_form: Literal["per_label", "joint"] | None = ...,
+        loss_weights: float | Sequence[float] | NDArray[Any] | None = ...,
+        metrics: Any = ...,
+        label_shapes: Iterable[Iterable[int]] | None = ...,
+        precision: Literal["32", "bf16", "fp16"] | None = ...,
         input_shapes: Iterable[Iterable[int]] | None = ...,
         column_dtypes: dict[str, str] | None = ...,
         input_form: Literal["positional", "keyword", "dict"] | None = ...,
@@ -346,6 +364,14 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
     def setLossConstructors(self, value: Any) -> Self: ...
     def getLossForm(self) -> Literal["per_label", "joint"]: ...
     def setLossForm(self, value: Literal["per_label", "joint"] | None) -> Self: ...
+    def getLossWeights(self) -> list[float] | None: ...
+    def setLossWeights(self, value: float | Sequence[float] | NDArray[Any] | None) -> Self: ...
+    def getMetrics(self) -> Any: ...
+    def setMetrics(self, value: Any) -> Self: ...
+    def getLabelShapes(self) -> list[list[int]] | None: ...
+    def setLabelShapes(self, value: Iterable[Iterable[int]] | None) -> Self: ...
+    def getPrecision(self) -> Literal["32", "bf16", "fp16"]: ...
+    def setPrecision(self, value: Literal["32", "bf16", "fp16"] | None) -> Self: ...
     def getInputShapes(self) -> list[list[int]] | None: ...
     def setInputShapes(self, value: Iterable[Iterable[int]] | None) -> Self: ...
     def getColumnDtypes(self) -> dict[str, str]: ...
