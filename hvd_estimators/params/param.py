@@ -277,7 +277,7 @@ class param:
         aliases: Iterable[str] = (),
         saved: bool = True,
         stands_for: str | None = None,
-        type: str = "Any",
+        type: str | None = None,
         fitted: bool = False,
     ) -> None:
         self.doc = doc
@@ -292,8 +292,8 @@ class param:
             key: each if isinstance(each, str) else inspect.formatannotation(each)
             for key, each in getattr(convert, "__annotations__", {}).items()
         }
-        self.type = hints.get("return", type)
-        accepted = hints.get("value", "Any")
+        self.type = type or hints.get("return", "Any")
+        accepted = type or hints.get("value", "Any")
         self.accepted_type = self.type if accepted == "Any" else accepted
 
     if TYPE_CHECKING:
