@@ -233,4 +233,7 @@ def _is_published(name: str, module: str, home: Path | None) -> bool:
     if home is not None and not home.is_relative_to(folder):
         return False
     source = json.loads(distribution.read_text("direct_url.json") or "{}")
-    return not source if module == _OWN else "dir_info" not in source
+    if module != _OWN:
+        return "dir_info" not in source
+    # A source folder may contain metadata of a build, without a list of installed files.
+    return not source and distribution.read_text("RECORD") is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,11 @@ def test_a_model_predicts_in_a_clean_environment(
     if has_index:
         # A folder with this package's wheel serves as the index.
         monkeypatch.setattr(mlflow_flavor, "_is_published", lambda *_: True)
-        root = Path(mlflow_flavor.__file__).parents[2]
+        # A build leaves files behind, so it runs in a copy.
+        root, source = tmp_path / "source", Path(mlflow_flavor.__file__).parents[2]
+        shutil.copytree(source / "hvd_estimators", root / "hvd_estimators")
+        for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.rst", "LICENSE"):
+            shutil.copy(source / name, root / name)
         build = ["wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={wheels}", str(root)]
         subprocess.run([sys.executable, "-m", "pip", *build], check=True)
     model = TorchModel(

@@ -26,6 +26,7 @@ def install(folder: Path, source: dict[str, Any] | None) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: net-lib\nVersion: 1.2+cpu\n")
     (info / "top_level.txt").write_text("netlib\n")
+    (info / "RECORD").write_text("netlib/__init__.py,,0\n")
     if source is not None:
         (info / "direct_url.json").write_text(json.dumps({"url": "file:///x", **source}))
 
@@ -66,6 +67,20 @@ def test_a_checkout_on_the_import_path_is_copied(
     monkeypatch.syspath_prepend(str(tmp_path))
     requirements, code = find_requirements(["netlib"])
     assert str(tmp_path / "netlib.py") in code
+    assert not any(line.startswith("net-lib") for line in requirements)
+
+
+def test_metadata_of_a_build_does_not_publish_a_source_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, None)
+    (tmp_path / "net_lib-1.2+cpu.dist-info").rename(tmp_path / "net_lib.egg-info")
+    (tmp_path / "net_lib.egg-info" / "METADATA").rename(tmp_path / "net_lib.egg-info" / "PKG-INFO")
+    (tmp_path / "net_lib.egg-info" / "RECORD").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(mlflow_flavor, "_OWN", "netlib")
+    requirements, code = find_requirements(["netlib"])
+    assert code == [str(tmp_path / "netlib")]
     assert not any(line.startswith("net-lib") for line in requirements)
 
 
