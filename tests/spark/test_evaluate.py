@@ -48,7 +48,7 @@ def frame(spark: Any) -> Any:
         (Vectors.dense(x.tolist()), int(kind), float(y), float(w), bool(held_out))
         for x, kind, y, w, held_out in zip(*made.values(), strict=True)
     ]
-    return spark.createDataFrame(rows, list(made)).repartition(4).cache()
+    return spark.createDataFrame(rows, list(made)).repartition(2).cache()
 
 
 class Net(torch.nn.Module):
@@ -185,6 +185,7 @@ def test_keras_losses_and_metrics_equal_those_of_validation_and_of_one_process(
     params = settings(
         store,
         keras.Model(inputs, outputs),
+        backend=LocalBackend(1),
         label_cols=["kind", "y"],
         sample_weight_col="w",
         optimizer=keras.optimizers.SGD(0.05),
