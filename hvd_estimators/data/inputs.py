@@ -32,7 +32,7 @@ class InputColumns:
     Attributes
     ----------
     by_name : mapping of str to tuple of str
-        Name of each input to its columns. A single column is an input of its own name.
+        Name of each input to its columns. A single column is an input of the same name.
     matrices : mapping of str to tuple of str
         The inputs among them that are matrices.
     kept : frozenset of str
@@ -177,5 +177,5 @@ def _not_a_number(name: str, names: Sequence[str], found: Any) -> ColumnError:
     held = f"rows of shape {tuple(found)}" if isinstance(found, (tuple, list)) else found
     return ColumnError(
         f"feature_cols: expected one number per row in each column of {_shown(names)}, and "
-        f"{name!r} holds {held}. Name it outside of the list, as an input of its own."
+        f"{name!r} holds {held}. Name it outside of the list, as another input."
     )

@@ -188,7 +188,7 @@ class LightningModel(LightningModelSignatures):
         """Return the output shapes for rows of zeros; None if the model rejects such rows."""
         metadata: dict[str, Any] = self._get_metadata() or {}
         edited: tuple[EditedField, ...] = ()
-        transformation = self._make_transformation(applied.columns, self._text_features())
+        transformation = self._make_transformation(applied.features.columns, self._text_features())
         if applied.transformation is None and transformation is not None:
             # The columns are in the form that the transformation returns, not as training read
             # them.
