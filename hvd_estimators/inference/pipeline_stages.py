@@ -248,7 +248,11 @@ class StringIndexer(FeatureStage):
 
 
 class IndexToString(FeatureStage):
-    """Positions to the text of their labels."""
+    """Positions to the text of their labels.
+
+    Nulls stay null, as in Spark 3.5; Spark 4 raises an error. NaN is an error, as in Spark 4; Spark
+    3.5 takes it for 0.
+    """
 
     def __init__(self, saved: Saved, known: Attributes) -> None:
         super().__init__(saved, known)
@@ -263,11 +267,10 @@ class IndexToString(FeatureStage):
     def _transform(self, columns: Columns) -> dict[str, pa.Array]:
         (name,), (output,) = self.inputs, self.outputs
         doubles, valid = self._numbers(columns, name)
-        # As in Java, the integer of NaN is 0.
-        indices = np.trunc(np.where(np.isnan(doubles), 0, doubles))
+        indices = np.trunc(np.where(valid, doubles, 0))
         is_label = (indices >= 0) & (indices < len(self._labels))
         why = f"and there are {len(self._labels)} labels"
-        self._check(is_label | ~valid, doubles, name, why, "Set other labels before saving.")
+        self._check(is_label, doubles, name, why, "Set other labels before saving.")
         return {output: self._labels.take(pa.array(indices.astype(np.int64), mask=~valid))}
 
 

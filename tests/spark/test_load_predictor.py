@@ -552,8 +552,10 @@ def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
 
     words = StringIndexerModel.from_labels(["a"], "word", "index")
     assembler = VectorAssembler(inputCols=["x"], outputCol="features")
-    model = TorchModel(model=net, **{**columns, "feature_columns": ["features"]})
-    PipelineModel([words, assembler, model]).save(str(tmp_path / "pipeline"))
+    columns["feature_columns"] = ["features"]
+    first = TorchModel(model=net, outputCols=["first"], **columns)
+    stages = [words, assembler, first, KerasModel(model=twin, **columns)]
+    PipelineModel(stages).save(str(tmp_path / "pipeline"))
 
     arguments = [str(argument) for pair in paths.items() for argument in pair]
     arguments += ["torch", str(tmp_path / "pipeline")]

@@ -137,13 +137,15 @@ def test_labels_of_text_and_numbers(spark: Any, tmp_path: Path) -> None:
     indexer = StringIndexer(inputCols=names, outputCols=outputs, handleInvalid="keep")
     back = IndexToString(inputCol="color index", outputCol="color again")
     of_age = IndexToString(inputCol="age", outputCol="of age", labels=["zero", "one"])
+    buckets = Bucketizer(inputCol="age", outputCol="age bucket", splits=[-INF, 0.5, 1e7])
+    ranges = IndexToString(inputCol="age bucket", outputCol="age range")
     model = indexer.fit(spark.createDataFrame(training, schema))
-    pipeline, predictor = saved([model, back, of_age], tmp_path)
+    pipeline, predictor = saved([model, back, of_age, buckets, ranges], tmp_path)
     assert predictor.feature_columns == ("color", "age")
     rows = [
         ("blue", 2, 1.5, 0.1, 0),
         ("violet", 7, NAN, 0.2, 1),
-        (None, None, None, None, None),
+        (None, None, None, None, 0),
         ("", 1, 1e7, 1e-5, 1),
         ("green", 3, 0.001, 16777216.0, 0),
         ("red", -1, 1e-4, 2.5, 0),
@@ -156,8 +158,12 @@ def test_labels_of_text_and_numbers(spark: Any, tmp_path: Path) -> None:
     made = assert_equal(pipeline, predictor, frame)
     assert [row["color index"] for row in made] == [0, 3, 3, 3, 2, 1]
     assert [row["color again"] for row in made[:2]] == ["blue", "__unknown"]
-    with pytest.raises(DataError, match=r"IndexToString: column 'age' holds 2\.0, and there are 2"):
-        predictor.predict({"color": "red", "age": 2})
+    assert made[0]["age range"] == "-Infinity, 0.5"
+    # Spark 3.5 agrees about null, and Spark 4 about NaN.
+    assert predictor.predict({"color": "red", "age": None})["of age"] is None
+    for age in (2.0, NAN):
+        with pytest.raises(DataError, match=f"IndexToString: column 'age' holds {age}, and there"):
+            predictor.predict({"color": "red", "age": age})
 
 
 def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
@@ -197,7 +203,6 @@ def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
             handleInvalid="keep",
         ),
         Bucketizer(inputCol="c", outputCol="c bucket", splits=[-10, 0, 3, INF]),
-        IndexToString(inputCol="c bucket", outputCol="c range"),
         imputer.copy().setInputCols(numbers).setOutputCols([f"{n} filled" for n in numbers]),
         imputer.copy({imputer.missingValue: -1.0})
         .setInputCols(["missing"])
@@ -220,7 +225,7 @@ def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
     alone = predictor.predict({**arrow(frame).to_pylist()[0], "category": None})
     assert np.isnan(alone["hotTrue"]).tolist() == [True] * 3
     assert [row["a bucket"] for row in made] == [0, 1, 3, None, 2, 0, 2]
-    assert [row["d filled"] for row in made[:2]] == [2**62, 2**60]
+    assert [row["d filled"] for row in made[:2]] == [2**62, int((2**62 + 10) / 3)]
     assert made[0]["missing"] != -1
 
 
@@ -291,8 +296,7 @@ def test_invalid_rows_are_errors(spark: Any, tmp_path: Path) -> None:
     fine = [
         good,
         ("y", 2.0, 0.5, -0.5, vector([NAN, 0.0], 0)),
-        ("y", 1.0, None, NAN, vector([0.0, 0.0], 0)),
-        ("x", 0.0, 2.0, None, vector([0.0, INF], 1)),
+        ("y", 1.0, None, 0.5, vector([0.0, 0.0], 0)),
         ("x", 0.0, 2.0, 1.9, vector([0.0, INF], 1)),
     ]
     assert_equal(pipeline, predictor, spark.createDataFrame(fine, typed(schema)))
@@ -318,7 +322,7 @@ def test_invalid_rows_are_errors(spark: Any, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=told):
             predictor.predict(given)
         one = spark.createDataFrame([row], typed(schema)).coalesce(1)
-        with pytest.raises(Exception, match=r"Failed|FAILED|null"):
+        with pytest.raises(Exception, match=r"Failed|FAILED|null|Unseen|out of"):
             by_name[told.partition(":")[0]].transform(one).collect()
     with pytest.raises(
         ShapeError, match=r"a row of 'features' has the shape \(3,\); expected \(2,"
