@@ -1,0 +1,368 @@
+"""Rows that a user passes to a predictor, as arrays of columns, and results in the same form.
+
+Imports no PySpark and no framework.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.inference.batch import is_scalar, to_arrays
+from hvd_estimators.inference.output_columns import OutputType, to_column
+
+Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
+"""Column to its values, the shape of a row, and its type."""
+
+
+@dataclass(frozen=True)
+class InputTable:
+    """Columns of the rows without nulls.
+
+    Attributes
+    ----------
+    columns : mapping of str to array
+        The columns, rows first.
+    count : int
+        Number of rows without nulls.
+    valid : array or None
+        Mask of the given rows that are in ``columns``; None for all rows.
+    to_result : callable
+        Converts a table, or a dict of arrays, to the form that the user gets.
+    as_arrow : bool
+        Whether ``to_result`` takes a table.
+    """
+
+    columns: dict[str, Array]
+    count: int
+    valid: Array | None
+    to_result: Callable[[Any, Array | None], Any]
+    as_arrow: bool
+
+    @property
+    def are_all_scalars(self) -> bool:
+        """True if every column has one value per row."""
+        return all(column.ndim == 1 for column in self.columns.values())
+
+    def result(self, predicted: Predicted, keeps: bool) -> Any:
+        """Return predictions in the form of the rows.
+
+        Parameters
+        ----------
+        predicted : mapping
+            Column to its values, the shape of a row, and its type.
+        keeps : bool
+            Whether rows with nulls get null predictions; otherwise they are left out.
+        """
+        valid, selected = (self.valid, None) if keeps else (None, self.valid)
+        if not self.as_arrow:
+            arrays = {n: _as_array(n, *column, valid) for n, column in predicted.items()}
+            return self.to_result(arrays, selected)
+        columns = {
+            name: to_column(array, shape, valid, kind, name)
+            for name, (array, shape, kind) in predicted.items()
+        }
+        return self.to_result(pa.table(columns), selected)
+
+
+def read_table(
+    given: Any,
+    inputs: InputColumns,
+    optional: Sequence[str],
+    text: Collection[str] | None,
+    dimensions: Mapping[str, int] | None = None,
+    *,
+    keeps_nulls: bool = True,
+) -> InputTable:
+    """Return rows as arrays.
+
+    Parameters
+    ----------
+    given : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
+        See `SavedPredictor.predict`.
+    inputs : InputColumns
+        The model's inputs, whose columns are required.
+    optional : sequence of str
+        Columns that are read if they exist.
+    text : collection of str, or None
+        Columns that may be text; None for all columns.
+    dimensions : mapping of str to int, optional
+        Column to the number of dimensions of a row, if known.
+    keeps_nulls : bool
+        Whether rows may hold nulls.
+
+    Raises
+    ------
+    ColumnError
+        If a column is missing, or if its type is not numeric.
+    ParamError
+        If the numbers of arrays and features differ.
+    DataError
+        If columns, or the arrays of a column, differ in length. Also for nulls without
+        ``keeps_nulls``.
+    """
+    columns, to_result, as_arrow = read_columns(given, inputs, optional, dimensions or {})
+    arrays, valid = to_arrays(list(columns), list(columns.values()), keeps_nulls=keeps_nulls)
+    for name, array in arrays.items():
+        _check_type(array, name, text is None or name in text)
+    return InputTable(arrays, len(arrays[inputs.columns[0]]), valid, to_result, as_arrow)
+
+
+def read_columns(
+    given: Any, inputs: InputColumns, optional: Sequence[str], dimensions: Mapping[str, int]
+) -> tuple[dict[str, Array | pa.Array], Callable[[Any, Array | None], Any], bool]:
+    """Return the columns of rows, and the conversion of results; see `read_table`.
+
+    Returns
+    -------
+    columns : dict
+        Arrays of numbers without nulls, and Arrow arrays.
+    to_result : callable
+        See `InputTable`.
+    as_arrow : bool
+        See `InputTable`.
+    """
+    features = inputs.columns
+    table, to_result, as_arrow = _columns(given, inputs, dimensions)
+    missing = [name for name in features if name not in table]
+    if missing:
+        raise ColumnError(
+            f"There is no column {', '.join(map(repr, missing))}; the model takes "
+            f"{', '.join(features)}, and there are {', '.join(map(str, table)) or 'none'}."
+        )
+    names = [*features, *(name for name in optional if name in table)]
+    columns = {name: _column(table[name], name) for name in names}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"Columns differ in length: {lengths}.")
+    return columns, to_result, as_arrow
+
+
+def _columns(
+    given: Any, inputs: InputColumns, dimensions: Mapping[str, int]
+) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
+    if isinstance(given, (pa.Table, pa.RecordBatch)):
+        names = given.schema.names
+        return {n: given.column(names.index(n)) for n in names}, lambda made, selected: made, True
+    pandas = sys.modules.get("pandas")
+    if pandas is not None and isinstance(given, pandas.DataFrame):
+
+        def to_frame(made: pa.Table, selected: Array | None) -> Any:
+            index = given.index if selected is None else given.index[selected]
+            columns = {name: made.column(name).to_pandas() for name in made.column_names}
+            return pandas.DataFrame(columns).set_axis(index, axis=0)
+
+        return {str(name): given[name] for name in given.columns}, to_frame, True
+    records, to_records = _records(given, inputs.columns, dimensions)
+    if records is not None:
+        return _columns_of(records, inputs.columns), to_records, False
+    if isinstance(given, Mapping):
+        return given, lambda made, selected: made, False
+    return _in_order(given, inputs), lambda made, selected: made, False
+
+
+def _records(
+    given: Any, features: Sequence[str], dimensions: Mapping[str, int]
+) -> tuple[list[Mapping[str, Any]] | None, Callable[[Any, Array | None], Any]]:
+    """Return rows that were given one by one, and the conversion of predictions to their form.
+
+    The rows are None if columns were given.
+    """
+    if isinstance(given, (list, tuple)) and given and all(_as_record(row) for row in given):
+        return [_as_record(row) or {} for row in given], _one_by_one
+    record = _as_record(given)
+    if record is None or not _is_one_row(record, features, dimensions):
+        return None, _one_by_one
+    return [record], lambda made, selected: next(iter(_one_by_one(made, selected)), None)
+
+
+def _as_record(row: Any) -> Mapping[str, Any] | None:
+    """Convert a dict, a Spark Row or a data frame's row to a mapping; None for other types."""
+    if isinstance(row, Mapping):
+        return row
+    if isinstance(row, tuple) and hasattr(row, "asDict"):
+        record: Mapping[str, Any] = row.asDict()
+        return record
+    pandas = sys.modules.get("pandas")
+    if pandas is not None and isinstance(row, pandas.Series) and row.index.is_unique:
+        record = dict(zip(row.index, row, strict=True))
+        return record if record and all(isinstance(name, str) for name in record) else None
+    return None
+
+
+def _is_one_row(
+    record: Mapping[str, Any], features: Sequence[str], dimensions: Mapping[str, int]
+) -> bool:
+    """Return whether a mapping holds the values of one row, instead of columns."""
+    for name in features:
+        value = record.get(name)
+        if value is None:
+            continue
+        if isinstance(value, (str, bytes)) or hasattr(value, "toArray"):
+            return True
+        if isinstance(value, (pa.Array, pa.ChunkedArray)):
+            return False
+        try:
+            ndim = np.ndim(value)
+        except ValueError:  # lists of several lengths
+            return False
+        if ndim == 0 or ndim == dimensions.get(name):
+            return True
+    return False
+
+
+def _columns_of(
+    records: Sequence[Mapping[str, Any]], features: Sequence[str]
+) -> dict[str, list[Any]]:
+    for number, record in enumerate(records):
+        for name in features:
+            if name not in record:
+                raise ColumnError(
+                    f"There is no {name!r} in row {number}; the model takes "
+                    f"{', '.join(features)}, and there are {', '.join(map(str, record)) or 'none'}."
+                )
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [_dense(record.get(name)) for record in records] for name in names}
+
+
+def _dense(value: Any) -> Any:
+    """Convert a Spark vector to an array, and return other values unchanged."""
+    return np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
+
+
+def _one_by_one(made: Mapping[str, Array], selected: Array | None) -> list[dict[str, Any]]:
+    """Return the predictions of each row as a dict."""
+    return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+
+
+def _in_order(given: Any, inputs: InputColumns) -> dict[str, Any]:
+    """Return the columns of inputs that were given without names."""
+    names = inputs.names
+    if len(names) == 1:
+        is_one = isinstance(given, (list, tuple)) and len(given) == 1
+        wrapped = given[0] if is_one and isinstance(given[0], np.ndarray) else None
+        if wrapped is not None and wrapped.ndim > (names[0] in inputs.matrices):
+            given = wrapped
+        return _columns_of_input(given, names[0], inputs)
+    if isinstance(given, np.ndarray):
+        if given.ndim == 2 and given.shape[1] == len(inputs.columns):
+            return dict(zip(inputs.columns, given.T, strict=True))
+        given_as = f"an array of shape {given.shape}"
+    elif isinstance(given, (list, tuple)):
+        if len(given) == len(names):
+            parts = (_columns_of_input(*p, inputs) for p in zip(given, names, strict=True))
+            return {name: column for part in parts for name, column in part.items()}
+        given_as = f"{len(given)} arrays"
+    else:
+        given_as = type(given).__name__
+    raise ParamError(
+        f"rows: expected the {len(names)} features {', '.join(names)}: a dict or data frame "
+        f"of columns, a list of dicts (one for each row), or one array for each, found {given_as}."
+    )
+
+
+def _columns_of_input(given: Any, name: str, inputs: InputColumns) -> dict[str, Any]:
+    """Return the columns of one input that was given as an array."""
+    if name not in inputs.matrices:
+        return {name: given}
+    columns = inputs.matrices[name]
+    try:
+        shape = np.shape(given)
+    except ValueError:  # rows of several lengths
+        shape = (len(given),)
+    if len(shape) != 2 or shape[1] != len(columns):
+        raise ParamError(
+            f"rows: expected an array of shape (rows, {len(columns)}) for {name!r}, with the "
+            f"columns {', '.join(columns)}, found the shape {shape}."
+        )
+    return dict(zip(columns, np.asarray(given).T, strict=True))
+
+
+def _column(values: Any, name: str) -> Array | pa.Array:
+    """Return a column as a NumPy array if it holds numbers, otherwise as an Arrow array."""
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+        if isinstance(values, pa.ChunkedArray):
+            values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([])
+    if isinstance(values, pa.Array):
+        return _decoded(values)
+    numpy_type = getattr(values, "dtype", None)
+    is_extension = numpy_type is not None and not isinstance(numpy_type, np.dtype)
+    if not is_extension:
+        try:
+            array = values if isinstance(values, np.ndarray) else np.asarray(values)
+        except ValueError as error:
+            if all(value is not None for value in values):
+                raise DataError(
+                    f"Column {name!r} is ragged: its arrays differ in length. Pad or cut them to "
+                    "one length."
+                ) from error
+            array = np.asarray(values, object)  # arrays and nulls
+        if array.ndim == 0:
+            raise ParamError(
+                f"rows: column {name!r} is {values!r}; expected an array, rows first. For single "
+                "rows give a list of dicts."
+            )
+        if array.dtype.kind in "biufmMcV":
+            return array
+        # Arrow accepts only arrays of one dimension, and does not know Spark's vectors.
+        objects = array.astype(object)
+        is_text = any(isinstance(value, (str, bytes)) for value in objects)
+        values = [_for_arrow(value, is_text) for value in objects]
+    try:
+        column = pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ColumnError(
+            f"Column {name!r} holds values of which the model can take none ({error})."
+        ) from error
+    return _decoded(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)
+
+
+def _for_arrow(value: Any, is_text: bool) -> Any:
+    """Convert an object to a type that Arrow accepts; missing values become None."""
+    value = _dense(value)
+    if isinstance(value, np.ndarray) and value.ndim > 1:
+        return value.tolist()
+    # Pandas marks missing text with NaN; elsewhere NaN is a number.
+    is_missing = type(value).__name__ == "NAType" or (is_text and isinstance(value, float))
+    return None if is_missing else value
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _check_type(array: Array, name: str, is_text: bool) -> None:
+    kind = array.dtype.kind
+    if kind in "biuf" or not array.size:
+        return
+    if kind == "O" and is_text and all(isinstance(v, (str, bytes)) for v in array.flat):
+        return
+    kind_name = (
+        "text" if kind == "O" and isinstance(array.flat[0], (str, bytes)) else array.dtype.name
+    )
+    raise ColumnError(
+        f"Column {name!r} holds {kind_name}; the model takes numbers, booleans and arrays of them. "
+        "Convert it."
+    )
+
+
+def _as_array(
+    name: str, array: Array, shape: tuple[int, ...], kind: OutputType, valid: Array | None
+) -> Array:
+    values = kind.array(array.reshape(-1) if is_scalar(shape) else array, name)
+    if valid is None:
+        return values
+    missing: Any = None if values.dtype.hasobject else np.nan
+    dtype = values.dtype if values.dtype.kind in "fO" else np.dtype(np.float64)
+    filled = np.full((len(valid), *values.shape[1:]), missing, dtype)
+    filled[valid] = values
+    return filled
