@@ -60,7 +60,7 @@ class Saved:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the folder holds a ``PipelineModel``."""
+        """True if the folder holds a ``PipelineModel``."""
         return self.class_name in _PIPELINES
 
     @property
