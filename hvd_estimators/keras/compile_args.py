@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.data.arrays import Array
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
+from hvd_estimators.training.class_weight import check_rank
 
 
 def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
@@ -27,7 +26,7 @@ def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     weights : mapping
         Class to weight.
     """
-    _check_rank(labels)
+    check_rank(labels)
     if labels.shape.rank > 1 and labels.shape[-1] > 1:
         classes = tf.argmax(labels, axis=-1)
     else:
@@ -41,39 +40,6 @@ def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     )
     has_weight = tf.equal(tf.gather(numbers, indices), classes)
     return tf.where(has_weight, values, tf.ones_like(values))
-
-
-def check_classes(name: str, labels: Array) -> None:
-    """Check that labels are class numbers or one-hot rows. Runs on the driver.
-
-    Raises
-    ------
-    ShapeError
-        If a row has more than one dimension.
-    DataError
-        If the labels contain other numbers.
-    """
-    _check_rank(labels)
-    if labels.ndim == 2 and labels.shape[1] > 1:
-        # Compares with the row's largest value, because labels may be smoothed.
-        odd = (labels == labels.max(axis=1, keepdims=True)).sum(axis=1) > 1
-    else:
-        labels = labels.reshape(-1)
-        odd = labels != np.round(labels)
-    if odd.any():
-        raise DataError(
-            f"class_weight: expected class numbers or one-hot rows in column {name!r}, found "
-            f"{labels[odd][0].tolist()}. Leave class_weight out, and set sample_weight_col "
-            "to a column with the weight of each row."
-        )
-
-
-def _check_rank(labels: Any) -> None:
-    if len(labels.shape) > 2:
-        raise ShapeError(
-            "class_weight: expected class numbers or one-hot rows as labels, found rows of shape "
-            f"{tuple(labels.shape[1:])}. Leave class_weight out, and weigh elements in the loss."
-        )
 
 
 @dataclass(frozen=True)

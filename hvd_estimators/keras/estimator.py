@@ -23,7 +23,7 @@ from hvd_estimators.keras.backend import (
     model_optimizers,
 )
 from hvd_estimators.keras.collectives import reductions_of
-from hvd_estimators.keras.compile_args import CompileSettings, check_classes
+from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun, check_batches
 from hvd_estimators.keras.inputs import input_keys, input_structure
 from hvd_estimators.keras.model import KerasModel
@@ -33,6 +33,7 @@ from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.class_weight import check_classes
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 

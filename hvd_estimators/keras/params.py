@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,8 @@ from hvd_estimators.keras.losses import (
 )
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.user_callbacks import check_callbacks
-from hvd_estimators.params import integer, narrowed, number, numbers, objects, param
+from hvd_estimators.params import integer, narrowed, numbers, objects, param
+from hvd_estimators.params.class_weight import ClassWeightParams
 
 
 def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:
@@ -55,25 +55,6 @@ def label_weights(
     if isinstance(value, Mapping):
         return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
     return numbers(name, value)
-
-
-def class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
-    """Accept a dict of class numbers to weights."""
-    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
-    if not isinstance(value, Mapping):
-        raise ParamError(f"{expected}, found {value!r}.")
-    weights = {}
-    for key, weight in value.items():
-        try:
-            index = -1 if isinstance(key, (bool, np.bool_)) else operator.index(key)
-        except TypeError:
-            index = -1
-        if index < 0:
-            raise ParamError(f"{expected}, found the class {key!r}.")
-        weights[index] = number(0)(f"{name}[{index}]", weight)
-        if not np.isfinite(weights[index]):
-            raise ParamError(f"{name}[{index}]: expected a finite number, found {weight!r}.")
-    return weights
 
 
 logger = logging.getLogger(__name__)
@@ -97,7 +78,7 @@ def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-class KerasParams(HorovodEstimator):
+class KerasParams(ClassWeightParams, HorovodEstimator):
     """Params for compiling and training a Keras model."""
 
     _model_class = keras.Model
@@ -138,12 +119,6 @@ class KerasParams(HorovodEstimator):
         "Environment variables of the ranks; None deletes a variable.",
         default={},
         convert=environment,
-    )
-    class_weight = param(
-        "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
-        "In training, a row's weight is its class's weight times that of sample_weight_col. "
-        "Other classes have the weight 1.",
-        convert=class_weights,
     )
     tensorflow_dataset_prefetch_buffer_size = param(
         "Number of prefetched batches, in addition to some MiB of rows that are not batched yet.",
@@ -192,11 +167,7 @@ class KerasParams(HorovodEstimator):
                 "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
                 f"{checkpoint!r}."
             )
-        if get("class_weight") and len(get("label_cols")) != 1:
-            raise ParamError(
-                f"class_weight: expected a single label, found {get('label_cols')}. Set "
-                "sample_weight_col, or weights in the losses."
-            )
+        self._check_class_weight(get("label_cols"))
         label_shapes = get("label_shapes")
         if label_shapes is not None and len(label_shapes) != len(get("label_cols")):
             raise ParamError(

@@ -177,6 +177,7 @@ class LightningParams(TorchEstimator):
             "loss",
             "loss_weights",
             "loss_constructors",
+            "class_weight",
             "loss_form",
             "metrics",
             "train_minibatch_fn",

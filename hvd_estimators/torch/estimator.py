@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, repeated
@@ -30,6 +31,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.class_weight import check_classes
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
 
@@ -88,6 +90,12 @@ class TorchEstimator(TorchEstimatorSignatures):
         inputs = tensors.inputs(repeated(columns, 1))
         one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
         return Trial(tried or shapes or None, one_row)
+
+    def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
+        super()._check_trial(trial, manifest)
+        if self.getOrDefault("class_weight") and self._transformation() is None:
+            (label,) = self.getOrDefault("label_cols")
+            check_classes(label, self._first_rows(manifest)[label])
 
     def _metric_names(self) -> list[str] | None:
         names = self._named_metrics().names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hvd_estimators.torch.loss import (
 )
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
+from hvd_estimators.training.class_weight import check_rank
 
 LOSS_FORMS = ("per_label", "joint")
 """Loss forms: one loss per output and label, or a single loss over all outputs and labels."""
@@ -153,6 +154,8 @@ class Objective:
         Whether one loss takes all outputs and labels.
     upstream_names : bool
         See `Metrics`.
+    class_weight : mapping of int to float, or None
+        Weights by which training multiplies those of rows; see `class_weights`.
     """
 
     tensors: TensorSpec
@@ -163,6 +166,12 @@ class Objective:
     train_minibatch_fn: Callable[..., tuple[Any, torch.Tensor]] | None
     joint: bool = False
     upstream_names: bool = False
+    class_weight: Mapping[int, float] | None = None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Return whether rows have weights."""
+        return self.tensors.sample_weight_col is not None or bool(self.class_weight)
 
     @property
     def named_metrics(self) -> Metrics:
@@ -188,10 +197,9 @@ class Objective:
         if losses is None and self.loss_constructors is not None:
             offered = {"device": device, **offered}
             losses = [_call_with_known(make, offered) for make in self.loss_constructors]
-            weighted = self.tensors.sample_weight_col is not None
             if self.joint:
-                check_joint(losses[0], weighted, "loss_constructors")
-            elif weighted:
+                check_joint(losses[0], self.is_weighted, "loss_constructors")
+            elif self.is_weighted:
                 check_weightable(losses, "loss_constructors")
         if losses is None:
             return RankObjective(self, None, device)
@@ -219,6 +227,7 @@ class RankObjective:
         self._loss = loss
         self._device = device
         self._train_minibatch_fn = objective.train_minibatch_fn
+        self._class_weight = objective.class_weight
         self._step_loss: StepLoss | None = None
         self.metrics = objective.named_metrics
 
@@ -269,7 +278,12 @@ class RankObjective:
     def evaluate(
         self, module: torch.nn.Module, batch: Batch, share: StepShare | None = None
     ) -> Evaluation:
-        """Return a batch's evaluation; with ``share``, including the loss for a backward pass."""
+        """Return a batch's evaluation; with ``share``, including the loss for a backward pass.
+
+        A batch with ``share`` is one of training, to which class weights apply.
+        """
+        if share is not None:
+            batch = self._with_class_weights(batch)
         raw = self._tensors.call(module, batch.inputs)
         outputs, labels = self._tensors.align(raw, batch.labels)
         given: tuple[Any, Any] = (outputs, labels)
@@ -350,6 +364,12 @@ class RankObjective:
         step_loss = loss * share.scale(part, None) if stated > 0 else _no_gradient(outputs)
         mean, counted = part.mean.detach(), _counted(part)
         return Evaluation(mean, outputs, labels, batch.rows, counted, step_loss, stated)
+
+    def _with_class_weights(self, batch: Batch) -> Batch:
+        if not self._class_weight:
+            return batch
+        weights = class_weights(batch.labels[0], self._class_weight)
+        return replace(batch, weights=weights if batch.weights is None else batch.weights * weights)
 
     def loss_in_step(self, returned: Any) -> Any:
         """Return the contribution to the step, on this rank, of a loss that a closure returned."""
@@ -493,6 +513,25 @@ class StepLoss:
     def _note(self, denominator: Any) -> None:
         if self._passes > 1:
             self._denominators.add(denominator, self._share.rows)
+
+
+def class_weights(labels: torch.Tensor, weights: Mapping[int, float]) -> torch.Tensor:
+    """Return the class weight of each row; 1 for classes without a weight.
+
+    Parameters
+    ----------
+    labels : torch.Tensor
+        Class numbers, of shape ``(rows,)`` or ``(rows, 1)``, or one-hot rows.
+    weights : mapping of int to float
+        Class to weight.
+    """
+    check_rank(labels)
+    is_one_hot = labels.dim() > 1 and labels.shape[-1] > 1
+    classes = labels.argmax(dim=-1) if is_one_hot else labels.reshape(-1).round().long()
+    numbers = torch.tensor(sorted(weights), device=labels.device)
+    values = torch.tensor([weights[n] for n in sorted(weights)], device=labels.device)
+    positions = torch.searchsorted(numbers, classes).clamp_(max=len(numbers) - 1)
+    return torch.where(numbers[positions] == classes, values[positions], 1.0)
 
 
 def _row_mean(loss: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

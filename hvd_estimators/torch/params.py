@@ -18,6 +18,7 @@ from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.building import build, is_function
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
+from hvd_estimators.params.class_weight import ClassWeightParams
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_modes
@@ -86,7 +87,7 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
     return converted
 
 
-class TorchParams(TorchFiles, HorovodEstimator):
+class TorchParams(TorchFiles, ClassWeightParams, HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
 
     model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")
@@ -187,6 +188,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
     _optional_run_settings = (
         *HorovodEstimator._optional_run_settings,
         "loss_form",
+        "class_weight",
         *_step_params,
     )
 
@@ -342,16 +344,16 @@ class TorchParams(TorchFiles, HorovodEstimator):
             self._warn_of_undeclared_state()
 
     def _check_step(self) -> None:
-        """Check clipping, scheduler and precision."""
+        """Check clipping, scheduler, precision and class weights."""
         get = self.getOrDefault
         defaults = self._defaults()
         if get("train_minibatch_fn") is not None:
-            for name in self._step_params:
+            for name in (*self._step_params, "class_weight"):
                 of_epochs = name == "lr_scheduler" and get("lr_scheduler_interval") == "epoch"
                 if get(name) != defaults.get(name) and not of_epochs:
                     raise ParamError(
-                        f"{name}: found {get(name)!r} and a train_minibatch_fn, which steps the "
-                        f"optimizer itself. Leave {name} out, and do this in the function."
+                        f"{name}: found {get(name)!r} and a train_minibatch_fn, which has its own "
+                        f"loss and step. Leave {name} out, and do this in the function."
                     )
         if get("lr_scheduler") is not None:
             module, optimizer = get("model"), get("optimizer")
@@ -372,6 +374,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
                     "own loss needs neither, without validation."
                 )
             return
+        self._check_class_weight(labels)
         if self._is_joint:
             self._check_joint_loss("loss" if constructors is None else "loss_constructors")
             return
@@ -389,7 +392,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
                 f"outputs: expected one per label, {len(labels)}, found {len(chosen)}: {chosen}. "
                 "Set loss_form='joint' for one loss of all outputs."
             )
-        if loss is not None and get("sample_weight_col"):
+        if loss is not None and self._is_weighted:
             check_weightable(self._per_label("loss"))
 
     def _check_joint_loss(self, name: str) -> None:
@@ -398,7 +401,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
         if len(given) != 1:
             raise ParamError(f"{name}: expected one with loss_form='joint', found {len(given)}.")
         if name == "loss":
-            check_joint(given[0], get("sample_weight_col") is not None)
+            check_joint(given[0], self._is_weighted)
         if get("loss_weights") is not None:
             raise ParamError(
                 "loss_weights: a joint loss weights its parts itself. Leave loss_weights out."
@@ -410,6 +413,10 @@ class TorchParams(TorchFiles, HorovodEstimator):
                 f"label_cols={labels}, outputs={chosen}. Leave metrics out, or set one output per "
                 "label in outputs."
             )
+
+    @property
+    def _is_weighted(self) -> bool:
+        return bool(self.getOrDefault("sample_weight_col") or self.getOrDefault("class_weight"))
 
     @property
     def _is_joint(self) -> bool:
@@ -441,6 +448,7 @@ class TorchParams(TorchFiles, HorovodEstimator):
             train_minibatch_fn=self.getOrDefault("train_minibatch_fn"),
             joint=self._is_joint,
             upstream_names=self._upstream_names,
+            class_weight=self.getOrDefault("class_weight"),
         )
 
     def _loss(self) -> Loss | JointLoss | None:
