@@ -299,8 +299,10 @@ def pad_large_rows(
     types = {name: dataset.schema[name].dataType for name in columns}
     sizes = [_known_items(types[name], known_sizes.get(name)) for name in columns]
     if None not in sizes:
-        row_items = sum(size for size in sizes if size is not None) + output_items
-        if row_items * _ITEM_BYTES * _MARGIN <= counted_as_one:
+        # The size of a plain number is exact.
+        margins = [_MARGIN if _may_be_large(kind) else 1 for kind in types.values()]
+        row_items = sum(size * margin for size, margin in zip(sizes, margins, strict=True) if size)
+        if (row_items + output_items * _MARGIN) * _ITEM_BYTES <= counted_as_one:
             return None
     total = F.lit(output_items * _ITEM_BYTES)
     for name, data_type in types.items():
