@@ -319,7 +319,8 @@ class HorovodModel(
         By default, an output with one number per row becomes a double. Every other output becomes
         an array of doubles, because SQL has no vectors; `pyspark.ml.functions.array_to_vector`
         converts arrays to vectors. ``output_types`` overrides these types. Several outputs and the
-        class columns become the fields of a struct, with the column names of `transform`.
+        class columns become the fields of a struct, with the column names of `transform`. Without
+        ``predictionCol``, the UDF does not add a class as the only one of these columns.
 
         This method runs on the driver and starts no Spark job. Unlike `transform`, the UDF has no
         access to the DataFrame:
@@ -351,7 +352,7 @@ class HorovodModel(
         session = active_session()
         if name is not None:
             checked_name(session, name)
-        if self.getOrDefault("predictionCol") and not self.isSet("predictionCol"):
+        if self._class_columns().keys() == {"prediction"} and not self.isSet("predictionCol"):
             return self._without_default_prediction().as_udf(name)
         inference = self._inference(None)
         is_text = self._takes_text()

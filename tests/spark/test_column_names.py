@@ -157,7 +157,7 @@ def test_an_estimator_trains_on_columns_of_any_name(spark: Any, store: Any) -> N
         store, feature_cols=["a`.b"], label_cols=["__split"], validation="held` out"
     )
     model = estimator.fit(frame.where("id < 20"))
-    assert model.transform(frame).columns == [*frame.columns, "__split__output"]
+    assert model.transform(frame).columns == [*frame.columns, "__split__output", "prediction"]
     assert np.isfinite(model.getHistory()[-1]["validation"]["loss"])
 
 

@@ -198,7 +198,6 @@ def test_a_store_without_write_access_is_rejected(spark: Any, tmp_path: Path) ->
     ("params", "message"),
     [
         ({"model": None, "optimizer": None}, "model is not set"),
-        ({"feature_cols": None}, "feature_cols is not set"),
         ({"loss": None}, "loss or loss_constructors"),
         ({"loss_constructors": [torch.nn.MSELoss]}, "loss or loss_constructors"),
         ({"loss_weights": [1.0, 2.0]}, "loss_weights: expected one per label, 1, found 2"),
