@@ -200,7 +200,8 @@ def test_joint_losses_train_as_one_process(
     path = str(tmp_path / "saved")
     model.save(path)
     loaded = (load_predictor if framework == "torch" else load_lightning)(path)
-    (column,) = loaded.output_columns
+    column, *classes = loaded.output_columns
+    assert classes == (["prediction"] if params["loss"] is F.cross_entropy else [])
     assert column == ("y__output" if params["label_cols"] else "output")
     given_columns = {name: columns[name].numpy() for name in names}
     np.testing.assert_allclose(
