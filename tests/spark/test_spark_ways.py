@@ -261,7 +261,7 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         described = mlflow.models.Model.load(path)
         types = {c.name: str(c.type) for c in described.signature.inputs.inputs}
         assert types == {"x": "Array(double)", "n": "DataType.long"}
-        assert described.signature.outputs.input_types() == [mlflow.types.DataType.double]
+        assert described.signature.outputs.input_types() == [mlflow.types.DataType.double] * 2
         example = described.load_input_example(path)
         given = {(*row["x"], row["n"]) for row in frame.collect()}
         assert {(*x, n) for x, n in zip(example.x, example.n, strict=True)} <= given
@@ -286,7 +286,7 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
             text=True,
         )
         predicted, package = json.loads(done.stdout)
-        assert predicted == {"größe y__output": expected}
+        assert predicted == {"größe y__output": expected, "prediction": expected}
         # No index has the package of a checkout, so the model contains it.
         assert Path(package).is_relative_to(path)
         assert (Path(path, "code") / "nets_beside_script.py").exists()
