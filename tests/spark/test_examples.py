@@ -87,6 +87,7 @@ def test_every_program_has_help_and_a_line_in_the_readme(
         assert "--output OUTPUT" in out
 
 
+@pytest.mark.soak
 def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd: Any) -> None:
     rossmann = example("rossmann")
     args = options("rossmann", "--stores", "4", "--epochs", "2")
