@@ -75,6 +75,7 @@ def input_structure(
         hint = ""
         if len(inputs) == 1:
             hint = matrix_hint(dict.fromkeys(feature_cols, ()))
+            hint += " pyspark.ml.feature.VectorAssembler also joins vectors."
         elif len(inputs) < len(feature_cols):
             hint = ' [["a", "b"], "c"] makes one input of the columns a and b, and another of c.'
         raise ShapeError(

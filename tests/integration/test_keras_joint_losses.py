@@ -151,7 +151,8 @@ def test_outputs_and_labels_need_not_match(ranks: Any, tmp_path: Path, case: str
     path = str(tmp_path / "saved")
     fitted.save(path)
     loaded = load_predictor(path)
-    (column,) = loaded.output_columns
+    column, *classes = loaded.output_columns
+    assert classes == (["prediction"] if params["label_cols"] else [])
     assert column == ("y__output" if params["label_cols"] else "output")
     place = 1 if params["label_cols"] else 0
     np.testing.assert_allclose(

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.collectives import GradientAverager
+from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
 from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.gradients import distribute
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -166,7 +166,7 @@ class Trained:
         optimizer = keras.optimizers.SGD(0.5)
         distribute(optimizer, averager, passes)
         self.model.compile(optimizer, loss, run_eagerly=True)
-        self.denominators = LossDenominators([averager], passes, 4, False)
+        self.denominators = LossDenominators([averager], passes, 4, False, sum_tensors)
         self.steps = self.model.train_step, self.model.test_step
         self.averager = averager
 
