@@ -40,10 +40,10 @@ def test_the_params_of_the_example_are_accepted(params):
     check(params)
 
 
-@pytest.mark.parametrize("name", ["model", "feature_cols", "label_cols"])
-def test_errors_name_the_missing_param(params, name):
+@pytest.mark.parametrize(("name", "value"), [("model", None), ("feature_cols", [])])
+def test_errors_name_the_missing_param(params, name, value):
     with pytest.raises(ParamError, match=f"^{name} is not set"):
-        check({**params, name: None})
+        check({**params, name: value})
 
 
 @pytest.mark.parametrize(
