@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_BYTES = 8000
+_random = random.SystemRandom()  # tests seed the other one
 
 
 class Server:
@@ -89,15 +92,20 @@ class Server:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return unused ports of 127.0.0.1."""
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Return unused ports of 127.0.0.1.
+
+    They are not among those that Linux assigns to connections (32,768 and more). A server may start
+    seconds later, and a port of these may be taken then.
+    """
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < number:
+            bound = stack.enter_context(socket.socket())
+            port = _random.randrange(10_000, 30_000)
+            with contextlib.suppress(OSError):
+                bound.bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports
 
 
 def answers(port: int) -> bool:
