@@ -352,8 +352,8 @@ class HorovodModel(
         session = active_session()
         if name is not None:
             checked_name(session, name)
-        if self._class_columns().keys() == {"prediction"} and not self.isSet("predictionCol"):
-            return self._without_default_prediction().as_udf(name)
+        if self._default_prediction and self._class_columns().keys() == {"prediction"}:
+            return self._without_prediction().as_udf(name)
         inference = self._inference(None)
         is_text = self._takes_text()
         udf = make_udf(
@@ -368,26 +368,25 @@ class HorovodModel(
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns lazily: prediction runs when the result is used."""
         require_frame("dataset", dataset)
-        model = self
-        if not self.isSet("predictionCol") and self.getOrDefault("predictionCol"):
-            model = self._with_free_prediction(dataset)
+        model, name = self, self._default_prediction
+        if name and clashing(dataset, name, dataset.columns):
+            logger.warning(
+                "predictionCol: the DataFrame has a column %r already, so transform() adds none. "
+                "Set predictionCol to another name to add this model's, or to '' to leave it out.",
+                name,
+            )
+            model = self._without_prediction()
         with naming_transformation(self.getOrDefault):
             return model._transformed(dataset)
 
-    def _with_free_prediction(self, dataset: DataFrame) -> Self:
-        """Return this model, or a copy without its default column if the DataFrame has that."""
-        name = self.getOrDefault("predictionCol")
-        if not clashing(dataset, name, dataset.columns):
-            return self
-        logger.warning(
-            "predictionCol: the DataFrame has a column %r already, so transform() adds none. Set "
-            "predictionCol to another name to add this model's, or to '' to leave it out.",
-            name,
-        )
-        return self._without_default_prediction()
+    @property
+    def _default_prediction(self) -> str | None:
+        """Name of the prediction column if it is a default; None if it was set, or is none."""
+        name: str | None = self.getOrDefault("predictionCol")
+        return None if self.isSet("predictionCol") else name
 
-    def _without_default_prediction(self) -> Self:
-        return self if self.isSet("predictionCol") else self.copy({"predictionCol": ""})
+    def _without_prediction(self) -> Self:
+        return self.copy({"predictionCol": ""})
 
     def _transformed(self, dataset: DataFrame) -> DataFrame:
         require_columns(dataset, "feature_columns", self._input_columns().columns)
