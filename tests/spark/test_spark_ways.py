@@ -275,8 +275,8 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         assert {"mlflow-skinny", "numpy", "torch"} <= names
         assert names.isdisjoint({"horovod", "pyspark", "keras"})
 
-        rows = frame.select("x", "n").toPandas()
-        arguments = [path, json.dumps({name: list(rows[name]) for name in rows}, default=int)]
+        rows = [row.asDict() for row in frame.select("x", "n").collect()]
+        arguments = [path, json.dumps(rows)]
         done = subprocess.run(
             [sys.executable, "-c", PREDICT_WITHOUT_SPARK, *arguments],
             cwd="/",
