@@ -122,6 +122,7 @@ def further_ways(model: Any, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.once
 def test_run_gives_every_rank_a_task_for_calls_of_any_size(connect: Application) -> None:
     def job() -> Any:
         from hvd_estimators import run
