@@ -14,7 +14,6 @@ columns stay above the UDF.
 
 from __future__ import annotations
 
-import functools
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.loading.transform import EditedField
-from hvd_estimators.prepare.schema import clashing, quoted, stored_column, vector_width
+from hvd_estimators.prepare.schema import columns_alike, quoted, stored_column, vector_width
 
 _ROWS = 2
 """Number of rows of zeros; two rows show which dimension counts the rows."""
@@ -126,7 +125,8 @@ def without_nulls(dataset: DataFrame, names: Iterable[str]) -> DataFrame:
             conditions.append(column.isNotNull())
         if _may_hold_null(field.dataType):
             conditions.append(~_holds_null(column, field.dataType))
-    return dataset.where(functools.reduce(operator.and_, conditions)) if conditions else dataset
+    # A chain of "and" over a thousand columns is too deep for Spark's recursion.
+    return dataset.where(~F.array_contains(F.array(*conditions), False)) if conditions else dataset
 
 
 def _may_hold_null(data_type: T.DataType) -> bool:
@@ -304,19 +304,22 @@ def pad_large_rows(
         row_items = sum(size * margin for size, margin in zip(sizes, margins, strict=True) if size)
         if (row_items + output_items * _MARGIN) * _ITEM_BYTES <= counted_as_one:
             return None
-    total = F.lit(output_items * _ITEM_BYTES)
-    for name, data_type in types.items():
-        total = total + _num_bytes(F.col(quoted(name)), data_type)
+    may_be_large = {name: kind for name, kind in types.items() if _may_be_large(kind)}
+    num_plain = len(types) - len(may_be_large) + output_items
+    num_bytes = [_num_bytes(F.col(quoted(name)), kind) for name, kind in may_be_large.items()]
+    # A chain of "+" over a thousand columns is too deep for Spark's recursion.
+    plain_bytes = F.lit(num_plain * _ITEM_BYTES).cast("long")
+    total = F.aggregate(F.array(*num_bytes, plain_bytes), F.lit(0).cast("long"), operator.add)
     count = F.least(F.ceil(total / F.lit(counted_as_one)), F.lit(max_rows))
     marker = f"__empty_{uuid.uuid4().hex}"
     numbers = F.sequence(F.lit(0), F.greatest(count, F.lit(1)).cast("int") - 1)
     frame = dataset.select("*", F.explode(numbers).alias(marker))
     is_row = PaddedFrame(frame, marker).is_row
+    alike = columns_alike(dataset)
     large = [
         field
         for field in dataset.schema
-        if _may_be_large(field.dataType)
-        and len(clashing(dataset, field.name, dataset.columns)) == 1
+        if _may_be_large(field.dataType) and len(alike[field.name]) == 1
     ]
     emptied = {}
     for field in large:

@@ -38,20 +38,35 @@ def unused_name(name: str, used_names: Iterable[str]) -> str:
 
 def clashing(df: DataFrame, name: str, names: Sequence[str]) -> list[str]:
     """Return the names of a list that Spark considers equal to a name."""
+    key = _key_of_names(df)
+    wanted = key(name)
+    return [candidate for candidate in names if key(candidate) == wanted]
+
+
+def columns_alike(df: DataFrame) -> dict[str, list[str]]:
+    """Return for each column the columns whose names Spark considers equal to its name."""
+    key = _key_of_names(df)
+    groups: dict[str, list[str]] = {}
+    for name in df.columns:
+        groups.setdefault(key(name), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def _key_of_names(df: DataFrame) -> Callable[[str], str]:
+    """Return a function that returns equal keys for names that Spark considers equal."""
     if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
-        return [candidate for candidate in names if candidate == name]
-    return [candidate for candidate in names if _alike(candidate, name)]
+        return str
+    return _folded
 
 
-def _alike(name: str, other: str) -> bool:
-    """Return whether Spark's resolver considers two names equal, as equalsIgnoreCase does.
+def _folded(name: str) -> str:
+    """Return a name's key for Spark's resolver, which compares names with equalsIgnoreCase.
 
     Python's casefold differs: it converts "ß" to "ss", and preserves the Turkish dotless i.
     """
-    return len(name) == len(other) and all(
-        a == b or _upper(a) == _upper(b) or _lower(_upper(a)) == _lower(_upper(b))
-        for a, b in zip(name, other, strict=True)
-    )
+    if name.isascii():
+        return name.lower()
+    return "".join(_lower(_upper(character)) for character in name)
 
 
 def _upper(character: str) -> str:
@@ -99,15 +114,15 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
     """
     if not names:
         raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
-    columns = df.columns
-    missing = [name for name in names if name not in columns]
+    alike_columns = columns_alike(df)
+    missing = [name for name in names if name not in alike_columns]
     if missing:
         raise ColumnError(
             f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
-            f"its columns are {', '.join(columns)}."
+            f"its columns are {', '.join(df.columns)}."
         )
     for name in names:
-        alike = clashing(df, name, columns)
+        alike = alike_columns[name]
         if len(alike) > 1:
             remedy = "Rename or drop the others (toDF renames by position)"
             if len(set(alike)) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,19 @@ def test_rows_of_known_small_size_are_sent_without_empty_rows(spark: Any, tmp_pa
     numbers = spark.range(1).select(*(F.lit(0.5).alias(name) for name in names))
     plan = str(model.transform(numbers)._jdf.queryExecution().optimizedPlan())
     assert "__empty_" not in plan  # 2,400 bytes, of 3,355 for each of 10,000 rows
+
+
+@pytest.mark.parametrize("num_columns", [20, pytest.param(1000, marks=pytest.mark.soak)])
+def test_bytes_of_many_columns_are_counted(spark: Any, num_columns: int) -> None:
+    numbers = F.array_repeat(F.col("id"), 100)
+    frame = spark.range(2).select("id", *(numbers.alias(f"c{n}") for n in range(num_columns)))
+
+    padded = frames_of_udfs.pad_large_rows(frame, frame.columns, {}, output_items=3)
+
+    assert padded is not None
+    num_bytes = 8 * (1 + num_columns * 100 + 3)
+    share = frames_of_udfs.BATCH_BYTES / 10_000
+    assert padded.frame.count() == 2 * math.ceil(num_bytes / share)
 
 
 def test_nulls_are_found_among_empty_rows(spark: Any, tmp_path: Path) -> None:
