@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -136,7 +137,7 @@ def test_a_new_run_fails_if_a_logger_does_not_start(
         def start(self, run: LoggedRun) -> None:
             import_client("wandb", type(self).__name__)
 
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     expected = "NeedsAPackage needs the package wandb.*pip install wandb. The driver does not"
     with pytest.raises(DependencyError, match=expected), logs_of(NeedsAPackage()):
         pytest.fail("the block must not begin")
