@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,12 @@ from hvd_estimators.fitting.default_store import configured_store
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.parquet_files import ParquetFiles, Paths, find_files
 from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
+from hvd_estimators.fitting.record import (
+    RunRecord,
+    hyperparameters,
+    noted_params,
+    start_note,
+)
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
@@ -250,7 +256,10 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 self._log_learning_rates(tried, order.canonical_shards)
 
             def spec_for(num_ranks: int) -> TrainSpec:
-                common = self._common_spec(manifest, num_ranks, run.paths, order)
+                common = replace(
+                    self._common_spec(manifest, num_ranks, run.paths, order),
+                    hyperparameters=hyperparameters(self, self._learning_rates(tried)),
+                )
                 self._check_spec(common, tried)
                 return self._make_spec(common, tried)
 

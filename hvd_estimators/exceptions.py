@@ -19,6 +19,7 @@ __all__ = [
     "HvdEstimatorsError",
     "JobCancelledError",
     "LeftOutError",
+    "LoggerError",
     "NotFiniteError",
     "ParamError",
     "PredictionError",
@@ -82,6 +83,10 @@ class ReaderError(HvdEstimatorsError, RuntimeError):
 
 class LeftOutError(HvdEstimatorsError, ImportError):
     """Use of a ``horovod.spark`` name that this package does not provide."""
+
+
+class LoggerError(HvdEstimatorsError, RuntimeError):
+    """Failure of a logger (``loggers``) to start, on rank 0 of a new run."""
 
 
 class SlotsError(HvdEstimatorsError, RuntimeError):

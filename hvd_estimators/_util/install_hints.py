@@ -9,6 +9,7 @@ BUILD_HOROVOD = "hvd-estimators build-horovod"
 
 INSTALL = {
     "adlfs": 'pip install "hvd_estimators[azure]"',
+    "comet_ml": "pip install comet_ml",
     "gcsfs": 'pip install "hvd_estimators[gcs]"',
     "hdfs_native": 'pip install "hvd_estimators[hdfs]"',
     "horovod": BUILD_HOROVOD,
@@ -25,6 +26,7 @@ INSTALL = {
     "s3fs": 'pip install "hvd_estimators[s3]"',
     "tensorflow": 'pip install --upgrade "hvd_estimators[keras]"',
     "torch": 'pip install --upgrade "hvd_estimators[torch]"',
+    "wandb": "pip install wandb",
 }
 """Package to the command that installs or upgrades it."""
 

@@ -120,7 +120,8 @@ class TrainPlanning(
         module = self.getOrDefault("data_module")
         check_shards(module, order.canonical_shards, num_ranks, run.run_id)
         params = self._params_in(TrainSpec)
-        params |= {"callbacks": tuple(params["callbacks"]), "store": self._get_store()}
+        params |= {key: tuple(params[key]) for key in ("callbacks", "loggers") if key in params}
+        params["store"] = self._get_store()
         return TrainSpec(
             **params,
             data=self._plan(manifest, order.canonical_shards, num_ranks, order.random_seed),

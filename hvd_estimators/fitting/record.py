@@ -21,6 +21,7 @@ from pyspark.ml import Transformer
 from typing_extensions import Self
 
 import hvd_estimators
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import (
     JobCancelledError,
@@ -46,6 +47,8 @@ _PACKAGES = (
 )
 _SECRET = re.compile(r"secret|passw|token(?!iz)|credential|api_?key|access_?key", re.IGNORECASE)
 _HIDDEN = "(hidden)"
+_NOT_COMPARED = {"backend_env", "run_id", "store", "verbose"}
+"""Params that are not hyperparameters."""
 _MOST_ENTRIES = 100
 _MOST_CHARACTERS = 1000
 _CLOSE_SECONDS = 120.0
@@ -134,6 +137,34 @@ def noted_params(estimator: DeclaredParams, *, only_set: bool = False) -> dict[s
     # Environment variables often contain credentials.
     values["backend_env"] = dict.fromkeys(values.get("backend_env") or (), _HIDDEN) or None
     return {name: _brief(named(v)) for name, v in sorted(values.items()) if v is not None}
+
+
+def hyperparameters(
+    estimator: DeclaredParams, learning_rates: Sequence[float]
+) -> dict[str, bool | int | float | str]:
+    """Return the numbers, strings and booleans among the params that are set.
+
+    Those in dicts have names such as ``model_args/hidden``. Secrets are omitted.
+
+    Parameters
+    ----------
+    estimator : DeclaredParams
+        The estimator.
+    learning_rates : sequence of float
+        The optimizer's rates. A single rate is a hyperparameter even if no param sets it.
+    """
+    rates = set(learning_rates)
+    found: dict[str, Any] = {"learning_rate": rates.pop()} if len(rates) == 1 else {}
+    names = [name for name in estimator._declarations if estimator.isSet(name)]
+    for name in sorted({*names} - _NOT_COMPARED):
+        value = to_python(estimator.getOrDefault(name))
+        entries = {name: value}
+        if isinstance(value, Mapping):
+            entries = {f"{name}/{k}": v for k, v in value.items() if not _SECRET.search(str(k))}
+        found |= {
+            k: _brief(v) for k, v in entries.items() if isinstance(v, (bool, int, float, str))
+        }
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -41,6 +41,14 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
     return [optimizer]
 
 
+def learning_rates(model: keras.Model) -> list[float]:
+    """Return the current learning rates of a model's optimizers, as far as they have one."""
+    optimizers = [o for each in model_optimizers(model) for o in inner_optimizers(each)]
+    rates = [getattr(optimizer, "learning_rate", None) for optimizer in optimizers]
+    # As text, so that a 32-bit 0.05 becomes 0.05 and not 0.05000000074505806.
+    return [float(str(np.asarray(rate)[()])) for rate in rates if rate is not None]
+
+
 def has_own_compile(model: keras.Model) -> bool:
     """Return whether a model's class overrides ``compile``."""
     return type(model).compile is not keras.Model.compile

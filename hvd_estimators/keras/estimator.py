@@ -18,8 +18,8 @@ from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import (
     all_layers,
-    inner_optimizers,
     kept_random_state,
+    learning_rates,
     model_optimizers,
 )
 from hvd_estimators.keras.collectives import reductions_of
@@ -132,8 +132,7 @@ class KerasEstimator(KerasEstimatorSignatures):
             check_classes(label.column, label.array(self._first_rows(manifest)[label.column]))
 
     def _learning_rates(self, trial: Any) -> list[float]:
-        optimizers = map(inner_optimizers, model_optimizers(trial.dry_run.model))
-        return [float(optimizer.learning_rate) for inner in optimizers for optimizer in inner]
+        return learning_rates(trial.dry_run.model)
 
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None

@@ -9,16 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_estimators.keras.backend import learning_rates
 from hvd_estimators.keras.checkpoint import PartialEpoch
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 from hvd_estimators.training.step_control import StepControl
-from hvd_estimators.training.tensorboard import EventWriter
 
 
 class NotFinite:
@@ -161,8 +162,8 @@ class EpochEnd(keras.callbacks.Callback):
         Epochs of an earlier part of the run.
     states : CallbackStates
         Restores the callbacks of a resumed run.
-    writer : EventWriter
-        Writes the logs, unless one of the user's callbacks does.
+    logs : RunLogs
+        Writes the logs.
     progress : Progress
         Reports to the driver.
     save : callable
@@ -185,7 +186,7 @@ class EpochEnd(keras.callbacks.Callback):
         callbacks: Sequence[keras.callbacks.Callback],
         history: Sequence[EpochMetrics],
         states: CallbackStates,
-        writer: EventWriter,
+        logs: RunLogs,
         progress: Progress,
         save: Callable[[int], None],
         step_end: StepEnd,
@@ -193,15 +194,21 @@ class EpochEnd(keras.callbacks.Callback):
         super().__init__()
         self.history = list(history)
         self._states = states
-        self._writer = writer
+        self._logs = logs
         self._progress = progress
         self._save = save
         self._step_end = step_end
         self._own_tensorboard = any(
             isinstance(callback, keras.callbacks.TensorBoard) for callback in callbacks
         )
+        self._learning_rates: list[float] = []
         self.stop = False
         self.stopped = False
+
+    def training_ended(self) -> None:
+        """Record duration and learning rates of an epoch's training, before other callbacks."""
+        self._progress.end_training()
+        self._learning_rates = learning_rates(self.model)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Restore the callbacks, which have just reset their states."""
@@ -222,16 +229,9 @@ class EpochEnd(keras.callbacks.Callback):
         record = EpochMetrics(epoch, train, validation or None)
         self.history.append(record)
         self._progress.record(record)
-        if not self._own_tensorboard:
-            stages = {"train": train, "validation": validation}
-            self._writer.scalars(
-                epoch,
-                {
-                    f"{stage}/{name}": value
-                    for stage, measured in stages.items()
-                    for name, value in scalars(measured).items()
-                },
-            )
+        self._logs.epoch(
+            record, self._learning_rates, self._progress.rows_per_second, self._own_tensorboard
+        )
         stop = float(self.stop or self.model.stop_training)
         (ranks,) = sum_arrays([np.array(stop)], "stop")
         self.model.stop_training = self.stopped = bool(ranks)
@@ -406,6 +406,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
         # Batches of the epoch that an earlier part of the run has trained on.
         self._skipped = 0
         self._batch_ends = True
+        self._is_training = False
         self._epoch = self._done = 0
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -426,6 +427,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
                 self._statistics.resume_epoch(digests, bases)
             self._end.resume_epoch(stop)
         self._epoch, self._done = epoch, self._skipped // self._micro_batches.passes
+        self._is_training = True
         # Checked in every epoch, because instances can get other methods at any time.
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
@@ -457,6 +459,21 @@ class RankCallbacks(keras.callbacks.CallbackList):
         if self._step_end is not None:
             before, self._done = self._done, step + 1
             self._step_end.end(self._epoch, before, step + 1)
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Call the callbacks before a validation, which ends the epoch's training."""
+        self._end_training()
+        super().on_test_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Call the callbacks at the end of an epoch."""
+        self._end_training()
+        super().on_epoch_end(epoch, logs)
+
+    def _end_training(self) -> None:
+        if self._is_training:
+            self._is_training = False
+            self._end.training_ended()
 
     def _defer_stop(self) -> None:
         if self.model.stop_training:

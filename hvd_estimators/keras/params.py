@@ -39,6 +39,7 @@ from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dum
 from hvd_estimators.keras.user_callbacks import check_callbacks
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
 from hvd_estimators.params.class_weight import ClassWeightParams
+from hvd_estimators.params.loggers import LoggerParams
 
 
 def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:
@@ -78,7 +79,7 @@ def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-class KerasParams(ClassWeightParams, HorovodEstimator):
+class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
     """Params for compiling and training a Keras model."""
 
     _model_class = keras.Model
@@ -127,7 +128,7 @@ class KerasParams(ClassWeightParams, HorovodEstimator):
     )
 
     _run_settings = (*HorovodEstimator._run_settings, "class_weight")
-    _sent = (*HorovodEstimator._sent, "checkpoint_callback")
+    _sent = (*HorovodEstimator._sent, "checkpoint_callback", "loggers")
     # Keras objects are serialized separately.
     _sent_functions = ("loss", "metrics")
 

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from hvd_estimators.fitting.parquet_files import Paths
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.params import KerasParams
+from hvd_estimators.loggers import Logger
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.store import Store
 
@@ -101,6 +102,7 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         store: Store | str | PathLike[str] | None = None,
         run_id: str | None = None,
         log_to_mlflow: bool | None = True,
+        loggers: Iterable[Logger] | None = ...,
         class_weight: Mapping[int, float] | None = None,
         custom_objects: Mapping[str, Any] | None = ...,
         checkpoint_callback: keras.callbacks.ModelCheckpoint | None = None,
@@ -187,6 +189,7 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         store: Store | str | PathLike[str] | None = ...,
         run_id: str | None = ...,
         log_to_mlflow: bool | None = ...,
+        loggers: Iterable[Logger] | None = ...,
         class_weight: Mapping[int, float] | None = ...,
         custom_objects: Mapping[str, Any] | None = ...,
         checkpoint_callback: keras.callbacks.ModelCheckpoint | None = ...,
@@ -216,6 +219,8 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
     def setLossWeights(
         self, value: float | Sequence[float] | Mapping[str, float] | None
     ) -> Self: ...
+    def getLoggers(self) -> list[Logger]: ...
+    def setLoggers(self, value: Iterable[Logger] | None) -> Self: ...
     def getClassWeight(self) -> dict[int, float] | None: ...
     def setClassWeight(self, value: Mapping[int, float] | None) -> Self: ...
     def getCustomObjects(self) -> dict[str, Any]: ...

@@ -54,13 +54,13 @@ from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.horovod_session import horovod_session
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest, weight_digest
 from hvd_estimators.training.step_control import (
     StepControl,
     stopped_before,
     without_further_epochs,
 )
-from hvd_estimators.training.tensorboard import EventWriter
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Trainer:
             control,
             data,
             self.logs,
-            EventWriter(self.logs.path, done) as writer,
+            RunLogs(spec, self.rank, self.logs.path, done, state is not None) as run_logs,
             progress,
             self.checkpoints,
         ):
@@ -184,7 +184,7 @@ class _Trainer:
             step_end = StepEnd(spec, self._save_within, control)
             history = () if state is None else state.history
             end = self.end = EpochEnd(
-                stateful, history, states, writer, progress, self._save_epoch, step_end
+                stateful, history, states, run_logs, progress, self._save_epoch, step_end
             )
             end.stopped = stopped_before(spec, state)
             if done < spec.epochs:
@@ -283,7 +283,7 @@ class _Trainer:
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.best_model is not None else []
-            chosen += [ProgressReports(progress, self.batches)] if spec.verbose else []
+            chosen += [ProgressReports(progress, self.batches)]
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         with self.denominators.patched(model):

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from hvd_estimators.fitting.parquet_files import Paths
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.lightning.params import LightningParams
+from hvd_estimators.loggers import Logger
 from hvd_estimators.store import Store
 from hvd_estimators.torch.model import TorchModel
 
@@ -102,6 +103,7 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         store: Store | str | PathLike[str] | None = None,
         run_id: str | None = None,
         log_to_mlflow: bool | None = True,
+        loggers: Iterable[Logger] | None = ...,
         class_weight: Mapping[int, float] | None = None,
         input_shapes: Iterable[Iterable[int]] | None = None,
         input_form: Literal["positional", "keyword", "dict"] | None = "positional",
@@ -206,6 +208,7 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         store: Store | str | PathLike[str] | None = ...,
         run_id: str | None = ...,
         log_to_mlflow: bool | None = ...,
+        loggers: Iterable[Logger] | None = ...,
         class_weight: Mapping[int, float] | None = ...,
         input_shapes: Iterable[Iterable[int]] | None = ...,
         input_form: Literal["positional", "keyword", "dict"] | None = ...,

@@ -77,6 +77,11 @@ class OptimizerStep:
         if options.precision == "fp16":
             self._scaler = self.objects["scaler"] = torch.amp.GradScaler(device.type)
 
+    @property
+    def learning_rates(self) -> list[float]:
+        """Current learning rates of the parameter groups that have one."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group]
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes forward pass and loss in the chosen precision."""
         return autocast(self._options.precision, self._device.type)

@@ -19,6 +19,7 @@ from hvd_estimators.fitting.building import build, is_function
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.params.class_weight import ClassWeightParams
+from hvd_estimators.params.loggers import LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_modes
@@ -87,7 +88,7 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
     return converted
 
 
-class TorchParams(TorchFiles, ClassWeightParams, HorovodEstimator):
+class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
 
     model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")
@@ -195,7 +196,7 @@ class TorchParams(TorchFiles, ClassWeightParams, HorovodEstimator):
     _sent = (
         *HorovodEstimator._sent,
         *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful"),
-        "lr_scheduler",
+        *("lr_scheduler", "loggers"),
     )
 
     def _with_objects(self) -> Self:

@@ -15,6 +15,7 @@ from pyspark.sql.types import DataType
 from typing_extensions import Self
 
 from hvd_estimators.fitting.parquet_files import Paths
+from hvd_estimators.loggers import Logger
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.store import Store
 from hvd_estimators.torch.model import TorchModel
@@ -102,6 +103,7 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         store: Store | str | PathLike[str] | None = None,
         run_id: str | None = None,
         log_to_mlflow: bool | None = True,
+        loggers: Iterable[Logger] | None = ...,
         class_weight: Mapping[int, float] | None = None,
         input_shapes: Iterable[Iterable[int]] | None = None,
         input_form: Literal["positional", "keyword", "dict"] | None = "positional",
@@ -197,6 +199,7 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         store: Store | str | PathLike[str] | None = ...,
         run_id: str | None = ...,
         log_to_mlflow: bool | None = ...,
+        loggers: Iterable[Logger] | None = ...,
         class_weight: Mapping[int, float] | None = ...,
         input_shapes: Iterable[Iterable[int]] | None = ...,
         input_form: Literal["positional", "keyword", "dict"] | None = ...,
@@ -239,6 +242,8 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
     ) -> Self: ...
     def getLoss(self) -> Callable[..., Any] | Sequence[Callable[..., Any]] | None: ...
     def setLoss(self, value: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> Self: ...
+    def getLoggers(self) -> list[Logger]: ...
+    def setLoggers(self, value: Iterable[Logger] | None) -> Self: ...
     def getClassWeight(self) -> dict[int, float] | None: ...
     def setClassWeight(self, value: Mapping[int, float] | None) -> Self: ...
     def getInputShapes(self) -> list[list[int]] | None: ...

@@ -48,6 +48,7 @@ from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.monitoring import shown_values
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import (
     EpochMetrics,
     TrainResult,
@@ -60,7 +61,6 @@ from hvd_estimators.training.step_control import (
     stopped_before,
     without_further_epochs,
 )
-from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class _Trainer:
             self.control,
             data,
             logs,
-            EventWriter(logs.path, done) as writer,
+            RunLogs(spec, self.rank, logs.path, done, self.restored is not None) as run_logs,
             self.progress,
             self.checkpoints.writer,
         ):
@@ -208,7 +208,7 @@ class _Trainer:
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
                 self.progress.record(record)
-                writer.scalars(epoch, epoch_scalars(record))
+                run_logs.epoch(record, self.step.learning_rates, self.progress.rows_per_second)
                 self.step.epoch_ended(record)
                 self.stopped = self._is_stopped_by_callbacks(epoch, record)
                 logs.sync()
@@ -250,6 +250,7 @@ class _Trainer:
                 self._warn_of_unused_gradients()
         self.checkpoints.buffers.reduce()
         record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
+        self.progress.end_training()
         if self.spec.data.val_plan is not None:
             validation = self._validate(data)
             values = validation.reduced("validation")

@@ -119,6 +119,8 @@ class Progress:
         self._rows_per_step = spec.data.batch_size * spec.data.num_shards
         self._epoch = self._steps_before = 0
         self._started = self._reported = 0.0
+        self._rows_after = spec.data.rows_after
+        self._train_seconds: float | None = None
 
     def __enter__(self) -> Self:
         if self._sender is not None:
@@ -137,6 +139,20 @@ class Progress:
         made_progress()
         self._epoch, self._steps_before = epoch, steps_before
         self._started = self._reported = time.monotonic()
+        self._train_seconds = None
+
+    def end_training(self) -> None:
+        """Record the time at which the epoch's last step ended, before any validation."""
+        self._train_seconds = time.monotonic() - self._started
+
+    @property
+    def rows_per_second(self) -> float:
+        """Training rows of all ranks per second, in the part of the epoch that this fit trained."""
+        assert self._train_seconds is not None
+        before, after = (
+            self._rows_after(self._epoch, steps) for steps in (self._steps_before, self._steps)
+        )
+        return (after - before) / max(self._train_seconds, 1e-9)
 
     @property
     def due(self) -> bool:

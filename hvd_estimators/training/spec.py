@@ -19,6 +19,7 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.loggers import Logger
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.leases import FencingToken
 
@@ -101,6 +102,10 @@ class TrainSpec:
         End training on all ranks if a loss or a parameter is not finite.
     buffer_reduction : mapping
         Buffer name to reduction, see `training.shard_state.find_buffers`.
+    loggers : tuple of Logger
+        The user's loggers, for rank 0.
+    hyperparameters : mapping
+        Params for TensorBoard and loggers, by name.
     """
 
     data: DataSpec
@@ -119,6 +124,10 @@ class TrainSpec:
     resume_stopped: bool
     terminate_on_nan: bool
     buffer_reduction: Mapping[str, str]
+    loggers: tuple[Logger, ...] = field(default=(), kw_only=True)
+    hyperparameters: Mapping[str, bool | int | float | str] = field(
+        default_factory=dict, kw_only=True
+    )
 
     def steps_done(self, epoch: int, batches: int) -> int:
         """Return the run's optimizer steps after some epochs, and some batches of the next epoch.

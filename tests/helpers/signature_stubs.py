@@ -33,6 +33,7 @@ IMPORTS = {
     "Iterable": "from collections.abc import Iterable",
     "Iterator": "from collections.abc import Iterator",
     "Literal": "from typing import Literal",
+    "Logger": "from hvd_estimators.loggers import Logger",
     "Mapping": "from collections.abc import Mapping",
     "NDArray": "from numpy.typing import NDArray",
     "ParamMap": "from pyspark.ml._typing import ParamMap",

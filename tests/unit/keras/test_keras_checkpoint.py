@@ -163,6 +163,9 @@ class Steps:
 class End(keras.callbacks.Callback):
     stop = False
 
+    def training_ended(self) -> None:
+        """Do nothing: no log shows the learning rate."""
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.logs = dict(logs)
 

@@ -41,6 +41,7 @@ PACKAGES = {
     "exceptions": "base",
     "fitting": "estimator",
     "inference": "estimator",
+    "loggers": "base",
     "model": "estimator",
     "params": "estimator",
     "saving": "estimator",

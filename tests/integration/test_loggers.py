@@ -1,0 +1,232 @@
+"""Loggers and event files of real fits: rank 0 writes them, and a resumed run continues them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import reference
+import torch
+from keras_reference import pooled_estimator
+from rank_pool import shared_ranks
+from reference import write_rows
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
+
+from hvd_estimators.exceptions import ParamError, WorkerFailedError
+from hvd_estimators.loggers import LoggedRun, Logger
+
+pytestmark = pytest.mark.integration
+
+
+class Notes(Logger):
+    """A user's logger, which writes its calls and its rank to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self, run: LoggedRun) -> None:
+        if run.run_id == "rejected":
+            raise ValueError("no such project")
+        # An open file cannot be pickled, so it exists on rank 0 only.
+        self.file = self.path.open("a", buffering=1)
+        self._note("start", vars(run))
+
+    def log_metrics(self, metrics: Any, epoch: int) -> None:
+        self._note("metrics", {"epoch": epoch, **metrics})
+
+    def finish(self, status: str) -> None:
+        self._note("finish", status)
+        self.file.close()
+
+    def _note(self, method: str, value: Any) -> None:
+        self.file.write(json.dumps([os.environ.get("HOROVOD_RANK"), method, value]) + "\n")
+
+
+def read_notes(path: Path) -> list[tuple[str, Any]]:
+    """Return the calls of a logger, all of which came from rank 0."""
+    notes = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {rank for rank, *_ in notes} == {"0"}
+    return [(method, value) for _, method, value in notes]
+
+
+def check_notes(path: Path, metrics: list[dict[str, float]], parts: list[tuple[int, int]]) -> None:
+    """Check the calls of a run with these metrics, in fits from and to some epochs."""
+    notes, keys = read_notes(path), set()
+    for first, last in parts:
+        (method, run), *epochs, end = notes[: last - first + 2]
+        notes = notes[last - first + 2 :]
+        assert (method, run["run_id"], run["epoch"]) == ("start", "logged", first)
+        assert run["hyperparameters"]["epochs"] == last
+        keys.add(run["key"])
+        for epoch, (method, values) in enumerate(epochs, start=first):
+            assert (method, values.pop("epoch")) == ("metrics", epoch)
+            assert values.pop("rows_per_second") > 0
+            assert values == pytest.approx(metrics[epoch], rel=1e-6)
+        assert end == ("finish", "finished")
+    assert notes == []
+    assert len(keys) == 1
+
+
+def shown_scalars(logs: str) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard's accumulator reads: steps and values by tag."""
+    events = EventAccumulator(logs).Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def hparams_page(runs: str) -> dict[str, tuple[dict[str, Any], int, dict[str, float]]]:
+    """Return the sessions of TensorBoard's page HParams: values, status and newest metrics."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(runs)
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, runs)
+    request = api_pb2.ListSessionGroupsRequest(
+        slice_size=9, allowed_statuses=api_pb2.Status.values()
+    )
+    context = Context(TBContext(logdir=runs, data_provider=provider))
+    groups = Handler(RequestContext(), context, "", request).run().session_groups
+    return {
+        session.name: (
+            {name: getattr(v, v.WhichOneof("kind")) for name, v in group.hparams.items()},
+            session.status,
+            {metric.name.tag: metric.value for metric in session.metric_values},
+        )
+        for group in groups
+        for session in group.sessions
+    }
+
+
+def test_torch_logs_continue_after_a_resume(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 100)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    path = tmp_path / "notes"
+
+    def fit(epochs: int, run_id: str = "logged") -> Any:
+        return reference.fit(
+            store,
+            2,
+            "sgd",
+            backend=shared_ranks(2),
+            epochs=epochs,
+            batch_size=16,
+            metrics=[[torch.nn.functional.l1_loss]],
+            validation=0.1,
+            run_id=run_id,
+            scale_learning_rate=True,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            terminate_on_nan=True,
+            loggers=[Notes(path)],
+        )[0]
+
+    fit(2)
+    model = fit(3)
+    # As for callbacks, the rate is that of one rank.
+    rates = [0.05, 0.025, 0.0125]
+    metrics = [
+        {
+            "learning_rate": rate,
+            "loss": record["train"]["loss"],
+            "l1_loss": record["train"]["all_metrics"][0]["l1_loss"],
+            "val_loss": record["validation"]["loss"],
+            "val_l1_loss": record["validation"]["all_metrics"][0]["l1_loss"],
+        }
+        for rate, record in zip(rates, model.getHistory(), strict=True)
+    ]
+    check_notes(path, metrics, [(0, 2), (2, 3)])
+
+    scalars = shown_scalars(store.get_logs_path("logged"))
+    assert [step for step, _ in scalars["rows_per_second"]] == [0, 1, 2]
+    for tag, name in (
+        ("learning_rate", "learning_rate"),
+        ("train/loss", "loss"),
+        ("validation/l1_loss", "val_l1_loss"),
+    ):
+        assert scalars[tag] == [
+            (epoch, pytest.approx(values[name])) for epoch, values in enumerate(metrics)
+        ]
+    assert hparams_page(store.get_runs_path())["logged/logs"] == (
+        {
+            "batch_size": 16.0,
+            "epochs": 3.0,
+            "learning_rate": 0.05,
+            "random_seed": 3.0,
+            "scale_learning_rate": True,
+            "shuffle": False,
+            "terminate_on_nan": True,
+            "validation": 0.1,
+        },
+        api_pb2.STATUS_SUCCESS,
+        {tag: values[-1][1] for tag, values in scalars.items()},
+    )
+
+    opened = Notes(path)
+    opened.start(LoggedRun("driver", "", 0, {}, None))
+    with pytest.raises(ParamError, match=r"loggers: .* fails at loggers\[0\]\.file"):
+        reference.fit(store, 2, "sgd", backend=shared_ranks(2), loggers=[opened])
+
+
+def test_a_logger_that_cannot_start_ends_all_ranks_of_a_new_run(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 40)
+    expected = r"loggers: start\(\) of Notes failed on rank 0: ValueError: no such project\."
+    with pytest.raises(WorkerFailedError, match=expected) as raised:
+        reference.fit(store, 2, "sgd", run_id="rejected", loggers=[Notes(tmp_path / "notes")])
+    assert (raised.value.rank, raised.value.error_type) == (0, "LoggerError")
+
+
+def test_keras_logs_continue_after_a_resume(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 101)
+    write_rows(Path(store.get_val_data_path()), 31, seed=1)
+    path = tmp_path / "notes"
+
+    def fit(epochs: int) -> Any:
+        return pooled_estimator(
+            store,
+            2,
+            epochs=epochs,
+            batch_size=16,
+            validation=0.1,
+            metrics=["mae"],
+            run_id="logged",
+            scale_learning_rate=True,
+            # It changes the rate at the end of each epoch, after it was used.
+            callbacks=[
+                keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=1e9, factor=0.5),
+                keras.callbacks.TensorBoard("elsewhere"),
+            ][: 1 if epochs < 3 else 2],
+            loggers=[Notes(path)],
+        ).fit_on_parquet()
+
+    fit(1)
+    fit(2)
+    history = fit(3).getHistory()
+    rates = [0.05, 0.05, 0.025]
+    assert history["learning_rate"] == pytest.approx(rates)
+    metrics = [
+        {name: values[epoch] for name, values in history.items() if name != "epoch"}
+        for epoch in range(3)
+    ]
+    check_notes(path, metrics, [(0, 1), (1, 2), (2, 3)])
+
+    scalars = shown_scalars(store.get_logs_path("logged"))
+    assert [step for step, _ in scalars["rows_per_second"]] == [0, 1, 2]
+    assert scalars["learning_rate"] == list(enumerate(map(pytest.approx, rates)))
+    # The TensorBoard callback of the third fit writes losses and metrics in its own folders.
+    for tag, name in (("train/loss", "loss"), ("validation/mae", "val_mae")):
+        assert scalars[tag] == list(enumerate(map(pytest.approx, history[name][:2])))
+    values, status, _ = hparams_page(store.get_runs_path())["logged/logs"]
+    assert values["epochs"] == 3
+    assert values["loss"] == "mse"
+    assert values["learning_rate"] == pytest.approx(0.05)
+    assert status == api_pb2.STATUS_SUCCESS

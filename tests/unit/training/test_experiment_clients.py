@@ -1,0 +1,235 @@
+"""Calls of Weights & Biases' and Comet's clients, with modules that have their signatures."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.fitting.record import hyperparameters
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.loggers import CometLogger, LoggedRun, Logger, WandbLogger
+from hvd_estimators.torch import TorchEstimator
+
+RUN = LoggedRun("first", "0123456789" * 4, 0, {"batch_size": 8, "loss": "mse"}, "/run/logs")
+
+
+class WandbRun:
+    """Methods of ``wandb.Run`` with the signatures of wandb 0.31; a list records the calls."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def define_metric(
+        self,
+        name: str,
+        step_metric: Any = None,
+        step_sync: bool | None = None,
+        hidden: bool | None = None,
+        summary: str | None = None,
+        overwrite: bool | None = None,
+    ) -> None:
+        self.calls.append(("define_metric", name, step_metric))
+
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        self.calls.append(("log", data))
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.calls.append(("finish", exit_code))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+
+    def init(
+        entity: Any = None,
+        project: Any = None,
+        dir: Any = None,
+        id: Any = None,
+        name: Any = None,
+        notes: Any = None,
+        tags: Any = None,
+        config: Any = None,
+        config_exclude_keys: Any = None,
+        config_include_keys: Any = None,
+        allow_val_change: Any = None,
+        group: Any = None,
+        job_type: Any = None,
+        mode: Any = None,
+        force: Any = None,
+        reinit: Any = None,
+        resume: Any = None,
+        resume_from: Any = None,
+        fork_from: Any = None,
+        save_code: Any = None,
+        tensorboard: Any = None,
+        sync_tensorboard: Any = None,
+        monitor_gym: Any = None,
+        settings: Any = None,
+    ) -> WandbRun:
+        given = {name: value for name, value in locals().items() if name != "calls"}
+        calls.append(("init", {name: v for name, v in given.items() if v is not None}))
+        return WandbRun(calls)
+
+    module: Any = ModuleType("wandb")
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return calls
+
+
+def run_through(logger: Logger, run: LoggedRun = RUN, status: str = "finished") -> None:
+    """Call a copy of a logger as rank 0 does."""
+    copy: Logger = cloudpickle.loads(cloudpickle.dumps(logger))
+    copy.start(run)
+    copy.log_metrics({"loss": 0.5, "val_loss": 0.75}, 3)
+    copy.finish(status)
+
+
+def test_wandb_continues_the_run_of_the_same_name(
+    wandb: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_through(WandbLogger(project="prices", tags=["small"], config={"note": "mine"}))
+    assert wandb == [
+        (
+            "init",
+            {
+                "project": "prices",
+                "tags": ["small"],
+                "id": "first-01234567",
+                "name": "first",
+                "resume": "allow",
+                "allow_val_change": True,
+                "config": {"batch_size": 8, "loss": "mse", "note": "mine"},
+            },
+        ),
+        ("define_metric", "*", "epoch"),
+        ("log", {"epoch": 3, "loss": 0.5, "val_loss": 0.75}),
+        ("finish", 0),
+    ]
+    wandb.clear()
+    run_through(WandbLogger(id="mine", mode="offline"), status="failed")
+    assert wandb[0][1]["id"] == "mine"
+    assert wandb[0][1]["dir"] == "/run/logs"
+    assert wandb[-1] == ("finish", 1)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_through(WandbLogger(dir="/elsewhere"))
+    assert wandb[4][1]["dir"] == "/elsewhere"
+
+
+class CometExperiment:
+    """Methods of ``comet_ml.CometExperiment`` with the signatures of comet_ml 3.58."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def set_name(self, name: str) -> None:
+        self.calls.append(("set_name", name))
+
+    def log_parameters(
+        self,
+        parameters: dict[str, Any],
+        prefix: str | None = None,
+        step: int | None = None,
+        nested_support: bool = True,
+    ) -> None:
+        self.calls.append(("log_parameters", parameters))
+
+    def log_metrics(
+        self,
+        dic: dict[str, Any],
+        prefix: str | None = None,
+        step: int | None = None,
+        epoch: int | None = None,
+        include_context: bool = True,
+    ) -> None:
+        self.calls.append(("log_metrics", dic, step, epoch))
+
+    def log_other(self, key: Any, value: Any) -> None:
+        self.calls.append(("log_other", key, value))
+
+    def end(self) -> None:
+        self.calls.append(("end",))
+
+
+def test_comet_continues_the_experiment_with_the_run_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def start(
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        project_name: str | None = None,
+        experiment_key: str | None = None,
+        mode: str | None = None,
+        online: bool | None = None,
+        source: str | None = None,
+        experiment_config: Any = None,
+    ) -> CometExperiment:
+        calls.append(("start", project_name, workspace, experiment_key, mode))
+        return CometExperiment(calls)
+
+    module: Any = ModuleType("comet_ml")
+    module.start = start
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    run_through(CometLogger("prices", workspace="team"), status="interrupted")
+    assert calls == [
+        ("start", "prices", "team", RUN.key, "get_or_create"),
+        ("set_name", "first"),
+        ("log_parameters", {"batch_size": 8, "loss": "mse"}),
+        ("log_metrics", {"loss": 0.5, "val_loss": 0.75}, 3, 3),
+        ("log_other", "status", "interrupted"),
+        ("end",),
+    ]
+
+
+def test_a_missing_client_names_the_place_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for logger, package in ((WandbLogger(), "wandb"), (CometLogger(), "comet_ml")):
+        monkeypatch.setitem(sys.modules, package, None)
+        expected = rf"{package}, which rank 0 cannot import on .*{sys.executable}.*pip install"
+        with pytest.raises(DependencyError, match=expected):
+            logger.start(RUN)
+
+
+def test_loggers_are_objects_of_torch_and_keras_estimators() -> None:
+    # The driver needs no client.
+    assert TorchEstimator(loggers=[WandbLogger("prices")]).getLoggers()[0]._init["project"]
+    for given in (WandbLogger, "wandb"):
+        with pytest.raises(ParamError, match=r"loggers: expected objects of subclasses of .*Set "):
+            TorchEstimator(loggers=[given])
+    with pytest.raises(ParamError, match="loggers: expected a list"):
+        TorchEstimator(loggers=WandbLogger())
+    wrong = LightningEstimator(loggers=[WandbLogger()])
+    with pytest.raises(ParamError, match=r"loggers: it is a param of TorchEstimator\. Set logger"):
+        wrong._check_training()
+
+
+def test_hyperparameters_are_the_plain_values_that_were_set() -> None:
+    estimator = TorchEstimator(
+        model=len,
+        model_args={"hidden": 64, "activation": "relu", "api_key": "secret", "sizes": [1, 2]},
+        batch_size=64,
+        store="/shared/experiments",
+        run_id="first",
+        loggers=[WandbLogger()],
+        feature_cols=["a", "b"],
+        precision="bf16",
+        terminate_on_nan=True,
+    )
+    expected = {
+        "batch_size": 64,
+        "model_args/hidden": 64,
+        "model_args/activation": "relu",
+        "precision": "bf16",
+        "terminate_on_nan": True,
+    }
+    assert hyperparameters(estimator, []) == expected
+    assert hyperparameters(estimator, [0.1, 0.1]) == {**expected, "learning_rate": 0.1}
+    assert hyperparameters(estimator, [0.1, 0.2]) == expected
