@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.fitting import progress as feed_module
+from hvd_estimators.fitting import epoch_feed as feed_module
 from hvd_estimators.fitting.epoch_feed import EpochFeed
 
 
