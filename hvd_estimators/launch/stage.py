@@ -62,7 +62,8 @@ PHASES = {
     **dict.fromkeys(
         (Stage.EXCHANGE, Stage.ADDRESSES, Stage.RENDEZVOUS), "connecting the executors"
     ),
-    **dict.fromkeys((Stage.PROCESS_START, Stage.RANK_PROCESS), "starting processes"),
+    Stage.PROCESS_START: "starting processes and importing the framework",
+    Stage.RANK_PROCESS: "importing the framework",
     Stage.FUNCTION: "importing the framework and loading the model",
     Stage.HOROVOD_INIT: "connecting the ranks",
     **dict.fromkeys((Stage.HOROVOD_JOINED, Stage.ENDED), "connected, training begins"),
