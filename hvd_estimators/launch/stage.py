@@ -62,9 +62,9 @@ PHASES = {
     **dict.fromkeys(
         (Stage.EXCHANGE, Stage.ADDRESSES, Stage.RENDEZVOUS), "connecting the executors"
     ),
-    Stage.PROCESS_START: "starting processes and importing the framework",
+    Stage.PROCESS_START: "starting processes and imports",
     Stage.RANK_PROCESS: "importing the framework",
-    Stage.FUNCTION: "importing the framework and loading the model",
+    Stage.FUNCTION: "importing and loading the model",
     Stage.HOROVOD_INIT: "connecting the ranks",
     **dict.fromkeys((Stage.HOROVOD_JOINED, Stage.ENDED), "connected, training begins"),
 }

@@ -277,3 +277,8 @@ def test_sizes_have_the_largest_unit_that_fits() -> None:
         3 * 10**19: "30000.0 PB",
     }
     assert {number: format_size(number) for number in sizes} == sizes
+
+
+def test_stages_with_numbers_fit_on_a_terminal_of_80_columns() -> None:
+    longest = max(PHASES.values(), key=len)
+    assert len(f"Launching 16 ranks: {longest} (12 of 16 ranks) (100 s)") < 80
