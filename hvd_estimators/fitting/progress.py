@@ -98,6 +98,11 @@ class StageRow:
         if self._end() and self._row is not None:
             self._row.close()
 
+    def clear(self) -> None:
+        """Clear the terminal's row for other output; the row is shown again below it."""
+        if self._row is not None and not self._ended.is_set():
+            self._row.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -257,8 +262,10 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
                 shown.finish_launch()
                 shown.show(event)
             elif isinstance(event, RankOutput):
+                shown.clear_launch()
                 _write(event.text(), sys.stderr)
             elif isinstance(event, RankMessage):
+                shown.clear_launch()
                 _write(f"{event.message}\n", sys.stdout)
 
         yield lambda event: context.copy().run(handle, event)
@@ -306,6 +313,11 @@ class _Display:
                 self._start_launch(state)
             self._state = state
             self._launch.doing = self._titled(f"Launching {_ranks(state)}: {_phase(state)}")
+
+    def clear_launch(self) -> None:
+        """Clear the launch's row for a line of a rank."""
+        with self._lock:
+            self._launch.clear()
 
     def finish_launch(self) -> None:
         """Replace the launch's row by a line, unless it has been replaced."""

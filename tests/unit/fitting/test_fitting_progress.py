@@ -259,6 +259,16 @@ def test_launches_show_their_stage_and_relaunches_begin_again(
         assert shown().index("Launched 1 rank in") < shown().index("Epoch 1/1: ")
 
 
+def test_lines_of_ranks_replace_the_row_of_the_launch() -> None:
+    with showing_in("terminal"):
+        with show_progress(spec()) as handle:
+            wait_for("Launching 2 ranks")
+            handle(RankOutput(1, "hello\n"))
+        rows = screen()
+    assert rows[0] == "[1] hello"
+    assert [row.partition(" in ")[0] for row in rows[1:]] == ["Launched 2 ranks", ""]
+
+
 def test_nothing_is_shown_without_verbosity_before_training() -> None:
     with showing_in("terminal"):
         with StageRow("Writing", verbose=0) as stage:
