@@ -27,13 +27,8 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting.default_store import configured_store
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.parquet_files import ParquetFiles, Paths, find_files
-from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.fitting.record import (
-    RunRecord,
-    hyperparameters,
-    noted_params,
-    start_note,
-)
+from hvd_estimators.fitting.progress import StageRow, describe_rows, format_size, show_progress
+from hvd_estimators.fitting.record import RunRecord, hyperparameters, noted_params, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
@@ -46,7 +41,12 @@ from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.model import PREDICTION, HorovodModel
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.prepare.dataframe import prepare_data
-from hvd_estimators.prepare.datasets import column_metadata, load_manifest, pin
+from hvd_estimators.prepare.datasets import (
+    column_metadata,
+    describe_dataset,
+    load_manifest,
+    pin,
+)
 from hvd_estimators.prepare.schema import (
     known_columns,
     quoted,
@@ -175,7 +175,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 "example, to validate on them.",
                 store.get_val_data_path(),
             )
-        with self._naming_params():
+        reading = self._showing_stage("Reading the footers of the Parquet files")
+        with reading as shown, self._naming_params():
             manifest = read_manifest(
                 files.store,
                 files.train,
@@ -183,12 +184,14 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 self._needed_columns(),
                 allow_text=self._allowed_text(),
             )
+            shown.finish(f"Training on existing files: {describe_rows(manifest)}.")
         return self._train(manifest, backend)
 
     def _fit_on_dataset(self, dataset_idx: str) -> HorovodModel:
         backend = self._ready_backend()
         store, validation = self._get_store(), self.getOrDefault("validation")
-        with pin(store, dataset_idx):
+        reading = self._showing_stage(f"Reading the manifest of prepared data {dataset_idx}")
+        with pin(store, dataset_idx), reading as shown:
             manifest = load_manifest(store, dataset_idx)
             if validation and manifest.validation is None:
                 raise ParamError(
@@ -196,6 +199,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                     "validation part. Pass validation to prepare_data as well, or leave it out "
                     "here."
                 )
+            self._show_prepared(shown, dataset_idx, manifest)
             return self._train(manifest, backend)
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
@@ -208,23 +212,53 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         return self._with_class_labels(_numbers_in(dataset))._fit_rows(dataset)
 
     def _fit_rows(self, dataset: DataFrame) -> HorovodModel:
-        backend = self._ready_backend()
-        self._check_monitored(self.getOrDefault("validation") is not None)
-        with self._naming_params():
-            self._check_columns(dataset)
+        written_after = None
         with contextlib.ExitStack() as stack:
-            # Executors import the framework while the driver tries the model: the task slots are
-            # free until the rows are written.
-            with jobs_on(dataset), self._warming_up(backend), self._naming_params():
-                trial = self._try_frame(dataset)
-                num_shards = self._shards_of_named_run(backend.num_processes())
-                prepared = self._prepare(dataset, num_shards)
-                run_id = self.getOrDefault("run_id")
-                written = "Write training data" + (f" of run {run_id}" if run_id else "")
-                with describing(written), spark_job(current_cluster()):
-                    dataset_idx = stack.enter_context(prepared)
-            manifest = load_manifest(self._get_store(), dataset_idx)
+            with self._showing_stage("Checking params, store and task slots") as shown:
+
+                def write(**options: Any) -> contextlib.AbstractContextManager[str]:
+                    nonlocal written_after
+                    written_after, shown.doing = shown.seconds, "Writing training data"
+                    return prepare_data(**options)
+
+                backend = self._ready_backend()
+                self._check_monitored(self.getOrDefault("validation") is not None)
+                with self._naming_params():
+                    self._check_columns(dataset)
+                # Executors import the framework while the driver tries the model: the task slots
+                # are free until the rows are written.
+                with jobs_on(dataset), self._warming_up(backend), self._naming_params():
+                    shown.doing = "Trying the model on some rows"
+                    trial = self._try_frame(dataset)
+                    num_shards = self._shards_of_named_run(backend.num_processes())
+                    shown.doing = "Waiting for data that another fit writes"
+                    prepared = self._prepare(dataset, num_shards, write)
+                    run_id = self.getOrDefault("run_id")
+                    written = "Write training data" + (f" of run {run_id}" if run_id else "")
+                    with describing(written), spark_job(current_cluster()):
+                        dataset_idx = stack.enter_context(prepared)
+                manifest = load_manifest(self._get_store(), dataset_idx)
+                self._show_prepared(shown, dataset_idx, manifest, written_after)
             return self._train(manifest, backend, trial)
+
+    def _showing_stage(self, doing: str) -> StageRow:
+        return StageRow(doing, self.getOrDefault("verbose"))
+
+    def _show_prepared(
+        self,
+        shown: StageRow,
+        dataset_idx: str,
+        manifest: DatasetManifest,
+        written_after: float | None = None,
+    ) -> None:
+        """Show the size of a dataset, and how long it took to write if this fit wrote it."""
+        if self.getOrDefault("verbose") <= 0:
+            return
+        begins = f"Reusing prepared data {dataset_idx}"
+        if written_after is not None:
+            begins = f"Wrote training data in {shown.seconds - written_after:.1f} s"
+        size = format_size(describe_dataset(self._get_store(), dataset_idx).num_bytes)
+        shown.finish(f"{begins}: {describe_rows(manifest)}, {size}.")
 
     def _train(
         self, manifest: DatasetManifest, backend: Backend, trial: Trial | None = None
@@ -436,9 +470,16 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         return warming_up(backend, self._rank_function(), store, env)
 
     def _prepare(
-        self, dataset: DataFrame, num_shards: int
+        self,
+        dataset: DataFrame,
+        num_shards: int,
+        write: Callable[..., contextlib.AbstractContextManager[str]],
     ) -> contextlib.AbstractContextManager[str]:
-        """Write a DataFrame, and yield a dataset index that is valid until the block ends."""
+        """Yield the index of a DataFrame's dataset, which is valid until the block ends.
+
+        ``write`` has the arguments of `prepare_data`. It is not called if another fit of a grid has
+        written the dataset.
+        """
         get = self.getOrDefault
         options: dict[str, Any] = {
             "num_processes": num_shards,
@@ -450,7 +491,6 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             "sample_weight_col": get("sample_weight_col"),
             "compress_sparse": get("compress_sparse_cols"),
             "partitions_per_process": get("partitions_per_process"),
-            "verbose": get("verbose"),
             "random_seed": get("random_seed"),
             "check_finite": get("check_finite"),
             "allow_text": self._allowed_text(),
@@ -458,8 +498,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             "shuffle_on_write": get("shuffle") and get("shuffle_on_write"),
         }
         if self._shared_data is not None:
-            return self._shared_data.acquire(options, prepare_data)
-        return prepare_data(**options)
+            return self._shared_data.acquire(options, write)
+        return write(**options)
 
     def _allowed_text(self) -> bool | Mapping[str, bool]:
         return self._transformation() is not None or self._text_cols()

@@ -5,6 +5,7 @@ This module requires matplotlib, which is an optional dependency.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -60,7 +61,7 @@ def plot_histories(
     Returns
     -------
     matplotlib.figure.Figure
-        The figure; notebooks display it.
+        The figure. A notebook displays it as the value of a cell, with or without ``%matplotlib``.
 
     Raises
     ------
@@ -95,6 +96,15 @@ def plot_histories(
     return figure
 
 
+class _NotebookFigure(Figure):
+    """Figure that a notebook displays even if no backend of matplotlib is configured."""
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.savefig(png, format="png")
+        return png.getvalue()
+
+
 def _joined(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a history that gives validation metrics the names of their training metrics."""
     training = set(frame["name"][frame["stage"] == "train"])
@@ -126,7 +136,7 @@ def _figure(histories: dict[str, pd.DataFrame], names: Sequence[str]) -> Figure:
     longest = max(len(str(handle.get_label())) for handle in handles)
     beside = min(max(int(width / (_INCHES_PER_CHARACTER * (longest + 8))), 1), len(handles))
     height += _INCHES_PER_LINE * math.ceil(len(handles) / beside)
-    figure = Figure(figsize=(width, height), dpi=_PIXELS_PER_INCH, layout="constrained")
+    figure = _NotebookFigure(figsize=(width, height), dpi=_PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     charts = figure.subplots(rows, columns, squeeze=False).ravel()
     for chart, name in zip(charts, names, strict=False):

@@ -25,7 +25,7 @@ from pyspark.ml import Transformer
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.data.arrays import Columns
-from hvd_estimators.fitting.progress import EpochFeed
+from hvd_estimators.fitting.epoch_feed import EpochFeed
 from hvd_estimators.saving import mlflow_flavor
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.training.spec import HistoryRow

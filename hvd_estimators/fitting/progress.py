@@ -1,21 +1,27 @@
-"""Display of training progress: a live bar, or log lines.
+"""Display of a fit: its stages before training, and its epochs.
 
-The driver handles the ranks' events one by one. `EpochFeed` therefore passes metrics to slow stores
-and servers in another thread, so that they delay neither the display nor the ranks. Runs on the
-driver.
+On a terminal, one row changes in place. In a notebook, a row of the cell does, and the cell also
+has a line for each epoch, which a saved notebook contains. Elsewhere, there are only lines. Runs on
+the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
+import math
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
+from typing_extensions import Self
 
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.launch.service.events import (
     Event,
     Handler,
@@ -24,113 +30,210 @@ from hvd_estimators.launch.service.events import (
     RankProgress,
 )
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
+from hvd_estimators.launch.service.stages import LaunchState, observing_launches
+from hvd_estimators.launch.stage import PHASES, Stage
 from hvd_estimators.store.paths import Position
-from hvd_estimators.store.redaction import redacted
-from hvd_estimators.training.spec import HistoryRow, TrainSpec
+from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
+_package_logger = logging.getLogger("hvd_estimators")
 
-_SECONDS_BETWEEN = 1.0
+_REFRESH_SECONDS = 0.5
+# Without a row that changes in place, a stage gets a line if it takes longer.
+_LATE_SECONDS = 3.0
+_BAR_COLUMNS = 100
+
+_shown_lock = threading.Lock()
+_shown: set[object] = set()
+"""One object for each fit that is shown."""
 
 
-class EpochFeed:
-    """Background thread that passes history rows to a slow consumer.
+class StageRow:
+    """A stage of a fit, shown with the seconds since its start; used as a context manager.
 
-    Rows of several epochs are passed together if they have accumulated. If the consumer raises, the
-    rows are dropped. The first failure is logged as a warning.
+    A thread refreshes the row, because the fit's thread waits.
 
     Parameters
     ----------
-    consume : callable
-        The consumer. It gets rows, with all rows of an epoch together, from another thread.
-    name : str
-        Name of the consumer, for the warning.
+    doing : str
+        The current work, such as ``"Writing training data"``.
+    verbose : int
+        0 shows nothing.
+    fit : object, optional
+        The display that the row is a part of. Default: none.
+
+    Attributes
+    ----------
+    doing : str
+        May be changed at any time, from any thread.
     """
 
-    def __init__(self, consume: Callable[[Sequence[HistoryRow]], None], name: str) -> None:
-        self._consume = consume
-        self._name = name
-        self._changed = threading.Condition()
-        self._waiting: list[Sequence[HistoryRow]] = []
-        self._is_closed = False
-        self._has_warned = False
-        self._thread: threading.Thread | None = None
+    def __init__(self, doing: str, verbose: int = 1, fit: object = None) -> None:
+        self.doing = doing
+        self._started = time.monotonic()
+        self._row = _row() if verbose > 0 else None
+        self._ended = threading.Event()
+        # A notebook assigns output to the cell in the context of the writing thread.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._refresh,), daemon=True)
+        if self._row is not None:
+            if fit is None:
+                with _shown_lock:
+                    _shown.add(self)
+            self._thread.start()
 
-    def put(self, rows: Sequence[HistoryRow]) -> None:
-        """Queue the rows of an epoch, or no rows to call the consumer, without blocking."""
-        with self._changed:
-            self._waiting.append(rows)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start of the stage."""
+        return time.monotonic() - self._started
 
-    def close(self, seconds: float | None = None) -> bool:
-        """Pass on the waiting rows and stop the thread.
+    def finish(self, done: str) -> None:
+        """End the stage and replace the row by a line that stays; do nothing if it has ended."""
+        if self._end() and self._row is not None:
+            self._row.finish(done)
 
-        Parameters
-        ----------
-        seconds : float, optional
-            Maximum time to wait. Default: no limit.
+    def close(self) -> None:
+        """End the stage and remove the row, unless the stage has ended."""
+        if self._end() and self._row is not None:
+            self._row.close()
 
-        Returns
-        -------
-        bool
-            Whether the thread has ended.
-        """
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is None:
-            return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+    def clear(self) -> None:
+        """Clear the terminal's row for other output; the row is shown again below it."""
+        if self._row is not None and not self._ended.is_set():
+            self._row.close()
 
-    def _run(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _end(self) -> bool:
+        """Stop the thread, and return whether this call ends the stage."""
+        if self._row is None or self._ended.is_set():
+            return False
+        self._ended.set()
+        self._thread.join()
+        with _shown_lock:
+            _shown.discard(self)
+        return True
+
+    def _refresh(self) -> None:
+        assert self._row is not None
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                epochs, self._waiting = self._waiting, []
-                is_last = self._is_closed
-            if epochs:
-                self._pass_on([row for rows in epochs for row in rows])
-            if is_last:
+            try:
+                self._row.update(self.doing, self.seconds)
+            except Exception:  # the stream may have been closed
+                logger.debug("The progress of a fit is not shown", exc_info=True)
                 return
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed, _SECONDS_BETWEEN)
-
-    def _pass_on(self, rows: Sequence[HistoryRow]) -> None:
-        try:
-            self._consume(rows)
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "%s: metrics could not be written (%s: %s). They are written later if "
-                    "possible; training continues.",
-                    self._name,
-                    type(error).__name__,
-                    redacted(str(error)),
-                )
+            if self._ended.wait(_REFRESH_SECONDS):
+                return
 
 
-_package_logger = logging.getLogger("hvd_estimators")
+class _Row:
+    """Lines for stages that take long. Subclasses have a row that changes in place."""
+
+    def __init__(self) -> None:
+        self._doing = ""
+        self._since = 0.0
+        self._is_late = False
+
+    def update(self, doing: str, seconds: float) -> None:
+        """Show the current work and its duration."""
+        if doing != self._doing:
+            self._doing, self._since, self._is_late = doing, seconds, False
+        if not self._is_late and seconds - self._since >= _LATE_SECONDS:
+            self._is_late = True
+            _write_line(f"{doing} ...")
+
+    def finish(self, done: str) -> None:
+        """Replace the row by a line."""
+        _write_line(done)
+
+    def close(self) -> None:
+        """Remove the row."""
 
 
-_shown_lock = threading.Lock()
+class _TerminalRow(_Row):
+    def update(self, doing: str, seconds: float) -> None:
+        with _shown_lock:
+            if len(_shown) > 1:
+                return  # rows of several fits would overwrite each other
+        width = shutil.get_terminal_size().columns - 1
+        text = f"{doing} ({seconds:.0f} s)"[:width]
+        # With the cursor at the start of the row, other output replaces the row.
+        _write(f"\r{text}\x1b[K\r", sys.stderr)
+
+    def finish(self, done: str) -> None:
+        self.close()
+        _write_line(done)
+
+    def close(self) -> None:
+        _write("\r\x1b[K", sys.stderr)
 
 
-_shown: set[object] = set()
+class _NotebookRow(_Row):
+    def __init__(self) -> None:
+        super().__init__()
+        self._handle: Any = None
+        self._text = ""
+
+    def update(self, doing: str, seconds: float) -> None:
+        self.set(f"{doing} ({seconds:.0f} s)")
+
+    def finish(self, done: str) -> None:
+        self.set(done)
+
+    def set(self, text: str) -> None:
+        """Show a text instead of the one before."""
+        from IPython.display import display
+
+        if text == self._text:
+            return
+        self._text, data = text, {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
+def _row() -> _Row:
+    if in_notebook():
+        return _NotebookRow()
+    return _TerminalRow() if sys.stderr.isatty() else _Row()
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a notebook kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def describe_rows(manifest: DatasetManifest) -> str:
+    """Return the numbers of rows of a dataset in words."""
+    rows = f"{manifest.train.rows:,} training"
+    if manifest.validation is not None:
+        rows += f" and {manifest.validation.rows:,} validation"
+    return f"{rows} rows"
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a size such as ``12.5 MB``."""
+    prefixes = ("", "k", "M", "G", "T", "P")
+    power = min(int(math.log10(max(num_bytes, 1))) // 3, len(prefixes) - 1)
+    return f"{num_bytes / 1000**power:.{min(power, 1)}f} {prefixes[power]}B"
 
 
 @contextlib.contextmanager
 def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[Handler]:
-    """Show the ranks' reports until the block ends.
+    """Show the launch and the ranks' reports until the block ends.
 
-    In a notebook, a live bar shows the fit. On a terminal, each epoch has a live bar. Elsewhere,
-    each epoch is a log line of the logger ``hvd_estimators`` (level INFO), or a line on standard
-    error if logging is not configured. If several fits run at once, each shows its run's name.
+    In a notebook, a row shows the current epoch, and each finished epoch is a line of the cell. On
+    a terminal, each epoch has a live bar. Elsewhere, each epoch is a log line of the logger
+    ``hvd_estimators`` (level INFO), or a line on standard error if logging is not configured. If
+    several fits run at once, each shows its run's name.
 
     Parameters
     ----------
@@ -145,22 +248,28 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
     callable
         Handler for the ``on_event`` argument of `Backend.run`.
     """
+    # The ranks' events arrive in other threads. A notebook needs the context of the cell's thread.
+    context = contextvars.copy_context()
     if spec.verbose <= 0:
-        yield print_event
+        yield lambda event: context.copy().run(print_event, event)
         return
     if newest is not None:
         _write_line(_resuming(spec, newest))
-    with contextlib.closing(_display(spec)) as shown:
+    with contextlib.closing(_display(spec)) as shown, observing_launches(shown.launch):
 
         def handle(event: Event) -> None:
             if isinstance(event, RankProgress):
+                shown.finish_launch()
                 shown.show(event)
             elif isinstance(event, RankOutput):
+                shown.clear_launch()
                 _write(event.text(), sys.stderr)
             elif isinstance(event, RankMessage):
+                shown.clear_launch()
                 _write(f"{event.message}\n", sys.stdout)
 
-        yield handle
+        yield lambda event: context.copy().run(handle, event)
+        shown.finish_launch()
 
 
 def _write(text: str, file: Any) -> None:
@@ -170,73 +279,99 @@ def _write(text: str, file: Any) -> None:
 
 
 def _display(spec: TrainSpec) -> _Display:
-    if _is_notebook():
-        return _FitBar(spec)
-    return _EpochBars(spec) if sys.stderr.isatty() else _Lines(spec)
-
-
-def _is_notebook() -> bool:
-    """Return whether this process is a notebook kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and "IPKernelApp" in shell.config
+    if in_notebook():
+        return _NotebookEpochs(spec)
+    return _EpochBars(spec) if sys.stderr.isatty() else _Display(spec)
 
 
 class _Display:
-    """Display of one fit."""
+    """Display of one fit's launches and epochs, with one line per epoch."""
+
+    _launch: StageRow
+    _state: LaunchState
 
     def __init__(self, spec: TrainSpec) -> None:
         self._name = spec.run.run_id
         self._has_name = False
+        self._lock = threading.Lock()
         with _shown_lock:
             _shown.add(self)
+        self._start_launch(LaunchState(spec.data.num_ranks, Stage.TASK_SLOT, 0))
 
     def close(self) -> None:
+        """Remove all rows that change."""
+        with self._lock:
+            self._launch.close()
         with _shown_lock:
             _shown.discard(self)
 
-    def show(self, event: RankProgress) -> None:
-        raise NotImplementedError
+    def launch(self, state: LaunchState) -> None:
+        """Show the stage of the launch. A stage before the last one is that of a relaunch."""
+        with self._lock:
+            if state.stage < self._state.stage:
+                self._launch.close()
+                self._start_launch(state)
+            self._state = state
+            self._launch.doing = self._titled(f"Launching {_ranks(state)}: {_phase(state)}")
 
-    def _title(self, epoch: int, epochs: int) -> str:
+    def clear_launch(self) -> None:
+        """Clear the launch's row for a line of a rank."""
+        with self._lock:
+            self._launch.clear()
+
+    def finish_launch(self) -> None:
+        """Replace the launch's row by a line, unless it has been replaced."""
+        with self._lock:
+            seconds = self._launch.seconds
+            self._launch.finish(self._titled(f"Launched {_ranks(self._state)} in {seconds:.1f} s."))
+
+    def show(self, event: RankProgress) -> None:
+        """Show the progress of an epoch."""
+        if event.done:
+            _write_line(f"{self._title(event)}: {_describe(event)}")
+
+    def _start_launch(self, state: LaunchState) -> None:
+        self._state = state
+        self._launch = StageRow(self._titled(f"Launching {_ranks(state)}"), fit=self)
+
+    def _title(self, event: RankProgress) -> str:
+        return self._titled(f"Epoch {event.epoch + 1}/{event.epochs}")
+
+    def _titled(self, text: str) -> str:
         with _shown_lock:
             # Once shown, the name stays. Otherwise the bar would shift sideways.
             self._has_name = self._has_name or len(_shown) > 1
-        title = f"Epoch {epoch + 1}/{epochs}"
-        return f"{self._name}, {title}" if self._has_name else title
+        return f"{self._name}, {text}" if self._has_name else text
 
 
-class _FitBar(_Display):
-    """One bar for all epochs.
-
-    The thread that calls ``fit`` must create the bar. A notebook shows the output of other threads
-    under whichever cell is running, or not at all.
-    """
+class _NotebookEpochs(_Display):
+    """One row for the current epoch, and a line of the cell per epoch."""
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__(spec)
-        steps = spec.data.train_steps_per_epoch
-        self._bar: Any = tqdm(
-            total=spec.epochs * steps, desc=self._title(0, spec.epochs), unit="step"
-        )
-        self._steps = steps
-        self._started = False
+        self._row = _NotebookRow()
+        self._total = spec.epochs * spec.data.train_steps_per_epoch
+        self._initial = 0
+        self._started: float | None = None
 
     def show(self, event: RankProgress) -> None:
-        done = event.epoch * self._steps + event.step
-        if not self._started:
-            self._started = True
-            # A resumed run does not start at 0, and the ranks' start-up time must not count.
-            self._bar.reset(self._bar.total)
-            self._bar.initial = self._bar.n = self._bar.last_print_n = event.epoch * self._steps
-        self._bar.set_description(self._title(event.epoch, event.epochs), refresh=False)
-        self._bar.set_postfix_str(_describe(event), refresh=False)
-        self._bar.update(done - self._bar.n)
-        self._bar.refresh()
-
-    def close(self) -> None:
-        super().close()
-        self._bar.close()
+        now = time.monotonic()
+        before = event.epoch * event.steps
+        if self._started is None:
+            # A resumed run does not start at 0.
+            self._started, self._initial = now, before
+        bar = tqdm.format_meter(
+            before + event.step,
+            self._total,
+            now - self._started,
+            ncols=_BAR_COLUMNS,
+            prefix=self._title(event),
+            unit="step",
+            postfix=_describe(event),
+            initial=self._initial,
+        )
+        self._row.set(bar)
+        super().show(event)
 
 
 class _EpochBars(_Display):
@@ -252,10 +387,7 @@ class _EpochBars(_Display):
             self._close_bar()
             self._epoch = event.epoch
             self._bar = tqdm(
-                total=event.steps,
-                desc=self._title(event.epoch, event.epochs),
-                unit="step",
-                file=sys.stderr,
+                total=event.steps, desc=self._title(event), unit="step", file=sys.stderr
             )
         self._bar.set_postfix_str(_describe(event), refresh=False)
         self._bar.update(event.step - self._bar.n)
@@ -277,20 +409,24 @@ class _EpochBars(_Display):
             _write(f"\r{last}\n", sys.stderr)
 
 
-class _Lines(_Display):
-    """One line per epoch."""
-
-    def show(self, event: RankProgress) -> None:
-        if not event.done:
-            return
-        _write_line(f"{self._title(event.epoch, event.epochs)}: {_describe(event)}")
-
-
 def _write_line(line: str) -> None:
-    if _package_logger.isEnabledFor(logging.INFO) and _package_logger.hasHandlers():
+    if in_notebook():
+        _write(f"{line}\n", sys.stdout)
+    elif _package_logger.isEnabledFor(logging.INFO) and _package_logger.hasHandlers():
         _package_logger.info(line)
     else:
         _write(f"{line}\n", sys.stderr)
+
+
+def _ranks(state: LaunchState) -> str:
+    return f"{state.num_ranks} rank{'s' if state.num_ranks > 1 else ''}"
+
+
+def _phase(state: LaunchState) -> str:
+    """Return the work of the ranks that are in the earliest stage."""
+    phase = PHASES[state.stage]
+    is_part = 0 < state.waiting < state.num_ranks
+    return f"{phase} ({state.waiting} of {state.num_ranks} ranks)" if is_part else phase
 
 
 def _resuming(spec: TrainSpec, newest: Position) -> str:

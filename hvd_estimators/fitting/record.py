@@ -28,9 +28,9 @@ from hvd_estimators.exceptions import (
     TrainingInterruptedError,
     WorkerFailedError,
 )
+from hvd_estimators.fitting.epoch_feed import EpochFeed
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import Tracking
-from hvd_estimators.fitting.progress import EpochFeed
 from hvd_estimators.fitting.run import ReadOrder, Run
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams

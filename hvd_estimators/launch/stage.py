@@ -53,3 +53,19 @@ EXPLANATIONS = {
     Stage.HOROVOD_INIT: "hvd.init() connects the rank to the other ranks",
 }
 """Explanation of each stage in messages: the cause of the wait."""
+
+PHASES = {
+    Stage.TASK_SLOT: "waiting for task slots",
+    **dict.fromkeys(
+        (Stage.PYTHON_START, Stage.IMPORTS, Stage.HOST_CHECKS), "starting Python on the executors"
+    ),
+    **dict.fromkeys(
+        (Stage.EXCHANGE, Stage.ADDRESSES, Stage.RENDEZVOUS), "connecting the executors"
+    ),
+    Stage.PROCESS_START: "starting processes and imports",
+    Stage.RANK_PROCESS: "importing the framework",
+    Stage.FUNCTION: "importing and loading the model",
+    Stage.HOROVOD_INIT: "connecting the ranks",
+    **dict.fromkeys((Stage.HOROVOD_JOINED, Stage.ENDED), "connected, training begins"),
+}
+"""Work of a rank in each stage, for the display of a fit."""

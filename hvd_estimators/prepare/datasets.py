@@ -94,7 +94,7 @@ def list_prepared_data(store: Store | str) -> list[PreparedDataset]:
 
 def _stored_datasets(store: Store) -> list[PreparedDataset]:
     """Return all datasets in a store, the oldest first, and data of killed writers (0 rows)."""
-    datasets = [_describe(store, index) for index in stored_indices(store)]
+    datasets = [describe_dataset(store, index) for index in stored_indices(store)]
     earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
     return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
 
@@ -110,7 +110,8 @@ def stored_indices(store: Store) -> list[str]:
     return list(dict.fromkeys(match[1] for match in matches if match))
 
 
-def _describe(store: Store, index: str) -> PreparedDataset:
+def describe_dataset(store: Store, index: str) -> PreparedDataset:
+    """Return the rows, columns and size of a dataset."""
     num_bytes = sum(
         file["size"] or 0
         for folder in dataset_paths(store, index)[:-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def make_estimator(store: Any, **params: Any) -> TorchEstimator:
     )
 
 
-def test_each_fit_of_a_cross_validator_has_a_separate_run(spark: Any, store: Any) -> None:
+def test_each_fit_of_a_cross_validator_has_a_separate_run(
+    spark: Any, store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Two folds with the same number of rows.
     frame = spark.range(20).select(
         (F.col("id") / 20).alias("x"), (F.col("id") / 7).alias("y"), (F.col("id") % 2).alias("fold")
@@ -62,7 +65,16 @@ def test_each_fit_of_a_cross_validator_has_a_separate_run(spark: Any, store: Any
         )
         return validator.fit(frame)
 
-    fitted, plain = validate(run_id="cv"), validate()
+    fitted = validate(run_id="cv")
+    assert not capsys.readouterr().err
+    plain = validate(verbose=1)
+    # The two fits of a fold share its data. The best params are fitted to all rows.
+    shown = capsys.readouterr().err
+    written, rows = re.findall(r"^Wrote .* s: (\d+) training rows, \d+", shown, re.M), ["10"] * 2
+    assert written == [*rows, "20"]
+    reused = re.findall(r"^Reusing prepared data \w+: (\d+) training rows, \d+", shown, re.M)
+    assert reused == rows
+    assert len(re.findall(r"^Launched 1 rank in ", shown, re.M)) == 5
     runs = [model.getRunId() for fold in fitted.subModels for model in fold]
     assert len(set(runs)) == 4
     assert all(run.startswith("cv-") for run in runs)

@@ -15,7 +15,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import functions as F
 
-from hvd_estimators import Store, clear_training_cache, prepare_data
+from hvd_estimators import Store, clear_training_cache, list_prepared_data, prepare_data
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.default_store import STORE_SETTING, default_store
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -248,16 +248,23 @@ def test_a_fit_without_store_uses_the_applications_default(spark: Any, tmp_path:
         assert list(Path(folder, "runs", "kept", "checkpoints").iterdir())
 
 
-def test_prepared_data_is_usable_until_it_is_cleared(spark: Any, store: Any) -> None:
+def test_prepared_data_is_usable_until_it_is_cleared(
+    spark: Any, store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     frame = make_frame(spark, 100)
     net = TwoColumns()
     estimator = make_estimator(
-        store, net, feature_cols=["a", "b"], num_proc=1, validation=0.3, epochs=1
+        store, net, feature_cols=["a", "b"], num_proc=1, validation=0.3, epochs=1, verbose=1
     )
     with prepare_data(1, store, frame, ["y"], ["a", "b"], validation=0.3) as dataset_idx:
         assert store.exists(store.get_train_data_path(dataset_idx))
+        (dataset,) = list_prepared_data(store)
         model = estimator.fit_on_parquet(dataset_idx=dataset_idx)
     assert "validation" in model.getHistory()[0]
+    rows = f"{dataset.rows} training and {dataset.validation_rows} validation rows"
+    size = f"{dataset.num_bytes / 1000:.1f} kB"
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == f"Reusing prepared data {dataset_idx}: {rows}, {size}."
     clear_training_cache()
     assert not store.exists(store.get_train_data_path(dataset_idx))
     with pytest.raises(StoreError, match="no prepared dataset"):

@@ -7,11 +7,13 @@ driver asks Spark where the task runs. Imports little, because tasks import it b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from typing_extensions import Self
@@ -131,6 +133,44 @@ class RunningTask:
     host: str
 
 
+@dataclass(frozen=True)
+class LaunchState:
+    """State of a launch.
+
+    Attributes
+    ----------
+    num_ranks : int
+        Number of ranks.
+    stage : Stage
+        The earliest stage that a rank is in.
+    waiting : int
+        Number of ranks in that stage.
+    """
+
+    num_ranks: int
+    stage: Stage
+    waiting: int
+
+
+_observer: ContextVar[Callable[[LaunchState], None] | None] = ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def observing_launches(observe: Callable[[LaunchState], None]) -> Iterator[None]:
+    """Report the state of each launch that this thread begins in the block.
+
+    Parameters
+    ----------
+    observe : callable
+        Called with each change, from any thread. It must neither wait nor raise.
+    """
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
@@ -161,6 +201,8 @@ class LaunchWatch:
         self._pause = self._next_warning = 0.0
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._observer = _observer.get()
+        self._observe()
 
     def asking(self, running_tasks: Callable[[], Sequence[RunningTask] | None]) -> Self:
         """Find tasks whose Python has not reported with a function.
@@ -188,6 +230,7 @@ class LaunchWatch:
             before, _ = self._stages.get(event.task, (event, 0.0))
             if event.stage > before.stage:
                 self._stages[event.task] = event, time.monotonic()
+                self._observe()
                 if event.stage < Stage.ENDED:
                     logger.info("%s: launch stage '%s'", _title(event), Stage(event.stage).label)
 
@@ -202,6 +245,13 @@ class LaunchWatch:
     def __exit__(self, *exc_info: object) -> None:
         self._finished.set()
         self._thread.join()
+
+    def _observe(self) -> None:
+        if self._observer is not None:
+            stages = [at.stage for at, _ in self._stages.values()]
+            earliest = min(stages)
+            number = stages.count(earliest)
+            self._observer(LaunchState(len(stages), Stage(earliest), number))
 
     def _watch(self) -> None:
         while not self._finished.wait(timeouts.STAGE_POLL):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.fitting import progress as feed_module
-from hvd_estimators.fitting.progress import EpochFeed
+from hvd_estimators.fitting import epoch_feed as feed_module
+from hvd_estimators.fitting.epoch_feed import EpochFeed
 
 
 def rows(number: int) -> list[Any]:

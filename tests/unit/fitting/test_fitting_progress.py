@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
-from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.launch.service.events import RankMessage, RankOutput, RankProgress
+from hvd_estimators.fitting import progress as displays
+from hvd_estimators.fitting.progress import StageRow, format_size, show_progress
+from hvd_estimators.launch.service.events import RankMessage, RankOutput, RankProgress, RankStage
+from hvd_estimators.launch.service.stages import LaunchWatch
+from hvd_estimators.launch.stage import PHASES, Stage
 from hvd_estimators.store.paths import Position
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Handle:
+    """A notebook's display, which writes each of its states to standard error."""
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        self.update(data, raw=True)
+
+    def update(self, data: Any, *, raw: bool) -> None:
+        sys.stderr.write(f"{data['text/plain']}\n")
 
 
 PLACES = pytest.mark.parametrize("place", ["notebook", "terminal", "file"])
@@ -35,6 +50,7 @@ def showing_in(place: str) -> Iterator[None]:
         patch.setattr(sys, "stdout", io.StringIO())
         ipython = types.SimpleNamespace(get_ipython=lambda: shell)
         patch.setitem(sys.modules, "IPython", ipython)
+        patch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=Handle))
         yield
         assert not list(getattr(tqdm, "_instances", [])), "a bar was left"
 
@@ -46,7 +62,7 @@ def spec(run_id: str = "mine", verbose: int = 1, epochs: int = 3) -> Any:
         epochs=epochs,
         run=types.SimpleNamespace(run_id=run_id),
         data=types.SimpleNamespace(
-            train_steps_per_epoch=4, batches_before=lambda epoch, rows: rows // 25
+            num_ranks=2, train_steps_per_epoch=4, batches_before=lambda epoch, rows: rows // 25
         ),
     )
 
@@ -79,8 +95,11 @@ def test_epochs_are_shown_until_complete(place: str) -> None:
             mine = [line for line in lines if line.startswith(f"Epoch {epoch + 1}/3: ")]
             assert mine
             assert all(end in line for line in mine)
+        epochs = "".join(f"Epoch {n}/3: 1,234 rows/s, loss=0.2\n" for n in (1, 2, 3))
         if place == "file":
-            assert shown() == "".join(f"Epoch {n}/3: 1,234 rows/s, loss=0.2\n" for n in (1, 2, 3))
+            assert re.fullmatch(f"Launched 2 ranks in 0.. s.\n{epochs}", shown())
+        if place == "notebook":
+            assert sys.stdout.getvalue() == epochs  # type: ignore[attr-defined]
 
 
 @PLACES
@@ -103,7 +122,7 @@ def test_a_failure_ends_the_bar(place: str) -> None:
             handle(progress(0, 2))
             raise KeyboardInterrupt
 
-        assert shown().endswith("\n") or place == "file"
+        assert shown().endswith(("\n", "\x1b[K"))
 
 
 @PLACES
@@ -116,7 +135,10 @@ def test_lines_and_messages_appear_between_bars(place: str) -> None:
             handle(progress(0, 4))
 
         assert "[1] hello" in [line.strip() for line in shown().splitlines()]
-        assert sys.stdout.getvalue().strip("\r\n \x1b[A") == "message"  # type: ignore[attr-defined]
+        printed = sys.stdout.getvalue()  # type: ignore[attr-defined]
+        first, *epochs = printed.strip("\r\n \x1b[A").splitlines()
+        assert first == "message"
+        assert len(epochs) == (place == "notebook")
 
 
 @PLACES
@@ -155,8 +177,118 @@ def test_a_line_names_the_resume_position(place: str) -> None:
         with showing_in(place):
             with show_progress(spec(), newest):
                 pass
-            assert line in shown().splitlines()
+            place_of_lines = sys.stdout if place == "notebook" else sys.stderr
+            assert line in place_of_lines.getvalue().splitlines()  # type: ignore[attr-defined]
     with showing_in(place):
         with show_progress(spec(verbose=0), Position(2)):
             pass
         assert not shown()
+
+
+def wait_for(text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in shown():
+        assert time.monotonic() < deadline, shown()
+        time.sleep(0.01)
+
+
+def screen() -> list[str]:
+    """Return the rows of the terminal after its control characters."""
+    rows, column = [""], 0
+    for part in re.split(r"(\r|\n|\x1b\[K)", sys.stderr.getvalue()):  # type: ignore[attr-defined]
+        if part == "\n":
+            rows.append("")
+        elif part == "\x1b[K":
+            rows[-1] = rows[-1][:column]
+        elif part != "\r":
+            rows[-1] = rows[-1][:column] + part + rows[-1][column + len(part) :]
+            column += len(part)
+        if part in ("\r", "\n"):
+            column = 0
+    return rows
+
+
+@PLACES
+def test_a_stage_is_replaced_by_its_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(displays, "_REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(displays, "_LATE_SECONDS", 0.05)
+    with showing_in(place):
+        with StageRow("Checking") as stage:
+            wait_for("Checking")
+            stage.doing = "Writing"
+            wait_for("Writing")
+            stage.finish("Wrote 3 rows.")
+            stage.finish("Wrote it again.")
+        with pytest.raises(KeyError), StageRow("Failing"):
+            raise KeyError
+
+        if place == "file":
+            assert shown() == "Checking ...\nWriting ...\nWrote 3 rows.\n"
+        elif place == "notebook":
+            states = shown().splitlines()
+            assert states[0] == "Checking (0 s)"
+            assert "Wrote 3 rows." in states[-2:]
+        else:
+            assert screen() == ["Wrote 3 rows.", ""]
+
+
+@PLACES
+def test_launches_show_their_stage_and_relaunches_begin_again(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(displays, "_REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(displays, "_LATE_SECONDS", 0.05)
+    with showing_in(place):
+        with show_progress(spec(epochs=1)) as handle:
+            for num_ranks, ranks in ((2, "2 ranks"), (1, "1 rank")):
+                watch = LaunchWatch(num_ranks, "host")
+                wait_for(f"Launching {ranks}")
+                watch.record(RankStage(0, 0, "host", Stage.HOROVOD_INIT))
+                if num_ranks == 2:
+                    wait_for(f"{PHASES[Stage.PROCESS_START]} (1 of 2 ranks)")
+                    watch.record(RankStage(1, 1, "host", Stage.HOROVOD_INIT))
+                wait_for(
+                    f"{num_ranks} ranks: {PHASES[Stage.HOROVOD_INIT]}".replace("1 ranks", "1 rank")
+                )
+                for rank in range(num_ranks):
+                    watch.record(RankStage(rank, rank, "host", Stage.ENDED))
+            handle(progress(0, 4, epochs=1))
+
+        assert shown().count("Launched 2 ranks in") == 0
+        assert shown().count("Launched 1 rank in") == 1
+        assert shown().index("Launched 1 rank in") < shown().index("Epoch 1/1: ")
+
+
+def test_lines_of_ranks_replace_the_row_of_the_launch() -> None:
+    with showing_in("terminal"):
+        with show_progress(spec()) as handle:
+            wait_for("Launching 2 ranks")
+            handle(RankOutput(1, "hello\n"))
+        rows = screen()
+    assert rows[0] == "[1] hello"
+    assert [row.partition(" in ")[0] for row in rows[1:]] == ["Launched 2 ranks", ""]
+
+
+def test_nothing_is_shown_without_verbosity_before_training() -> None:
+    with showing_in("terminal"):
+        with StageRow("Writing", verbose=0) as stage:
+            stage.finish("Wrote 3 rows.")
+        with show_progress(spec(verbose=0)):
+            LaunchWatch(2, "host").record(RankStage(0, 0, "host", Stage.ENDED))
+        assert not shown()
+
+
+def test_sizes_have_the_largest_unit_that_fits() -> None:
+    sizes = {
+        0: "0 B",
+        999: "999 B",
+        96_800: "96.8 kB",
+        12_500_000: "12.5 MB",
+        3 * 10**19: "30000.0 PB",
+    }
+    assert {number: format_size(number) for number in sizes} == sizes
+
+
+def test_stages_with_numbers_fit_on_a_terminal_of_80_columns() -> None:
+    longest = max(PHASES.values(), key=len)
+    assert len(f"Launching 16 ranks: {longest} (12 of 16 ranks) (100 s)") < 80

@@ -21,7 +21,13 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.service.events import RankStage, receive_events
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask, StageReporter
+from hvd_estimators.launch.service.stages import (
+    LaunchState,
+    LaunchWatch,
+    RunningTask,
+    StageReporter,
+    observing_launches,
+)
 from hvd_estimators.launch.stage import Stage
 
 pytestmark = pytest.mark.timeout(90)
@@ -219,3 +225,19 @@ def test_a_local_rank_whose_python_does_not_start_is_named(
     monkeypatch.setattr(sys, "executable", str(python))
     assert LocalBackend(1, warm_start=False).run(len, ("ab",)) == [2]
     assert f"rank 0 on {socket.gethostname()}, in stage 'process start'" in caplog.text
+
+
+def test_observers_get_the_earliest_stage_of_launches_in_their_block() -> None:
+    states: list[LaunchState] = []
+    with observing_launches(states.append):
+        watch = LaunchWatch(2)
+    LaunchWatch(7)  # outside the block
+    for task, stage in ((0, Stage.IMPORTS), (1, Stage.ENDED), (0, Stage.HOROVOD_INIT)):
+        watch.record(RankStage(-1, task, "host", stage))
+    watch.record(RankStage(-1, 0, "host", Stage.IMPORTS))  # late
+    assert states == [
+        LaunchState(2, Stage.TASK_SLOT, 2),
+        LaunchState(2, Stage.TASK_SLOT, 1),
+        LaunchState(2, Stage.IMPORTS, 1),
+        LaunchState(2, Stage.HOROVOD_INIT, 1),
+    ]
