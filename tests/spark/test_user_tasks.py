@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import mlflow
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
+from PIL import Image
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.sql import functions as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.torch import TorchEstimator, load_predictor
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
@@ -86,3 +91,56 @@ def test_keras_with_early_stopping_best_model_tensorboard_and_mlflow(
         np.mean(loaded.predict(frame)["prediction"] == labels[300:]),
     ):
         assert found == pytest.approx(accuracies[best])
+
+
+def decode(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Decode PNG files."""
+    pixels = [np.asarray(Image.open(io.BytesIO(file)), "float32") for file in columns["image"]]
+    return {**columns, "image": np.stack(pixels) / 255}
+
+
+def test_images_in_a_folder_are_classified_and_served_as_bytes(spark: Any, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    images = random.integers(0, 200, (96, 8, 8), "uint8")
+    for number, pixels in enumerate(images):
+        label = number % 2
+        pixels[:, 4 * label : 4 * label + 4] += 55  # one half is brighter
+        file = tmp_path / "images" / str(label) / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file)
+
+    files = spark.read.format("binaryFile").option("recursiveFileLookup", "true")
+    train = files.load(str(tmp_path / "images")).select(
+        F.col("content").alias("image"),
+        F.element_at(F.split("path", "/"), -2).cast("int").alias("label"),
+    )
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    model = TorchEstimator(
+        num_proc=2,
+        store=tmp_path / "experiments",
+        model=net,
+        optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
+        loss=torch.nn.functional.cross_entropy,
+        feature_cols=["image"],
+        label_cols=["label"],
+        transformation_batch_fn=decode,
+        transformation_edit_fields=[("image", "float32", (8, 8))],
+        apply_transformation=True,
+        batch_size=8,
+        epochs=20,
+        random_seed=1,
+        verbose=0,
+    ).fit(train)
+
+    rows = model.transform(train).orderBy("image").collect()
+    decoded = decode({"image": np.array([row["image"] for row in rows], object)})["image"]
+    with torch.no_grad():
+        scores = model.getModel()(torch.from_numpy(decoded)).numpy()
+    found = [row["label__output"].toArray() for row in rows]
+    np.testing.assert_allclose(found, scores, rtol=1e-5, atol=1e-6)
+    assert [row["prediction"] for row in rows] == scores.argmax(1).tolist()
+    assert np.mean([row["prediction"] == row["label"] for row in rows]) > 0.9
+
+    model.save(str(tmp_path / "model"))
+    served = load_predictor(str(tmp_path / "model")).predict({"image": rows[0]["image"]})
+    assert served["prediction"] == rows[0]["prediction"]
