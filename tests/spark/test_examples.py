@@ -219,13 +219,13 @@ def test_cross_validation(spark: Any, example: Any, options: Any) -> None:
 
 def test_optuna_search(spark: Any, example: Any, options: Any, tmp_path: Path) -> None:
     example("cross_validation")  # has the network
-    trials = ("--trials", "4", "--epochs", "4", "--learning-rate", "0.01", "--num-proc", "1")
+    trials = ("--trials", "3", "--epochs", "4", "--learning-rate", "0.01", "--num-proc", "1")
     study, score = example("optuna_search").run(spark, options("optuna_search", *trials))
     assert score > 0.9
 
     # Each trial is one run of the store, resumed until the study prunes it.
     store = Store.create(str(tmp_path / "store"))
-    assert len(study.trials) == len(store.list_runs()) == 4
+    assert len(study.trials) == len(store.list_runs()) == 3
     for trial in study.trials:
         history = store.load_history(f"{study.study_name}-{trial.number}")
         is_validated = (history["stage"] == "validation") & (history["name"] == "loss")
