@@ -123,6 +123,7 @@ def test_images_in_a_folder_are_classified_and_served_as_bytes(spark: Any, tmp_p
         loss=torch.nn.functional.cross_entropy,
         feature_cols=["image"],
         label_cols=["label"],
+        column_dtypes={"label": "int64"},  # a transformation could change the label
         transformation_batch_fn=decode,
         transformation_edit_fields=[("image", "float32", (8, 8))],
         apply_transformation=True,
