@@ -93,7 +93,7 @@ def test_keras_with_early_stopping_best_model_tensorboard_and_mlflow(
         assert found == pytest.approx(accuracies[best])
 
 
-def decode(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def decode(columns: dict[str, Any]) -> dict[str, Any]:
     """Decode PNG files."""
     pixels = [np.asarray(Image.open(io.BytesIO(file)), "float32") for file in columns["image"]]
     return {**columns, "image": np.stack(pixels) / 255}
@@ -134,7 +134,7 @@ def test_images_in_a_folder_are_classified_and_served_as_bytes(spark: Any, tmp_p
     ).fit(train)
 
     rows = model.transform(train).orderBy("image").collect()
-    decoded = decode({"image": np.array([row["image"] for row in rows], object)})["image"]
+    decoded = decode({"image": [row["image"] for row in rows]})["image"]
     with torch.no_grad():
         scores = model.getModel()(torch.from_numpy(decoded)).numpy()
     found = [row["label__output"].toArray() for row in rows]
@@ -143,5 +143,12 @@ def test_images_in_a_folder_are_classified_and_served_as_bytes(spark: Any, tmp_p
     assert np.mean([row["prediction"] == row["label"] for row in rows]) > 0.9
 
     model.save(str(tmp_path / "model"))
-    served = load_predictor(str(tmp_path / "model")).predict({"image": rows[0]["image"]})
-    assert served["prediction"] == rows[0]["prediction"]
+    predictor = load_predictor(str(tmp_path / "model"))
+    # Rows of PySpark 3.5 hold bytearrays.
+    files, expected = [row["image"] for row in rows], [row["prediction"] for row in rows]
+    for file in (bytearray(files[0]), bytes(files[0])):
+        assert predictor.predict({"image": file})["prediction"] == expected[0]
+    assert [row["prediction"] for row in predictor.predict(rows)] == expected
+    pandas = train.orderBy("image").toPandas()
+    for columns in ({"image": files}, pandas):
+        assert list(predictor.predict(columns)["prediction"]) == expected
