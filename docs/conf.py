@@ -61,6 +61,13 @@ def _without_params(app, what, name, obj, options, lines) -> None:  # type: igno
         lines[:] = [*text.split("\n"), ""]
 
 
+def _leave_out_of_search(app, doctree) -> None:  # type: ignore[no-untyped-def]
+    """Leave decision records out of the search: they explain the code, not its use."""
+    if app.env.docname.startswith("decisions/"):
+        app.env.metadata[app.env.docname]["nosearch"] = ""
+
+
 def setup(app) -> None:  # type: ignore[no-untyped-def]
-    """Connect what is done to docstrings, before napoleon reads them."""
+    """Connect the handlers; docstrings are changed before napoleon reads them."""
+    app.connect("doctree-read", _leave_out_of_search)
     app.connect("autodoc-process-docstring", _without_params, priority=100)

@@ -1,6 +1,6 @@
 """Train without Spark on Parquet that another tool wrote.
 
-DuckDB, pandas or PyArrow writes New York's flights of 2013 as Parquet, in a folder per month.
+DuckDB, pandas, Polars or PyArrow writes New York's flights of 2013 as Parquet, a folder per month.
 ``fit_on_parquet`` trains on these files unchanged. Their columns keep their names ("dep_delay
 (min)"), and the month of the folder name is an ordinary column. March, July and November are for
 validation. The ranks are processes on this machine (``LocalBackend``), so no Spark session starts.
@@ -57,6 +57,13 @@ def write_by_pandas(frame: pd.DataFrame, folder: Path) -> None:
     frame.to_parquet(folder, partition_cols=["month"], index=False)
 
 
+def write_by_polars(frame: pd.DataFrame, folder: Path) -> None:
+    """Write with Polars, which keeps the month in the files, too."""
+    import polars as pl
+
+    pl.DataFrame(frame).write_parquet(folder, partition_by="month")
+
+
 def write_by_pyarrow(frame: pd.DataFrame, folder: Path) -> None:
     """Write with PyArrow."""
     import pyarrow as pa
@@ -66,7 +73,12 @@ def write_by_pyarrow(frame: pd.DataFrame, folder: Path) -> None:
     pq.write_to_dataset(table, folder, partition_cols=["month"])
 
 
-WRITERS = {"duckdb": write_by_duckdb, "pandas": write_by_pandas, "pyarrow": write_by_pyarrow}
+WRITERS = {
+    "duckdb": write_by_duckdb,
+    "pandas": write_by_pandas,
+    "polars": write_by_polars,
+    "pyarrow": write_by_pyarrow,
+}
 
 
 class DelayNet(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
@@ -42,7 +42,7 @@ class TrainingSummary:
     """
 
     run_id: str
-    metrics: tuple[HistoryRow, ...]
+    metrics: tuple[HistoryRow, ...] = field(repr=False)
     best_epoch: int | None
     rows: int
     validation_rows: int

@@ -148,7 +148,7 @@ class Tracking:
             return
         if not self._is_grid:
             try:
-                self._log_model(model, examples)
+                self._log_model(model, examples, max((row[0] for row in rows), default=0))
             except Exception as error:
                 logger.warning(
                     "MLflow: the model was not logged (%s: %s). The fit is complete; "
@@ -160,7 +160,9 @@ class Tracking:
         if self._own_run:
             self._end_own_run("FINISHED")
 
-    def _log_model(self, model: Transformer, examples: Callable[[], Columns | None]) -> None:
+    def _log_model(
+        self, model: Transformer, examples: Callable[[], Columns | None], epoch: int
+    ) -> None:
         mlflow = sys.modules["mlflow"]
         with contextlib.ExitStack() as stack:
             active = active_run()
@@ -172,7 +174,8 @@ class Tracking:
             log_model = importlib.import_module("mlflow.models").Model.log
             options = {"flavor": mlflow_flavor, "model": model, "rows": examples}
             if "name" in inspect.signature(log_model).parameters:
-                log_model(artifact_path=None, name=MODEL_NAME, **options)
+                # MLflow shows this epoch's metrics with the model. Its default is the first epoch.
+                log_model(artifact_path=None, name=MODEL_NAME, step=epoch, **options)
             else:  # MLflow 2
                 log_model(artifact_path=MODEL_NAME, **options)
 

@@ -206,7 +206,7 @@ def _is_one_row(
         value = record.get(name)
         if value is None:
             continue
-        if isinstance(value, (str, bytes)) or hasattr(value, "toArray"):
+        if isinstance(value, (str, bytes, bytearray)) or hasattr(value, "toArray"):
             return True
         if isinstance(value, (pa.Array, pa.ChunkedArray)):
             return False
@@ -234,7 +234,12 @@ def _columns_of(
 
 
 def _dense(value: Any) -> Any:
-    """Convert a Spark vector to an array, and return other values unchanged."""
+    """Convert a Spark vector to an array and a bytearray to bytes; return other values unchanged.
+
+    PySpark 3.5 returns binary columns as bytearrays, which NumPy takes for arrays of numbers.
+    """
+    if isinstance(value, bytearray):
+        return bytes(value)
     return np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
 
 
@@ -297,6 +302,9 @@ def _column(values: Any, name: str) -> Array | pa.Array:
     numpy_type = getattr(values, "dtype", None)
     is_extension = numpy_type is not None and not isinstance(numpy_type, np.dtype)
     if not is_extension:
+        if isinstance(values, (list, tuple)):
+            known = next((value for value in values if value is not None), None)
+            values = [_dense(v) for v in values] if isinstance(known, bytearray) else values
         try:
             array = values if isinstance(values, np.ndarray) else np.asarray(values)
         except ValueError as error:

@@ -20,6 +20,8 @@ import pandas as pd
 import pytest
 from pyspark import cloudpickle as pyspark_cloudpickle
 
+from hvd_estimators import Store, list_prepared_data
+
 pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -213,6 +215,32 @@ def test_cross_validation(spark: Any, example: Any, options: Any) -> None:
     args = options("cross_validation", "--folds", "2", "--epochs", "8")
     scores = example("cross_validation").run(spark, args)
     assert scores["best network"] > 0.9
+
+
+def test_optuna_search(spark: Any, example: Any, options: Any, tmp_path: Path) -> None:
+    example("cross_validation")  # has the network
+    trials = ("--trials", "3", "--epochs", "4", "--learning-rate", "0.01", "--num-proc", "1")
+    study, score = example("optuna_search").run(spark, options("optuna_search", *trials))
+    assert score > 0.9
+
+    # Each trial is one run of the store, resumed until the study prunes it.
+    store = Store.create(str(tmp_path / "store"))
+    assert len(study.trials) == len(store.list_runs()) == 3
+    for trial in study.trials:
+        history = store.load_history(f"{study.study_name}-{trial.number}")
+        is_validated = (history["stage"] == "validation") & (history["name"] == "loss")
+        losses = history[is_validated].sort_values("epoch")["value"].tolist()
+        reported = trial.intermediate_values
+        assert list(reported) == [1, 2, 4][: len(reported)]
+        assert [losses[epochs - 1] for epochs in reported] == list(reported.values())
+        assert len(losses) == max(reported)
+        pruned = trial.state.name == "PRUNED"
+        assert pruned or trial.value == losses[3]
+        # Successive halving: after one epoch, it prunes a trial that is worse than the median.
+        earlier = [t.intermediate_values[1] for t in study.trials[: trial.number + 1]]
+        is_better = reported[1] <= sorted(earlier)[max(len(earlier) // 2 - 1, 0)]
+        assert is_better == (len(reported) > 1)
+    assert not list_prepared_data(store)
 
 
 def test_four_ways_of_predicting_agree(spark: Any, example: Any, options: Any, capsys: Any) -> None:

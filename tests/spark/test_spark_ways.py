@@ -226,6 +226,7 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         input_shapes=[[-1, 2], [-1, 1]],
         label_shapes=[[-1, 1]],
         batch_size=5,
+        epochs=2,
         validation=0.2,
         verbose=0,
     )
@@ -244,12 +245,14 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
             *(param.name for param in estimator.params if estimator.isSet(param)),
             "run_id",
         }
-        (epoch,) = model.getHistory()
+        _, epoch = model.getHistory()
         for names, loss in (
             (("loss", "train/loss"), epoch["train"]["loss"]),
             (("val_loss", "validation/loss"), epoch["validation"]["loss"]),
         ):
             assert [found.data.metrics[name] for name in names] == [loss, loss]
+            shown = {m.key: (m.step, m.value) for m in logged.metrics}
+            assert [shown[name] for name in names] == [(1, loss), (1, loss)]
         expected = [row["größe y__output"] for row in model.transform(frame).collect()]
         loaded = mlflow.spark.load_model(f"runs:/{run.info.run_id}/hvd_estimators_model")
         predicted = loaded.transform(frame).select("größe y__output").collect()

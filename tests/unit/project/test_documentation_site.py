@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -44,6 +45,40 @@ def test_the_site_builds_without_warnings_or_broken_links(tmp_path: Path) -> Non
                 broken.append((page.name, link))
     assert not broken
     _check_params(tmp_path / "html")
+    _check_search(tmp_path / "html")
+
+
+def _check_search(site: Path) -> None:
+    """Check that headings have users' words, and that the search omits decision records."""
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    pages = index["docnames"]
+    headings = {
+        (title.lower(), pages[number])
+        for title, places in index["alltitles"].items()
+        for number, _ in places
+    }
+    wanted = [
+        ("hyperparameter", "estimators"),
+        *(("early stopping", page) for page in ("torch", "keras", "lightning")),
+        *(("gradient clipping", page) for page in ("torch", "keras")),
+        ("venv-pack", "install"),
+        ("docker", "install"),
+        ("serving", "inference"),
+        ("signature", "runs"),
+    ]
+    missing = [
+        (words, page)
+        for words, page in wanted
+        if not any(words in title and page == place for title, place in headings)
+    ]
+    assert missing == []
+    tables = [*index["terms"].values(), *index["titleterms"].values()]
+    found = {pages[n] for hits in tables for n in (hits if isinstance(hits, list) else [hits])}
+    found |= {page for _, page in headings}
+    assert {"estimators", "api/params"} <= found
+    assert [page for page in found if page.startswith("decisions")] == []
+    assert (site / "decisions" / "torch.html").is_file()
 
 
 def _check_params(site: Path) -> None:
