@@ -63,7 +63,7 @@ def search(train: DataFrame, args: argparse.Namespace) -> tuple[Any, TorchModel]
             model = candidate.copy({"epochs": epochs}).fit_on_parquet(dataset_idx=dataset)
             loss = model.summary.values("loss", "validation")[-1]
             trial.report(loss, epochs)
-            if trial.should_prune():
+            if epochs < args.epochs and trial.should_prune():
                 raise optuna.TrialPruned
         models[trial.number] = model
         return loss
