@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 
 from hvd_estimators.data.types import num_leaves, partition_values
@@ -37,14 +38,15 @@ def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
     Raises
     ------
     StoreError
-        If there are no data files, or if they belong to a Delta, Iceberg or Hudi table. Only the
-        table's log says which of its files are current.
+        If there are no data files, if one is a pipe or a device, or if they belong to a Delta,
+        Iceberg or Hudi table. Only the table's log says which of its files are current.
     """
     root = store.get_full_path(path)
     below = {file: file.removeprefix(root).strip("/") for file in store.find(root)}
     _reject_tables(store, root, list(below.values()))
     files = {file: partition_values(inner) for file, inner in below.items() if _is_data(inner)}
     if files:
+        _reject_special_files(store, files)
         return files
     if below or store.exists(root):
         raise StoreError(f"There are no Parquet files under {path!r}.")
@@ -53,6 +55,18 @@ def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
         "fit_on_parquet (as validation_path for validation, and the index of prepare_data as "
         "dataset_idx)."
     )
+
+
+def _reject_special_files(store: Store, files: Iterable[str]) -> None:
+    """Reject pipes, sockets and devices among local files: reading a pipe would never end."""
+    if not isinstance(store.fs, LocalFileSystem):
+        return
+    for file in files:
+        if store.fs.info(file)["type"] != "file":
+            raise StoreError(
+                f"{file!r} is not a regular file but a pipe, a socket or a device. Move it away, "
+                "or begin its name with '_', if it is not part of the dataset."
+            )
 
 
 def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ def is_missing(error: BaseException | None) -> bool:
     """Return whether an error of reading a file means that there is no such file."""
     if isinstance(error, StoreError):
         error = error.__cause__
-    return isinstance(error, (FileNotFoundError, IsADirectoryError))
+    return isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
 
 
 class Files(ABC):

@@ -133,6 +133,8 @@ class LeaseRecord:
                 datetime.fromisoformat(document[name]) if document.get(name) else None
                 for name in ("created", "beaten")
             )
+            if any(moment is not None and moment.tzinfo is None for moment in (created, beaten)):
+                raise ValueError("not a lease record: a time has no time zone")
             owner = ProcessIdentity(
                 str(document["machine"]),
                 int(document["pid"]),
@@ -141,7 +143,7 @@ class LeaseRecord:
             )
             details = dict(document.get("details", {}))
             return LeaseRecord(owner, created, beaten, str(document.get("token", "")), details)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a lease record: {error!r}") from error
 
 

@@ -24,6 +24,9 @@ SUFFIX = ".ckpt"
 
 _MANIFEST_SUFFIX = ".json"
 
+# The longest name of a file or folder in Linux and HDFS.
+_MOST_BYTES = 255
+
 
 class Position(NamedTuple):
     """Progress of a run. Positions sort in the order in which a run reaches them.
@@ -237,6 +240,12 @@ class StorePaths(Files):
         if not re.fullmatch(r"[\w.=-]+", run_id) or run_id in (".", ".."):
             raise ParamError(
                 f"run_id: expected letters, digits, '.', '_', '-' and '=', found {run_id!r}."
+            )
+        num_bytes = len(run_id.encode())
+        if num_bytes > _MOST_BYTES:
+            raise ParamError(
+                f"run_id: expected at most {_MOST_BYTES} bytes, as it is the name of a folder, "
+                f"found {num_bytes}."
             )
         return RunPaths(
             run_id,

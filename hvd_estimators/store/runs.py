@@ -29,6 +29,18 @@ COLUMNS = {"epoch": "int64", "stage": "object", "name": "object", "value": "floa
 
 _THREADS = 16
 
+# Types of the values of a run's metadata that this package reads.
+_METADATA: dict[str, type] = {
+    **dict.fromkeys(("run_id", "framework", "state", "started", "ended"), str),
+    **dict.fromkeys(("fingerprint", "row_order", "error"), dict),
+    "fits": list,
+}
+_ROW_ORDER: dict[str, type] = {"canonical_shards": int, "random_seed": int}
+_ERROR: dict[str, type] = {"class": str, "message": str}
+_FIT: dict[str, type] = {"state": str, "reading": dict}
+
+_EARLIEST = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
+
 Row = tuple[int, str, str, float]
 
 
@@ -43,8 +55,9 @@ class RunInfo:
     framework : str
         ``"torch"``, ``"keras"``, ``"lightning"``, or the name that a third-party estimator uses.
     state : str
-        ``"running"``, ``"finished"``, ``"failed"`` or ``"interrupted"``. A run is interrupted if it
-        was asked to stop, or if its driver ended without recording a result.
+        ``"running"``, ``"finished"``, ``"failed"``, ``"interrupted"`` or ``"damaged"``. A run is
+        interrupted if it was asked to stop, or if its driver ended without recording a result. It
+        is damaged if its ``metadata.json`` cannot be read.
     started : datetime.datetime
         Start of the training in the run's first fit, in UTC.
     ended : datetime.datetime or None
@@ -54,7 +67,7 @@ class RunInfo:
     metrics : dict of str to float
         Metrics of the newest epoch, with keys such as ``"train/loss"`` or ``"validation/loss"``.
     error : str or None
-        Class and message of the error that ended the run.
+        Class and message of the error that ended the run, or that makes it damaged.
     path : str
         Folder of the run.
     """
@@ -83,7 +96,14 @@ def read_metadata(store: StorePaths, run_path: str) -> dict[str, Any] | None:
     StoreError
         If the file is damaged.
     """
-    return _document(store, run_file(run_path, "metadata"))
+    path = run_file(run_path, "metadata")
+    document = _document(store, path)
+    if document is not None:
+        try:
+            _check_metadata(document)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, error) from error
+    return document
 
 
 def read_history(store: StorePaths, run_path: str) -> list[Row] | None:
@@ -100,7 +120,7 @@ def read_history(store: StorePaths, run_path: str) -> list[Row] | None:
         return None
     try:
         return [(int(e), str(s), str(n), float(v)) for e, s, n, v in document["rows"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(path, error) from error
 
 
@@ -174,11 +194,12 @@ def _rows_of(info: CheckpointInfo) -> list[Row]:
 
 
 def _info(store: StorePaths, path: str) -> RunInfo | None:
-    """Return information about a run, or None if the folder has no readable metadata."""
+    """Return information about a run, or None if the folder has no metadata."""
     try:
         metadata = read_metadata(store, path)
-    except StoreError:
-        return None
+    except StoreError as damage:
+        name = path.rpartition("/")[2]
+        return RunInfo(name, "", "damaged", _EARLIEST, None, 0, {}, str(damage), path)
     if metadata is None:
         return None
     rows = _readable_history(store, path)
@@ -188,13 +209,44 @@ def _info(store: StorePaths, path: str) -> RunInfo | None:
         run_id=metadata["run_id"],
         framework=metadata.get("framework", ""),
         state=_state(store, path, metadata),
-        started=_moment(metadata.get("started")) or datetime.datetime.fromtimestamp(0, _UTC),
+        started=_moment(metadata.get("started")) or _EARLIEST,
         ended=_moment(metadata.get("ended")),
         epochs=newest + 1,
         metrics={f"{row[1]}/{row[2]}": row[3] for row in rows if row[0] == newest},
         error=f"{error['class']}: {error['message']}" if error else None,
         path=path,
     )
+
+
+def _check_metadata(document: Mapping[str, Any]) -> None:
+    """Check the types of the values in a run's metadata that this package reads.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If a value is missing, or is not of its type.
+    """
+    _check_types(document, _METADATA, required=["run_id"])
+    _check_types(document.get("row_order"), _ROW_ORDER, required=_ROW_ORDER)
+    _check_types(document.get("error"), _ERROR, required=_ERROR)
+    for fit in document.get("fits", ()):
+        if not isinstance(fit, dict):
+            raise TypeError(f"fits: expected objects, found {type(fit).__name__}")
+        _check_types(fit, _FIT, required=["state"])
+    for name in ("started", "ended"):
+        _moment(document.get(name))
+
+
+def _check_types(
+    values: Mapping[str, Any] | None, types: Mapping[str, type], required: Iterable[str]
+) -> None:
+    if values is None:
+        return
+    for name in required:
+        values[name]
+    for name, kind in types.items():
+        if name in values and not isinstance(values[name], kind):
+            raise TypeError(f"{name}: expected {kind.__name__}, found {values[name]!r:.100}")
 
 
 def _state(store: StorePaths, path: str, metadata: Mapping[str, Any]) -> str:
@@ -217,7 +269,7 @@ def _document(store: StorePaths, path: str) -> dict[str, Any] | None:
         return None
     try:
         document = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     if not isinstance(document, dict):
         raise _damaged(path, TypeError(f"found {type(document).__name__}"))
@@ -228,13 +280,14 @@ def _damaged(path: str, error: Exception) -> StoreError:
     return StoreError(f"The file {path!r} is damaged ({type(error).__name__}: {error}). Delete it.")
 
 
-def _moment(text: Any) -> datetime.datetime | None:
-    return datetime.datetime.fromisoformat(text) if isinstance(text, str) else None
+def _moment(text: str | None) -> datetime.datetime | None:
+    """Parse a time; without a time zone, it is in UTC."""
+    if text is None:
+        return None
+    moment = datetime.datetime.fromisoformat(text)
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)
 
 
 def _strict(value: float) -> float | str:
     """Return a number, or its string if standard JSON cannot represent it."""
     return value if math.isfinite(value) else str(value)
-
-
-_UTC = datetime.timezone.utc

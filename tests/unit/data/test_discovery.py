@@ -1,6 +1,7 @@
 """Description of Parquet files from their footers."""
 
 import io
+import os
 import re
 
 import numpy as np
@@ -237,6 +238,17 @@ def test_a_dataset_without_rows_is_an_error(store, folder):
 
     with pytest.raises(DataError, match="hold no rows"):
         manifest(store, folder, "x")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_pipes_among_files_are_an_error(folder, scheme):
+    write(folder / "a.parquet", x=[1.0])
+    os.mkfifo(folder / "b.parquet")
+    store = Store.create(f"{scheme}{folder}")
+
+    with pytest.raises(StoreError, match=r"b\.parquet' is not a regular file but a pipe"):
+        manifest(store, f"{scheme}{folder}", "x")
 
 
 def test_missing_paths_and_empty_folders_are_errors(store, folder):

@@ -231,7 +231,7 @@ def test_nothing_is_written_to_stores_without_runs(tmp_path: Path) -> None:
     assert store.list_runs() == []
 
 
-def test_runs_are_listed_newest_first_without_corrupted_ones(store: Any) -> None:
+def test_runs_are_listed_newest_first_and_damaged_ones_last(store: Any) -> None:
     for number, run_id in enumerate(["b", "a", "c"]):
         with record(store, run_id) as noted:
             noted.handler(print_event)(epoch(number, 0.5))
@@ -241,11 +241,12 @@ def test_runs_are_listed_newest_first_without_corrupted_ones(store: Any) -> None
     (folder / "damaged").mkdir()
     (folder / "damaged" / "metadata.json").write_text("{")
     (folder / "a" / "history.json").write_text("[")
-    assert [(run.run_id, run.epochs) for run in store.list_runs()] == [("c", 3), ("a", 0), ("b", 1)]
+    listed = [(run.run_id, run.epochs) for run in store.list_runs()]
+    assert listed == [("c", 3), ("a", 0), ("b", 1), ("damaged", 0)]
     # A run noted as running without a lease ended unexpectedly.
     notes = json.loads((folder / "b" / "metadata.json").read_text())
     (folder / "b" / "metadata.json").write_text(json.dumps({**notes, "state": "running"}))
-    assert store.list_runs()[-1].state == "interrupted"
+    assert [run.state for run in store.list_runs()][2:] == ["interrupted", "damaged"]
 
 
 @pytest.mark.parametrize("remote", [False, True])

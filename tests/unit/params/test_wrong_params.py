@@ -60,6 +60,7 @@ ALL = {
     "model: a name": param(ParamError, "model", r"expected a \w+", model="net"),
     "unknown": param(ParamError, "epoch", "Did you mean 'epochs'", epoch=3),
     "run_id: a path": param(ParamError, "run_id", "expected letters, digits", run_id="../a"),
+    "run_id: too long": param(ParamError, "run_id", "expected at most 255 bytes", run_id="é" * 128),
     "run_id: a number": param(ParamError, "run_id", "expected a string", run_id=5),
     "num_proc: text": whole("num_proc", "2"),
     "num_proc: below 0": whole("num_proc", -1, "0 or more"),

@@ -1,0 +1,106 @@
+"""Files of runs that were edited or damaged."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store.runs import read_metadata
+
+GOOD = {
+    "run_id": "odd",
+    "framework": "torch",
+    "state": "finished",
+    "started": "2026-11-20T10:00:00+00:00",
+    "ended": "2026-11-20T10:05:00+00:00",
+    "row_order": {"canonical_shards": 2, "random_seed": 1},
+    "fingerprint": {"data": "a"},
+    "fits": [{"state": "finished", "reading": {}}],
+}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+def edited(document: dict[str, Any], *further: str) -> st.SearchStrategy[Any]:
+    """Return any value, or the document with some values replaced."""
+    changes = {name: VALUES for name in (*document, *further)}
+    return VALUES | st.fixed_dictionaries({}, optional=changes).map(lambda some: document | some)
+
+
+LEASE = {"machine": "m", "pid": 1, "started": "s", "created": None, "beaten": None, "details": {}}
+HISTORY = {"rows": [[0, "train", "loss", 0.5]]}
+
+
+def store_with(folder: Path, files: dict[str, bytes]) -> Store:
+    """Return a store with a good run, and a run of some files."""
+    store = Store.create(str(folder / "store"))
+    good = {**GOOD, "run_id": "good", "started": "2026-11-19T10:00:00+00:00"}
+    store.write_text(f"{store.run_paths('good').run_path}/metadata.json", json.dumps(good))
+    path = Path(store.run_paths("odd").run_path)
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return store
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    metadata=edited(GOOD, "error"),
+    lease=edited(LEASE),
+    history=edited(HISTORY),
+)
+def test_a_run_of_any_documents_is_listed_beside_the_others(
+    metadata: Any, lease: Any, history: Any
+) -> None:
+    documents = {"metadata.json": metadata, "lease.json": lease, "history.json": history}
+    with tempfile.TemporaryDirectory() as folder:
+        store = store_with(
+            Path(folder), {name: json.dumps(value).encode() for name, value in documents.items()}
+        )
+        by_folder = {Path(run.path).name: run for run in store.list_runs()}
+    assert by_folder.keys() == {"good", "odd"}
+    assert by_folder["good"].state == "finished"
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("run_id"), str):
+        assert by_folder["odd"].state == "damaged"
+        assert "metadata.json' is damaged" in (by_folder["odd"].error or "")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        json.dumps({**GOOD, "started": "yesterday"}).encode(),
+        json.dumps({**GOOD, "fits": ["first"]}).encode(),
+        json.dumps({**GOOD, "row_order": {}}).encode(),
+        json.dumps({**GOOD, "error": {"class": "OSError"}}).encode(),
+    ],
+    ids=["empty", "no values", "no text", "lists", "objects", "time", "fits", "order", "error"],
+)
+def test_damaged_metadata_is_an_error_that_names_the_file(content: bytes, tmp_path: Path) -> None:
+    store = store_with(tmp_path, {"metadata.json": content})
+    with pytest.raises(StoreError, match=r"odd/metadata\.json' is damaged .* Delete it"):
+        read_metadata(store, store.run_paths("odd").run_path)
+    newest, damaged = store.list_runs()
+    assert (newest.run_id, damaged.run_id, damaged.state) == ("good", "odd", "damaged")
+
+
+def test_times_without_a_zone_are_in_utc(tmp_path: Path) -> None:
+    document = {**GOOD, "started": "2026-11-20T10:00:00"}
+    store = store_with(tmp_path, {"metadata.json": json.dumps(document).encode()})
+    run, _ = store.list_runs()
+    assert run.started.isoformat() == "2026-11-20T10:00:00+00:00"
