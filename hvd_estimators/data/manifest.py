@@ -7,9 +7,9 @@ imports neither PySpark nor a framework, so that the driver and the ranks can re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -183,8 +183,22 @@ class DatasetManifest:
 
     @staticmethod
     def from_json(text: str) -> DatasetManifest:
-        """Parse the output of `to_json`."""
-        document = json.loads(text)
+        """Parse the output of `to_json`.
+
+        Raises
+        ------
+        ValueError
+            If the text is damaged, or was edited so that it describes no dataset.
+        """
+        try:
+            manifest = DatasetManifest._parsed(json.loads(text))
+            _check(manifest)
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return manifest
+
+    @staticmethod
+    def _parsed(document: Any) -> DatasetManifest:
         columns = tuple(
             ColumnSpec(c["name"], c["kind"], c["dtype"], tuple(c["shape"]), tuple(c["stored"]))
             for c in document["columns"]
@@ -199,9 +213,43 @@ class DatasetManifest:
         )
 
 
+def _check(manifest: DatasetManifest) -> None:
+    """Check that columns and row groups are possible and that none is listed twice.
+
+    Raises
+    ------
+    ValueError
+        If not.
+    """
+    for column in manifest.columns:
+        texts: tuple[object, ...] = (column.name, column.dtype, *column.stored)
+        sizes: tuple[object, ...] = column.shape
+        if (
+            not all(isinstance(text, str) for text in texts)
+            or not all(type(size) is int and size >= -1 for size in sizes)
+            or column.kind not in get_args(Kind)
+        ):
+            raise ValueError(f"impossible column {column}")
+        np.dtype(column.dtype)
+    _check_unique("columns", [column.name for column in manifest.columns])
+    for split in filter(None, (manifest.train, manifest.validation)):
+        for group in split.row_groups:
+            counts: tuple[object, ...] = (group.index, group.rows, group.open_bytes)
+            if any(type(count) is not int for count in counts) or (
+                group.index < 0 or group.rows < 1 or group.open_bytes < 0
+            ):
+                raise ValueError(f"impossible row group {group}")
+        _check_unique("row groups", [(group.file, group.index) for group in split.row_groups])
+
+
+def _check_unique(kind: str, values: Sequence[object]) -> None:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{kind} are listed twice")
+
+
 def _split(document: dict[str, Any]) -> Split:
     groups = tuple(
-        RowGroup(str(g["file"]), int(g["index"]), int(g["rows"]), int(g.get("open_bytes", 0)))
+        RowGroup(str(g["file"]), g["index"], g["rows"], g.get("open_bytes", 0))
         for g in document["row_groups"]
     )
     return Split(str(document["path"]), groups)

@@ -149,10 +149,10 @@ def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
         )
     try:
         return DatasetManifest.from_json(store.read(path).decode())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise StoreError(
             f"dataset_idx: the manifest of the prepared dataset {dataset_idx!r} is damaged "
-            f"({path!r}: {error!r}). Prepare the data again; clear_prepared_data(store, "
+            f"({path!r}: {error}). Prepare the data again; clear_prepared_data(store, "
             f"{dataset_idx!r}) deletes what is left."
         ) from error
 

@@ -95,6 +95,13 @@ def test_characters_are_alike_where_java_ignores_their_case(spark: Any) -> None:
     assert [(c, k) for c, k in known if ord(_folded(c)) != k] == []
 
 
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [
+        (["x", "x"], "2 columns that Spark takes for 'x': 'x', 'x'. Rename or drop the others"),
+        (["x", "X"], "2 columns that Spark takes for 'x': 'x', 'X'. .*caseSensitive=true"),
+    ],
+)
 def test_ambiguous_names_are_rejected_before_any_job_runs(
     spark: Any, store: Any, names: list[str], remedy: str
 ) -> None:

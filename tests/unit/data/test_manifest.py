@@ -4,6 +4,8 @@ import json
 import pickle
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 
@@ -76,3 +78,66 @@ def test_splits_sum_their_rows_and_columns_are_found_by_name():
 )
 def test_the_size_of_a_row_is_the_size_of_its_elements(spec, row_bytes):
     assert spec.row_bytes == row_bytes
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+@st.composite
+def edited_documents(draw):
+    """Return a manifest's document after up to three edits at any place, as JSON."""
+    document = json.loads(DatasetManifest(COLUMNS, TRAIN, VALIDATION).to_json())
+    for _ in range(draw(st.integers(1, 3))):
+        place, key = {"whole": document}, "whole"
+        while isinstance(place[key], (dict, list)) and place[key] and draw(st.booleans()):
+            place = place[key]
+            keys = list(place) if isinstance(place, dict) else range(len(place))
+            key = draw(st.sampled_from(keys))
+        if isinstance(place, list) and draw(st.booleans()):
+            place.append(place[key])
+        else:
+            place[key] = draw(VALUES)
+            document = place["whole"] if key == "whole" else document
+    return json.dumps(document)
+
+
+@settings(max_examples=300, deadline=None)
+@given(edited_documents())
+def test_an_edited_manifest_is_an_error_or_describes_a_dataset(text):
+    try:
+        manifest = DatasetManifest.from_json(text)
+    except ValueError:
+        return
+    assert DatasetManifest.from_json(manifest.to_json()) == manifest
+    names = [column.name for column in manifest.columns]
+    assert len(set(names)) == len(names)
+    for split in filter(None, (manifest.train, manifest.validation)):
+        places = {(group.file, group.index) for group in split.row_groups}
+        assert len(places) == len(split.row_groups)
+        assert all(group.rows >= 1 and group.index >= 0 for group in split.row_groups)
+        assert split.rows == sum(range_of.rows for range_of in split.row_groups)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["train"]["row_groups"].append(d["train"]["row_groups"][0]), "listed twice"),
+        (lambda d: d["train"]["row_groups"][0].update(rows=2.5), "impossible row group"),
+        (lambda d: d["train"]["row_groups"][0].update(index=-1), "impossible row group"),
+        (lambda d: d["columns"].append(d["columns"][0]), "columns are listed twice"),
+        (lambda d: d["columns"][0].update(kind="tensor"), "impossible column"),
+        (lambda d: d["columns"][0].update(dtype="float33"), "float33"),
+        (lambda d: d["columns"][1].update(shape="28"), "impossible column"),
+        (lambda d: d.pop("train"), "KeyError: 'train'"),
+    ],
+)
+def test_errors_name_the_edited_value(edit, message):
+    document = json.loads(DatasetManifest(COLUMNS, TRAIN).to_json())
+    edit(document)
+
+    with pytest.raises(ValueError, match=message):
+        DatasetManifest.from_json(json.dumps(document))
