@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +199,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                     "validation part. Pass validation to prepare_data as well, or leave it out "
                     "here."
                 )
+            with self._naming_params():
+                _require_prepared(dataset_idx, manifest, self._needed_columns())
             self._show_prepared(shown, dataset_idx, manifest)
             return self._train(manifest, backend)
 
@@ -542,6 +544,23 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
 
     def _try(self, columns: Columns) -> Trial:
         return try_batches(self._dry_run, columns, self.getOrDefault("batch_size"))
+
+
+def _require_prepared(dataset_idx: str, manifest: DatasetManifest, names: Iterable[str]) -> None:
+    """Check that a prepared dataset has some columns.
+
+    Raises
+    ------
+    ColumnError
+        If it lacks one.
+    """
+    prepared = [column.name for column in manifest.columns]
+    for name in names:
+        if name not in prepared:
+            raise ColumnError(
+                f"The prepared dataset {dataset_idx!r} has no column {name!r}; its columns are "
+                f"{', '.join(prepared)}. Pass the column to prepare_data as well."
+            )
 
 
 def _numbers_in(dataset: DataFrame) -> list[str]:

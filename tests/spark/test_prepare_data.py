@@ -21,7 +21,7 @@ from hvd_estimators import (
     list_prepared_data,
     prepare_data,
 )
-from hvd_estimators.exceptions import DataError, StoreError
+from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.prepare import write
 from hvd_estimators.prepare.datasets import load_manifest
 
@@ -365,6 +365,21 @@ def test_each_row_is_computed_once(spark: Any, store: Any, validation: Any) -> N
     index_of(store, spark.createDataFrame(rows, "id long, x double"), validation=validation)
 
     assert computed.value == 200
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [("sample_weight_col", "w"), ("feature_cols", ["w"]), ("label_cols", ["w"])],
+)
+def test_columns_that_were_not_prepared_are_errors(
+    spark: Any, store: Any, param: str, value: Any
+) -> None:
+    frame = spark.range(8).selectExpr("id / 8 AS x", "id / 4 AS y", "1.0D AS w")
+    with prepare_data(1, store, frame, ["y"], ["x"]) as index:
+        estimator = make_estimator(store, **{param: value})
+        message = f"{param}: The prepared dataset '{index}' has no column 'w'; its columns are"
+        with pytest.raises(ColumnError, match=message):
+            estimator.fit_on_parquet(dataset_idx=index)
 
 
 # Row order.
