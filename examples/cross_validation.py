@@ -44,6 +44,19 @@ def read_tumours(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(frame).repartition(2)
 
 
+def split_tumours(spark: SparkSession, seed: int) -> tuple[DataFrame, DataFrame]:
+    """Return training rows and rows held out, with standardized measurements as ``features``."""
+    train, held_out = read_tumours(spark).randomSplit([0.75, 0.25], seed=seed)
+    measured = [name for name in train.columns if name != LABEL]
+    features = Pipeline(
+        stages=[
+            VectorAssembler(inputCols=measured, outputCol="raw"),
+            StandardScaler(inputCol="raw", outputCol="features", withMean=True),
+        ]
+    ).fit(train)
+    return features.transform(train), features.transform(held_out)
+
+
 def make_search(args: argparse.Namespace) -> CrossValidator:
     """Return the search over learning rates and networks."""
     networks = [make_network(width) for width in WIDTHS]
@@ -93,16 +106,7 @@ def print_grid(model: CrossValidatorModel) -> None:
 
 def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
     """Search, and return the scores of the best grid point on the test rows."""
-    train, held_out = read_tumours(spark).randomSplit([0.75, 0.25], seed=args.seed)
-    measured = [name for name in train.columns if name != LABEL]
-    features = Pipeline(
-        stages=[
-            VectorAssembler(inputCols=measured, outputCol="raw"),
-            StandardScaler(inputCol="raw", outputCol="features", withMean=True),
-        ]
-    ).fit(train)
-    train, held_out = (features.transform(rows).cache() for rows in (train, held_out))
-
+    train, held_out = (rows.cache() for rows in split_tumours(spark, args.seed))
     torch.manual_seed(args.seed)
     model = make_search(args).fit(train)
     print_grid(model)

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from common import make_parser, start_spark
-from cross_validation import LABEL, make_network, read_tumours
-from pyspark.ml import Pipeline
+from cross_validation import LABEL, make_network, split_tumours
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
-from pyspark.ml.feature import StandardScaler, VectorAssembler
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
@@ -90,17 +88,10 @@ def print_trials(study: Any) -> None:
 
 def run(spark: SparkSession, args: argparse.Namespace) -> tuple[Any, float]:
     """Search; return the study and the best model's score on the test rows."""
-    train, held_out = read_tumours(spark).randomSplit([0.75, 0.25], seed=args.seed)
-    measured = [name for name in train.columns if name != LABEL]
-    features = Pipeline(
-        stages=[
-            VectorAssembler(inputCols=measured, outputCol="raw"),
-            StandardScaler(inputCol="raw", outputCol="features", withMean=True),
-        ]
-    ).fit(train)
-    study, model = search(features.transform(train), args)
+    train, held_out = split_tumours(spark, args.seed)
+    study, model = search(train, args)
     print_trials(study)
-    predictions = model.transform(features.transform(held_out))
+    predictions = model.transform(held_out)
     score = BinaryClassificationEvaluator(labelCol=LABEL).evaluate(predictions)
     print(f"\nArea under ROC on rows held out, of the best network: {score:.4f}")
     return study, score

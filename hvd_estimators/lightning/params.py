@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from hvd_estimators.lightning.trainer_args import (
     check_trainer_args,
 )
 from hvd_estimators.loading.transform import Transformation
-from hvd_estimators.params import boolean, integer, objects, param
+from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.serialization import (
@@ -44,15 +44,6 @@ def _profiler(name: str, value: Any) -> Any:
             f"{value!r}."
         )
     return value
-
-
-def _arguments(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ParamError(f"{name}: expected a dict of Trainer arguments, found {value!r}.")
-    for key in value:
-        if not isinstance(key, str):
-            raise ParamError(f"{name}: expected names of Trainer arguments, found {key!r}.")
-    return dict(value)
 
 
 _OF_LIGHTNING = {
@@ -92,7 +83,7 @@ class LightningParams(TorchEstimator):
     )
     trainer_args = param(
         "Further arguments of Lightning's Trainer. They replace the estimator's arguments.",
-        convert=_arguments,
+        convert=keyword_arguments,
     )
     data_module = param(
         "Reader of the rows: 'petastorm', 'arrow', a subclass of "

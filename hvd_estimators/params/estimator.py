@@ -20,6 +20,7 @@ from hvd_estimators.params import (
     column_names,
     input_columns,
     integer,
+    keyword_arguments,
     number,
     numbers,
     objects,
@@ -155,12 +156,6 @@ class ColumnParams(_TrainingColumns):
         return {}
 
 
-def _keyword_arguments(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ParamError(f"{name}: expected a dict of keyword arguments, found {value!r}.")
-    return dict(value)
-
-
 def _compressor(name: str, value: Any) -> Any:
     if not all(callable(getattr(value, part, None)) for part in ("compress", "decompress")):
         raise ParamError(
@@ -182,7 +177,7 @@ class TrainingParams(DeclaredParams):
         "Dict of keyword arguments for a model that is a function or class. A grid over it tries "
         "several models.",
         default={},
-        convert=_keyword_arguments,
+        convert=keyword_arguments,
     )
     optimizer = param(
         "The optimizer. Its learning rate is for one rank. For a torch model, also a function or "

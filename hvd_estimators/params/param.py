@@ -187,6 +187,14 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def keyword_arguments(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Accept a dict of keyword arguments."""
+    is_dict = isinstance(value, Mapping)
+    if not is_dict or not all(isinstance(key, str) for key in value):
+        raise ParamError(f"{name}: expected a dict of keyword arguments, found {value!r}.")
+    return dict(value)
+
+
 def objects(name: str, value: Iterable[Any]) -> list[Any]:
     """Accept a list of objects, or another ordered iterable of objects."""
     if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
