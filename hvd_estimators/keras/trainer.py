@@ -370,7 +370,7 @@ def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
     """Return the rows per training batch of this rank, if they are known and equal."""
     if not isinstance(data, PlannedDataModule):
         return None
-    sizes = set(spec.train_plan.batch_sizes(data.cur_shard, spec.batch_size))
+    sizes = spec.train_plan.batch_sizes([data.cur_shard], spec.batch_size).distinct()
     return sizes.pop() if len(sizes) == 1 else None
 
 

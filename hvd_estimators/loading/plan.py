@@ -7,8 +7,11 @@ is therefore needed to know the number of rows of other ranks in a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import collections
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -105,18 +108,13 @@ class ShardPlan:
         """Return the number of steps in one pass, which is the same for all shards."""
         return -(-max(map(self.rows, range(self.num_shards))) // batch_size)
 
-    def batch_sizes(self, shard: int, batch_size: int) -> list[int]:
-        """Return the number of rows in each step of one shard; see `batch_sizes`."""
-        return batch_sizes(self.rows(shard), self.steps(batch_size), batch_size)
+    def batch_sizes(self, shards: Iterable[int], batch_size: int) -> BatchSizes:
+        """Return the number of rows in each step of a pass, over some shards."""
+        return BatchSizes(map(self.rows, shards), self.steps(batch_size), batch_size)
 
-    def global_batch_sizes(self, batch_size: int) -> list[int]:
-        """Return the number of rows in each step, over all shards."""
-        return self.sizes_of(range(self.num_shards), batch_size)
-
-    def sizes_of(self, shards: Iterable[int], batch_size: int) -> list[int]:
-        """Return the number of rows in each step, over some shards."""
-        per_shard = [self.batch_sizes(shard, batch_size) for shard in shards]
-        return [sum(sizes) for sizes in zip(*per_shard, strict=True)]
+    def global_batch_sizes(self, batch_size: int) -> BatchSizes:
+        """Return the number of rows in each step of a pass, over all shards."""
+        return self.batch_sizes(range(self.num_shards), batch_size)
 
 
 def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
@@ -138,29 +136,73 @@ def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
     return tuple(range(rank, num_shards, size))
 
 
-def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
-    """Split rows into a number of batches: full ones first, and none empty if possible.
+class BatchSizes(Sequence[int]):
+    """Number of rows in each step of a pass, over some shards.
+
+    Each shard has full batches first, and none that is empty if possible. Sizes are computed when
+    they are needed, because a pass may have millions of steps.
 
     Parameters
     ----------
-    rows : int
-        Rows to split, at most ``steps * batch_size``.
+    rows : iterable of int
+        Rows of each shard, at most ``steps * batch_size``.
     steps : int
-        Number of batches.
+        Number of steps.
     batch_size : int
-        Rows in a full batch.
-
-    Returns
-    -------
-    list of int
-        ``steps`` sizes, each from 0 to ``batch_size``, with the sum ``rows``.
+        Rows in a full batch of a shard.
     """
-    sizes = []
-    for steps_left in range(steps, 0, -1):
-        size = min(batch_size, max(rows - (steps_left - 1), min(rows, 1)))
-        sizes.append(size)
-        rows -= size
-    return sizes
+
+    def __init__(self, rows: Iterable[int], steps: int, batch_size: int) -> None:
+        self._steps = steps
+        self._shards = [
+            (_runs(of_shard, steps, batch_size), number)
+            for of_shard, number in collections.Counter(rows).items()
+        ]
+
+    def before(self, step: int) -> int:
+        """Return the number of rows in the steps before ``step``, from 0 to the number of steps."""
+        rows = 0
+        for runs, number in self._shards:
+            left = step
+            for size, steps in runs:
+                rows += number * size * min(left, steps)
+                left -= min(left, steps)
+        return rows
+
+    def distinct(self) -> set[int]:
+        """Return the different sizes of the batches of single shards."""
+        return {size for runs, _ in self._shards for size, _ in runs}
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[int]:
+        shards = [
+            itertools.chain.from_iterable([itertools.repeat(number * size, n) for size, n in runs])
+            for runs, number in self._shards
+        ]
+        return shards[0] if len(shards) == 1 else map(sum, zip(*shards, strict=True))
+
+    @overload
+    def __getitem__(self, step: int) -> int: ...
+    @overload
+    def __getitem__(self, step: slice) -> list[int]: ...
+    def __getitem__(self, step: int | slice) -> int | list[int]:
+        steps = range(self._steps)[step]
+        if isinstance(steps, range):
+            return [self[at] for at in steps]
+        return self.before(steps + 1) - self.before(steps)
+
+
+def _runs(rows: int, steps: int, batch_size: int) -> list[tuple[int, int]]:
+    """Return the sizes of a shard's batches, each with the number of steps that have the size."""
+    if rows <= steps:
+        runs = [(1, rows), (0, steps - rows)]
+    else:
+        # Each step needs a row; the first ones also take the others.
+        full, rest = divmod(rows - steps, batch_size - 1)
+        runs = [(batch_size, full), (1 + rest, min(steps - full, 1)), (1, steps - full - 1)]
+    return [(size, number) for size, number in runs if number > 0]
 
 
 def plan_shards(

@@ -34,7 +34,7 @@ from hvd_estimators.loading.interleave import (
     one_per_group,
     range_tables,
 )
-from hvd_estimators.loading.plan import ShardPlan, batch_sizes
+from hvd_estimators.loading.plan import BatchSizes, ShardPlan
 from hvd_estimators.loading.shuffle import (
     Chunk,
     read_into_memory,
@@ -316,7 +316,7 @@ class PlannedDataModule(ChunkedDataModule):
         return self._ahead(self._val_chunks(), "validation rows")
 
     def _train_chunks(self) -> Generator[Chunk, None, None]:
-        sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
+        sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
         first_pass, skip = divmod(self.skip_train_steps, len(sizes))
         in_memory = self.shuffle and self.inmemory_cache_all
         with contextlib.closing(
@@ -330,7 +330,7 @@ class PlannedDataModule(ChunkedDataModule):
                 if skipped < len(chunk.sizes):
                     yield chunk.skip(skipped) if skipped else chunk
 
-    def _read_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
+    def _read_chunks(self, sizes: Sequence[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files in each pass."""
         rngs = (
             self._rng(pass_number, "rows") if self.shuffle else None
@@ -340,7 +340,9 @@ class PlannedDataModule(ChunkedDataModule):
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
-    def _chunks_in_memory(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
+    def _chunks_in_memory(
+        self, sizes: Sequence[int], first_pass: int
+    ) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files once and shuffle all rows in each pass."""
         groups = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
@@ -351,7 +353,7 @@ class PlannedDataModule(ChunkedDataModule):
             yield from shuffle_in_memory(rows, sizes, rngs, self.memory)
             return
         # Transform the rows in each pass, because transformations may be random.
-        some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
+        some = BatchSizes([total], -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
         parts_drawn = (
             chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory)
         )
@@ -375,7 +377,7 @@ class PlannedDataModule(ChunkedDataModule):
 
     def _val_sizes(self, plan: ShardPlan) -> list[int]:
         # The last steps of a short shard can be empty.
-        return [size for size in plan.batch_sizes(self.cur_shard, self.val_batch_size) if size]
+        return [size for size in plan.batch_sizes([self.cur_shard], self.val_batch_size) if size]
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
         """Produce chunks in a separate thread while earlier ones are used."""
@@ -641,7 +643,7 @@ class VirtualShards(ChunkedDataModule):
         """Return an infinite iterator of the number of rows in each batch over all ranks."""
         first = self.modules[0]
         sizes = [
-            first.train_plan.sizes_of(
+            first.train_plan.batch_sizes(
                 range(start, min(start + self._size, self._num_shards)), first.train_batch_size
             )
             for start in range(0, self._num_shards, self._size)

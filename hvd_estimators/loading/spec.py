@@ -5,9 +5,9 @@ Contains no Spark objects.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import importlib.util
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -17,7 +17,7 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import DataError, DependencyError, ParamError
 from hvd_estimators.loading.blocks import BufferPool
-from hvd_estimators.loading.plan import ShardPlan, virtual_shards
+from hvd_estimators.loading.plan import BatchSizes, ShardPlan, virtual_shards
 from hvd_estimators.loading.readers import (
     ArrowDataModule,
     CheckedDataModule,
@@ -180,14 +180,9 @@ class DataSpec:
                 f"num_proc={self.num_shards}, or another run_id."
             )
 
-    def train_batch_sizes(self) -> list[int]:
-        """Return the number of rows in each batch of an epoch, over all shards."""
-        plan = self.train_plan
-        return [
-            size
-            for shard in range(plan.num_shards)
-            for size in plan.batch_sizes(shard, self.batch_size)
-        ]
+    def train_batch_sizes(self) -> set[int]:
+        """Return the different numbers of rows in the training batches of single shards."""
+        return self.train_plan.global_batch_sizes(self.batch_size).distinct()
 
     def require_rows_in_batches(self, owner: str) -> None:
         """Reject training batches without rows. Runs on the driver.
@@ -202,12 +197,11 @@ class DataSpec:
         DataError
             If a batch has no rows.
         """
-        sizes = self.train_batch_sizes()
-        if 0 in sizes:
+        if 0 in self.train_batch_sizes():
             raise DataError(
-                f"{owner} needs a row on every rank in every step, and there are {sum(sizes)} rows "
-                f"for {self.num_shards} ranks. Set num_proc or batch_size so that each rank has "
-                "rows in every step."
+                f"{owner} needs a row on every rank in every step, and there are "
+                f"{self.train_plan.total_rows} rows for {self.num_shards} ranks. Set num_proc or "
+                "batch_size so that each rank has rows in every step."
             )
 
     def rows_after(self, epoch: int, batches: int) -> int:
@@ -227,22 +221,21 @@ class DataSpec:
         ValueError
             If no batch of the epoch ends after these rows.
         """
-        for batches in range(self.train_steps_per_epoch + 1):
-            if self.rows_after(epoch, batches) == rows:
-                return batches
-        raise ValueError(f"No batch of epoch {epoch} ends after {rows} rows.")
+        steps = range(self.train_steps_per_epoch + 1)
+        batches = bisect.bisect_left(steps, rows, key=lambda step: self.rows_after(epoch, step))
+        if batches not in steps or self.rows_after(epoch, batches) != rows:
+            raise ValueError(f"No batch of epoch {epoch} ends after {rows} rows.")
+        return batches
 
     def _rows_before(self, step: int) -> int:
         """Return the number of rows, over all shards, in the run's steps before ``step``."""
-        rows_after = self._ends
-        passes, left = divmod(step, len(rows_after) - 1)
-        return passes * rows_after[-1] + rows_after[left]
+        sizes = self._global_batch_sizes
+        passes, left = divmod(step, len(sizes))
+        return passes * sizes.before(len(sizes)) + sizes.before(left)
 
     @functools.cached_property
-    def _ends(self) -> list[int]:
-        """Cumulative number of rows, over all shards, after each step of a pass; begins with 0."""
-        sizes = self.train_plan.global_batch_sizes(self.batch_size)
-        return list(itertools.accumulate(sizes, initial=0))
+    def _global_batch_sizes(self) -> BatchSizes:
+        return self.train_plan.global_batch_sizes(self.batch_size)
 
 
 def check_data_module(data_module: str | type[DataModule] | None) -> None:

@@ -399,8 +399,9 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
     if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
         raise DataError(
             "Batch normalization cannot train on a batch of one row, and "
-            f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
-            f"{data.train_plan.num_shards} ranks). Set another batch_size."
+            f"batch_size={data.batch_size} leaves one on some rank "
+            f"({data.train_plan.total_rows} rows, {data.train_plan.num_shards} ranks). Set another "
+            "batch_size."
         )
 
 

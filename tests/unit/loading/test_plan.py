@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import RowGroup, RowRange
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.loading.plan import MOST_OPEN_GROUPS, batch_sizes, plan_shards
+from hvd_estimators.loading.plan import MOST_OPEN_GROUPS, BatchSizes, plan_shards
 
 # One list per file, with the rows of each of its row groups.
 LAYOUTS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6)
@@ -93,23 +93,38 @@ def test_ranks_may_have_no_validation_rows():
     assert plan_shards([], 3, allow_empty=True).shards == ((), (), ())
 
 
-@given(st.integers(0, 400), st.integers(1, 50), st.integers(0, 20))
-def test_batch_sizes_sum_to_the_rows_with_full_batches_first(rows, batch_size, spare):
-    steps = -(-rows // batch_size) + spare
+def sizes_one_by_one(rows, steps, batch_size):
+    """Return the sizes of a shard's batches: each takes what it can and leaves a row for others."""
+    sizes = []
+    for later in reversed(range(steps)):
+        sizes.append(min(batch_size, max(rows - later, min(rows, 1))))
+        rows -= sizes[-1]
+    return sizes
 
-    sizes = batch_sizes(rows, steps, batch_size)
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=5), st.integers(1, 50), st.integers(0, 9))
+def test_batch_sizes_equal_those_computed_one_by_one(rows, batch_size, spare):
+    steps = -(-max(rows) // batch_size) + spare
+    of_shards = [sizes_one_by_one(of_shard, steps, batch_size) for of_shard in rows]
+    expected = [sum(sizes) for sizes in zip(*of_shards, strict=True)]
+
+    sizes = BatchSizes(rows, steps, batch_size)
 
     assert len(sizes) == steps
-    assert sum(sizes) == rows
-    assert all(0 <= size <= batch_size for size in sizes)
-    assert sizes == sorted(sizes, reverse=True)
+    assert list(sizes) == [sizes[step] for step in range(steps)] == sizes[:] == expected
+    assert [sizes.before(step) for step in range(steps + 1)] == [
+        *itertools.accumulate(expected, initial=0)
+    ]
+    assert sizes.distinct() == set().union(*of_shards)
+    with pytest.raises(IndexError):
+        sizes[steps]
 
 
 @given(st.integers(1, 400), st.integers(1, 50), st.data())
 def test_no_batch_is_empty_if_there_is_a_row_per_step(rows, batch_size, data):
     steps = data.draw(st.integers(-(-rows // batch_size), rows))
 
-    assert min(batch_sizes(rows, steps, batch_size)) >= 1
+    assert min(BatchSizes([rows], steps, batch_size)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,7 @@ def test_no_batch_is_empty_if_there_is_a_row_per_step(rows, batch_size, data):
     ],
 )
 def test_batch_sizes_of_small_cases(rows, steps, batch_size, expected):
-    assert batch_sizes(rows, steps, batch_size) == expected
+    assert list(BatchSizes([rows], steps, batch_size)) == expected
 
 
 @pytest.mark.parametrize("num_shards", range(1, 6))
@@ -133,7 +148,7 @@ def test_all_ranks_take_equally_many_steps_and_see_every_row_together(num_shards
     for rows in range(num_shards, 40):
         plan = plan_shards([RowGroup("a", 0, rows)], num_shards)
 
-        per_rank = [plan.batch_sizes(rank, batch_size) for rank in range(num_shards)]
+        per_rank = [plan.batch_sizes([rank], batch_size) for rank in range(num_shards)]
 
         most = -(-rows // num_shards)  # rows of the largest rank
         steps = -(-most // batch_size)
@@ -141,7 +156,7 @@ def test_all_ranks_take_equally_many_steps_and_see_every_row_together(num_shards
         assert [len(sizes) for sizes in per_rank] == [steps] * num_shards
         assert sum(map(sum, per_rank)) == rows
         totals = [sum(sizes[step] for sizes in per_rank) for step in range(steps)]
-        assert plan.global_batch_sizes(batch_size) == totals
+        assert list(plan.global_batch_sizes(batch_size)) == totals
         assert all(total > 0 for total in totals)
 
 
