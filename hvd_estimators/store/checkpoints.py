@@ -16,9 +16,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
+from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
 
@@ -27,6 +28,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FORMAT = 1
+
+# Types of a manifest's values.
+_REQUIRED: dict[str, type] = {
+    **dict.fromkeys(("size", "epoch", "rows"), int),
+    **dict.fromkeys(("sha256", "framework"), str),
+    "metrics": dict,
+}
+_OPTIONAL: dict[str, tuple[type, ...]] = {"monitor": (str, type(None)), "mode": (str,)}
 
 
 @dataclass(frozen=True)
@@ -275,12 +284,14 @@ def info_at(store: Files, path: str) -> CheckpointInfo | None:
     if content is None:
         return None
     try:
-        document: dict[str, Any] = json.loads(content)
-        if document.pop("format") != _FORMAT:
+        document = parse_object(content)
+        if document.pop("format", None) != _FORMAT:
             raise ValueError(f"expected format {_FORMAT}")
+        check_types(document, _REQUIRED, required=_REQUIRED)
+        check_types(document, _OPTIONAL)
         document["metrics"] = {name: float(value) for name, value in document["metrics"].items()}
         return CheckpointInfo(path, **document)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DamagedCheckpoint(f"its manifest {manifest!r} cannot be read: {error}") from error
 
 

@@ -57,6 +57,7 @@ from typing_extensions import Self
 
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store.documents import parse_object
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
 from hvd_estimators.store.retries import at_exit
@@ -128,7 +129,7 @@ class LeaseRecord:
             If the text is damaged.
         """
         try:
-            document = json.loads(text)
+            document = parse_object(text)
             created, beaten = (
                 datetime.fromisoformat(document[name]) if document.get(name) else None
                 for name in ("created", "beaten")
@@ -143,7 +144,7 @@ class LeaseRecord:
             )
             details = dict(document.get("details", {}))
             return LeaseRecord(owner, created, beaten, str(document.get("token", "")), details)
-        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a lease record: {error!r}") from error
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
+from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.leases import Lease, holder
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def read_metadata(store: StorePaths, run_path: str) -> dict[str, Any] | None:
     if document is not None:
         try:
             _check_metadata(document)
-        except (KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise _damaged(path, error) from error
     return document
 
@@ -223,30 +224,17 @@ def _check_metadata(document: Mapping[str, Any]) -> None:
 
     Raises
     ------
-    KeyError, TypeError, ValueError
+    ValueError
         If a value is missing, or is not of its type.
     """
-    _check_types(document, _METADATA, required=["run_id"])
-    _check_types(document.get("row_order"), _ROW_ORDER, required=_ROW_ORDER)
-    _check_types(document.get("error"), _ERROR, required=_ERROR)
+    check_types(document, _METADATA, required=["run_id"])
+    for name, types in (("row_order", _ROW_ORDER), ("error", _ERROR)):
+        if name in document:
+            check_types(document[name], types, required=types)
     for fit in document.get("fits", ()):
-        if not isinstance(fit, dict):
-            raise TypeError(f"fits: expected objects, found {type(fit).__name__}")
-        _check_types(fit, _FIT, required=["state"])
+        check_types(fit, _FIT, required=["state"])
     for name in ("started", "ended"):
         _moment(document.get(name))
-
-
-def _check_types(
-    values: Mapping[str, Any] | None, types: Mapping[str, type], required: Iterable[str]
-) -> None:
-    if values is None:
-        return
-    for name in required:
-        values[name]
-    for name, kind in types.items():
-        if name in values and not isinstance(values[name], kind):
-            raise TypeError(f"{name}: expected {kind.__name__}, found {values[name]!r:.100}")
 
 
 def _state(store: StorePaths, path: str, metadata: Mapping[str, Any]) -> str:
@@ -268,12 +256,9 @@ def _document(store: StorePaths, path: str) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return parse_object(content)
+    except ValueError as error:
         raise _damaged(path, error) from error
-    if not isinstance(document, dict):
-        raise _damaged(path, TypeError(f"found {type(document).__name__}"))
-    return document
 
 
 def _damaged(path: str, error: Exception) -> StoreError:

@@ -13,6 +13,12 @@ from hypothesis import strategies as st
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store.checkpoints import (
+    CheckpointInfo,
+    best_checkpoint,
+    list_checkpoints,
+    write_manifest,
+)
 from hvd_estimators.store.runs import read_metadata
 
 GOOD = {
@@ -74,6 +80,35 @@ def test_a_run_of_any_documents_is_listed_beside_the_others(
     if not isinstance(metadata, dict) or not isinstance(metadata.get("run_id"), str):
         assert by_folder["odd"].state == "damaged"
         assert "metadata.json' is damaged" in (by_folder["odd"].error or "")
+
+
+MANIFEST = {
+    **{"format": 1, "size": 4, "sha256": "a", "epoch": 2, "rows": 0, "framework": "torch"},
+    **{"metrics": {"loss": 0.5}, "monitor": "loss", "mode": "min"},
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(edited(MANIFEST))
+def test_a_checkpoint_with_any_manifest_is_listed_or_skipped(manifest: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.create(folder)
+        run = store.run_paths("mine")
+        first = f"{run.checkpoints_path}/checkpoint-000001"
+        store.write_text(f"{first}.ckpt", "good")
+        info = CheckpointInfo(f"{first}.ckpt", 4, "b", 1, 0, "torch", {"loss": 1.0}, "loss")
+        write_manifest(store, info)
+        store.write_text(f"{run.checkpoints_path}/checkpoint-000002.json", json.dumps(manifest))
+
+        good, *others = list_checkpoints(store, run)
+
+    assert good == info
+    assert best_checkpoint([good, *others]) in (good, *others)
+    for other in others:
+        assert other.epoch == 2
+        assert all(isinstance(value, float) for value in other.metrics.values())
+    if manifest == json.loads(json.dumps(MANIFEST)):
+        assert len(others) == 1
 
 
 @pytest.mark.parametrize(
