@@ -1,16 +1,19 @@
-"""Helpers for tests of rank processes."""
+"""Helpers for tests of processes: wait for a condition, and look at processes."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    """Wait for a condition, for some seconds times HVD_TEST_PATIENCE."""
+    deadline = time.monotonic() + seconds * float(os.environ.get("HVD_TEST_PATIENCE", "1"))
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)

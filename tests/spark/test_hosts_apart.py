@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from processes import wait_until
 from two_hosts import Cluster, Host
 
 from hvd_estimators.exceptions import WorkerFailedError
@@ -91,13 +92,6 @@ class Running:
         with pytest.raises(Exception) as raised:  # noqa: PT011
             self._job.result(seconds)
         return raised.value
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def python_tasks(host: Host) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from preparing import make_estimator
+from processes import wait_until
 from pyspark import InheritableThread
 from pyspark.sql import functions as F
 
@@ -77,13 +78,6 @@ def test_jobs_say_what_they_do(spark: Any, store: Any) -> None:
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description"):
             context.setLocalProperty(name, None)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:
@@ -157,9 +151,11 @@ def test_cancelling_the_callers_group_ends_the_ranks(
 
     thread = InheritableThread(target=call)
     thread.start()
-    wait_until(lambda: len(ranks(tmp_path)) == (1 if how == "prepare" else 2) or raised)
-    started = ranks(tmp_path)
-    context.cancelJobGroup("mine")
+    try:
+        wait_until(lambda: len(ranks(tmp_path)) == (1 if how == "prepare" else 2) or raised)
+        started = ranks(tmp_path)
+    finally:
+        context.cancelJobGroup("mine")
     thread.join(60)
 
     (error,) = raised
@@ -195,8 +191,10 @@ def test_waiting_for_slots_does_not_count_towards_the_start_timeout(
     results: list[Any] = []
     first = threading.Thread(target=lambda: results.append(SparkBackend(2).run(wait)))
     first.start()
-    wait_until((tmp_path / "started").exists)
-    threading.Timer(3, release.touch).start()
+    try:
+        wait_until((tmp_path / "started").exists)
+    finally:
+        threading.Timer(3, release.touch).start()
 
     second = SparkBackend(2, start_timeout=1).run(lambda: "second")
 

@@ -7,12 +7,11 @@ import os
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+from processes import wait_until
 
 from hvd_estimators.launch.spark_backend import SparkBackend
 
@@ -69,13 +68,6 @@ def test_repeated_launches_leak_nothing(spark: Any, times: int) -> None:
     wait_until(lambda: not process.children(recursive=True))
     wait_until(lambda: all(count <= before[kind] for kind, count in held().items()))
     assert memory[-1] < memory[1] + 30, memory
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, held()
-        time.sleep(0.05)
 
 
 def test_without_warm_starts_ranks_are_not_forked(

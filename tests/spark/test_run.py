@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import wait_until
 
 from hvd_estimators import run
 from hvd_estimators.exceptions import WorkerFailedError
@@ -45,13 +46,6 @@ def ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def pids_in(folder: Path) -> list[int]:

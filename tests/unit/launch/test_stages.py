@@ -11,11 +11,11 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -37,13 +37,6 @@ pytestmark = pytest.mark.timeout(90)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "STAGE_WARNING", 0.3)
     monkeypatch.setattr(timeouts, "STAGE_POLL", 0.02)
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_driver_names_the_earliest_stage_its_rank_and_its_host(
