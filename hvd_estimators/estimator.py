@@ -43,7 +43,7 @@ from hvd_estimators.params import DeclaredParams
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.prepare.datasets import (
     column_metadata,
-    describe_dataset,
+    dataset_bytes,
     load_manifest,
     pin,
 )
@@ -259,7 +259,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         begins = f"Reusing prepared data {dataset_idx}"
         if written_after is not None:
             begins = f"Wrote training data in {shown.seconds - written_after:.1f} s"
-        size = format_size(describe_dataset(self._get_store(), dataset_idx).num_bytes)
+        size = format_size(dataset_bytes(self._get_store(), dataset_idx))
         shown.finish(f"{begins}: {describe_rows(manifest)}, {size}.")
 
     def _train(

@@ -112,11 +112,7 @@ def stored_indices(store: Store) -> list[str]:
 
 def describe_dataset(store: Store, index: str) -> PreparedDataset:
     """Return the rows, columns and size of a dataset."""
-    num_bytes = sum(
-        file["size"] or 0
-        for folder in dataset_paths(store, index)[:-1]
-        for file in store.fs.find(folder, detail=True).values()
-    )
+    num_bytes = dataset_bytes(store, index)
     try:
         manifest = load_manifest(store, index)
     except StoreError:
@@ -130,6 +126,15 @@ def describe_dataset(store: Store, index: str) -> PreparedDataset:
         store.modified(manifest_path(store, index)),
         manifest.train.path,
         manifest.validation.path if manifest.validation else None,
+    )
+
+
+def dataset_bytes(store: Store, index: str) -> int:
+    """Return the size of a dataset's files in bytes."""
+    return sum(
+        file["size"] or 0
+        for folder in dataset_paths(store, index)[:-1]
+        for file in store.fs.find(folder, detail=True).values()
     )
 
 

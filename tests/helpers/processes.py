@@ -11,9 +11,11 @@ from typing import Any
 import psutil
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    """Wait for a condition, for some seconds times HVD_TEST_PATIENCE."""
-    deadline = time.monotonic() + seconds * float(os.environ.get("HVD_TEST_PATIENCE", "1"))
+def wait_until(condition: Callable[[], Any], seconds: float | None = None) -> None:
+    """Wait for a condition, for some seconds. Default: 60 times HVD_TEST_PATIENCE."""
+    if seconds is None:
+        seconds = 60 * float(os.environ.get("HVD_TEST_PATIENCE", "1"))
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)

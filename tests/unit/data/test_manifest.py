@@ -6,6 +6,7 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_values import JSON_VALUES
 
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 
@@ -80,13 +81,6 @@ def test_the_size_of_a_row_is_the_size_of_its_elements(spec, row_bytes):
     assert spec.row_bytes == row_bytes
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=6,
-)
-
-
 @st.composite
 def edited_documents(draw):
     """Return a manifest's document after up to three edits at any place, as JSON."""
@@ -100,7 +94,7 @@ def edited_documents(draw):
         if isinstance(place, list) and draw(st.booleans()):
             place.append(place[key])
         else:
-            place[key] = draw(VALUES)
+            place[key] = draw(JSON_VALUES)
             document = place["whole"] if key == "whole" else document
     return json.dumps(document)
 

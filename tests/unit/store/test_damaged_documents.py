@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_values import JSON_VALUES
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
@@ -31,17 +32,14 @@ GOOD = {
     "fingerprint": {"data": "a"},
     "fits": [{"state": "finished", "reading": {}}],
 }
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=6,
-)
 
 
 def edited(document: dict[str, Any], *further: str) -> st.SearchStrategy[Any]:
     """Return any value, or the document with some values replaced."""
-    changes = {name: VALUES for name in (*document, *further)}
-    return VALUES | st.fixed_dictionaries({}, optional=changes).map(lambda some: document | some)
+    changes = {name: JSON_VALUES for name in (*document, *further)}
+    return JSON_VALUES | st.fixed_dictionaries({}, optional=changes).map(
+        lambda some: document | some
+    )
 
 
 LEASE = {"machine": "m", "pid": 1, "started": "s", "created": None, "beaten": None, "details": {}}
