@@ -12,7 +12,12 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_columns
-from hvd_estimators.data.footers import FileFooter, read_footers, read_tail, unreadable
+from hvd_estimators.data.footers import (
+    FileFooter,
+    damage_is_store_error,
+    read_footers,
+    read_tail,
+)
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split, stored_names
 from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
 from hvd_estimators.data.types import (
@@ -243,18 +248,15 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
     first = split.row_groups[0]
     names = stored_names(specs)
     options: dict[str, Any] = {"buffer_size": _PAGE_BUFFER, "pre_buffer": False}
-    try:
-        with contextlib.ExitStack() as stack:
-            source: Any = store.local_path(first.file)
-            if source is None:
-                footer = FileFooter.of(first.file, read_tail(store, first.file))
-                pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
-                chunks = footer.chunks(first.index, names)
-                source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
-                stack.enter_context(contextlib.closing(source))
-                options["metadata"] = footer.metadata
-            file = stack.enter_context(parquet.ParquetFile(source, **options))
-            batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
-            return pa.Table.from_batches([next(batches)])
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(first.file, error) from error
+    with damage_is_store_error(first.file), contextlib.ExitStack() as stack:
+        source: Any = store.local_path(first.file)
+        if source is None:
+            footer = FileFooter.of(first.file, read_tail(store, first.file))
+            pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
+            chunks = footer.chunks(first.index, names)
+            source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
+            stack.enter_context(contextlib.closing(source))
+            options["metadata"] = footer.metadata
+        file = stack.enter_context(parquet.ParquetFile(source, **options))
+        batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
+        return pa.Table.from_batches([next(batches)])

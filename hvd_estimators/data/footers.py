@@ -14,7 +14,7 @@ import functools
 import posixpath
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 
 from hvd_estimators.data.types import num_leaves, partition_values
-from hvd_estimators.exceptions import ColumnError, StoreError
+from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
 
 
@@ -154,20 +154,27 @@ def read_footers(store: Store, path: str) -> list[FileFooter]:
 
 
 def _read(store: Store, file: str, partitions: Mapping[str, str]) -> FileFooter:
-    try:
+    with damage_is_store_error(file):
         return FileFooter.of(file, read_tail(store, file), partitions)
+
+
+@contextlib.contextmanager
+def damage_is_store_error(file: str) -> Iterator[None]:
+    """Convert errors of the block to a `StoreError` that names the file and suggests fixes.
+
+    Errors of the store stay as they are.
+    """
+    try:
+        yield
+    except HvdEstimatorsError:
+        raise
     except (OSError, pa.ArrowException) as error:
-        raise unreadable(file, error) from error
-
-
-def unreadable(file: str, error: Exception) -> StoreError:
-    """Return an error for an unreadable file, with suggested fixes."""
-    return StoreError(
-        f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} ({error}). "
-        "Write it again if it is damaged; move it away, or begin its name with '_', if it is not "
-        "data. If Spark wrote lists in lists with spark.sql.parquet.writeLegacyFormat=true, write "
-        "them without it."
-    )
+        raise StoreError(
+            f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} "
+            f"({error}). Write it again if it is damaged; move it away, or begin its name with "
+            "'_', if it is not data. If Spark wrote lists in lists with "
+            "spark.sql.parquet.writeLegacyFormat=true, write them without it."
+        ) from error
 
 
 TAIL_BYTES = 2**16

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import inspect
 import io
 import threading
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any
 from pyarrow import parquet
 from typing_extensions import Self
 
-from hvd_estimators.data.footers import FileFooter, FooterCache, Range
+from hvd_estimators.data.footers import FileFooter, FooterCache, Range, damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
@@ -240,6 +241,13 @@ OPEN_BYTES = 2 * WHOLE_BYTES
 AHEAD_BYTES = WHOLE_BYTES
 """Maximum bytes that are prefetched."""
 
+_VERIFY_PAGES = (
+    {"page_checksum_verification": True}
+    if "page_checksum_verification" in inspect.signature(parquet.ParquetFile).parameters
+    else {}
+)
+"""Option that verifies the checksums of pages, which Spark writes. PyArrow 14 lacks it."""
+
 _AHEAD_RANGES = 4
 _REQUESTS = 16
 """Maximum number of parallel requests."""
@@ -316,10 +324,22 @@ class RangeFiles:
 
     @contextlib.contextmanager
     def open(self, read: RangeRead) -> Iterator[parquet.ParquetFile]:
-        """Open the file of a row range, for one read of its row group by `range_tables`."""
+        """Open the file of a row range, for one read of its row group by `range_tables`.
+
+        Raises
+        ------
+        StoreError
+            If the file is missing or no Parquet file.
+        """
         path = read.row_range.file
-        footer = self.footers.get(path)
-        options = {"metadata": footer.metadata, "read_dictionary": self._text, "pre_buffer": False}
+        with damage_is_store_error(path):
+            footer = self.footers.get(path)
+        options = {
+            "metadata": footer.metadata,
+            "read_dictionary": self._text,
+            "pre_buffer": False,
+            **_VERIFY_PAGES,
+        }
         local = self._store.local_path(path)
         if local is not None:
             with parquet.ParquetFile(local, buffer_size=FETCHED_BYTES, **options) as file:

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.data.remote_reads import RangeRead
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def range_tables(
     Raises
     ------
     StoreError
-        If the file does not contain these rows.
+        If the file does not contain these rows, or they are damaged.
     """
     row_range, groups = slices.row_range, file.metadata
     if (
@@ -142,7 +142,7 @@ def range_tables(
     )
     text = [spec.name for spec in specs if spec.kind == "text"]
     position = 0
-    for batch in batches:
+    for batch in _readable(batches, row_range):
         start, stop = row_range.start - position, row_range.stop - position
         position += batch.num_rows
         if start >= batch.num_rows:
@@ -156,6 +156,19 @@ def range_tables(
             yield table, slice_ends and last == cuts[-1]
         if range_ends:
             return
+
+
+def _readable(batches: Iterator[pa.RecordBatch], row_range: RowRange) -> Iterator[pa.RecordBatch]:
+    """Yield batches, and convert PyArrow's errors about damaged pages to a `StoreError`."""
+    try:
+        yield from batches
+    except HvdEstimatorsError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(
+            f"Row group {row_range.row_group} of {row_range.file!r} cannot be read ({error}). The "
+            "file is damaged: prepare the data again, or restore the file."
+        ) from error
 
 
 def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:

@@ -30,3 +30,14 @@ def write_columns(
     """Write arrays of equal length as one file of a folder, which is created if it is missing."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     parquet.write_table(as_table(columns), Path(folder, name), row_group_size=row_group_size)
+
+
+def damage_last_page(file: Path, row_group: int = 0) -> None:
+    """Change one bit in the last byte of the first column of a row group."""
+    column = parquet.read_metadata(file).row_group(row_group).column(0)
+    pages = column.data_page_offset
+    if column.has_dictionary_page:
+        pages = min(pages, column.dictionary_page_offset)
+    content = bytearray(file.read_bytes())
+    content[pages + column.total_compressed_size - 1] ^= 1
+    file.write_bytes(content)

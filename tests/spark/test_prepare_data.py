@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from parquet_files import damage_last_page
 from preparing import index_of, jobs_of, make_estimator, numbers, read
 from pyarrow import parquet
 from pyspark.ml.functions import array_to_vector
@@ -21,6 +23,7 @@ from hvd_estimators import (
     list_prepared_data,
     prepare_data,
 )
+from hvd_estimators.data.remote_reads import _VERIFY_PAGES
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.prepare import write
 from hvd_estimators.prepare.datasets import load_manifest
@@ -225,6 +228,11 @@ def test_both_sides_are_written_to_the_stores_paths(spark: Any, store: Any) -> N
         by_spark = [spark.read.parquet(store.spark_url(path)).toPandas() for path in paths]
         by_arrow = [parquet.read_table(path).to_pandas() for path in paths]
         assert not any("split" in name for name in store.names(store.prefix_path))
+        if _VERIFY_PAGES:
+            (file,) = {split.file for split in load_manifest(store, index).train.row_groups[:1]}
+            damage_last_page(Path(file))
+            with pytest.raises(OSError, match="CRC checksum verification failed"):
+                parquet.ParquetFile(file, **_VERIFY_PAGES).read()
     for sides in (by_spark, by_arrow):
         for side, held_out in zip(sides, (False, True), strict=True):
             assert list(side.columns) == ["x", "id"]

@@ -6,11 +6,12 @@ import queue
 import threading
 import traceback
 
-import pyarrow as pa
 import pytest
 from numbered_rows import Dataset, module, take
+from parquet_files import damage_last_page
 from pyarrow import parquet
 
+from hvd_estimators.data.remote_reads import _VERIFY_PAGES
 from hvd_estimators.exceptions import ReaderError, StoreError
 from hvd_estimators.loading.interleave import Prefetch
 from hvd_estimators.store import LocalStore
@@ -56,14 +57,28 @@ def test_an_aborted_validation_pass_ends_its_threads(dataset):
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
-@pytest.mark.parametrize("damage", ["garbage", "truncated", "missing", "fewer row groups"])
+@pytest.mark.parametrize(
+    "damage",
+    ["garbage", "truncated", "missing", "fewer row groups", *["one byte"][: len(_VERIFY_PAGES)]],
+)
 def test_files_damaged_since_the_plan_raise(tmp_path, pool, damage):
     dataset = Dataset(tmp_path / "train", 40, files=2, row_group_size=5)
     file = dataset.folder / "part-001.parquet"
+    if damage == "one byte":
+        parquet.write_table(
+            parquet.read_table(file),
+            file,
+            row_group_size=5,
+            compression="none",
+            use_dictionary=False,
+            write_page_checksum=True,
+        )
     content = file.read_bytes()
     if damage == "garbage":
         # The footer is valid, but the data pages are not.
         file.write_bytes(b"\xff" * (len(content) - 3000) + content[-3000:])
+    elif damage == "one byte":
+        damage_last_page(file, row_group=1)
     elif damage == "truncated":
         file.write_bytes(content[: len(content) // 2])
     elif damage == "missing":
@@ -71,7 +86,8 @@ def test_files_damaged_since_the_plan_raise(tmp_path, pool, damage):
     else:
         parquet.write_table(parquet.read_table(file), file)
 
-    with pytest.raises((OSError, pa.ArrowException)):
+    where = "Row group 1 of .*" if damage == "one byte" else ""
+    with pytest.raises(StoreError, match=rf"{where}part-001\.parquet'"):
         take(dataset, 20, reader_pool_type=pool)
 
 
