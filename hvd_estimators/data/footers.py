@@ -162,7 +162,7 @@ def _read(store: Store, file: str, partitions: Mapping[str, str]) -> FileFooter:
 def damage_is_store_error(file: str) -> Iterator[None]:
     """Convert errors of the block to a `StoreError` that names the file and suggests fixes.
 
-    Errors of the store stay as they are.
+    Errors of the store do not change.
     """
     try:
         yield
