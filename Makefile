@@ -58,7 +58,7 @@ test-modern: setup-modern  ## run the tests in .venv-modern
 test-versions: setup-modern  ## of these tests those that other versions of packages could fail
 	.venv-modern/bin/python -m pytest -m "versions or (spark and not once)" $(PYTEST_ARGS)
 
-soak: setup  ## the tests with many repeats: kills, large models (an hour)
+soak: setup  ## the tests with many repeats, large models, other frameworks (hours)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 lint: setup  ## check style, imports, docstrings and types

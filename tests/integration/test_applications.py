@@ -16,7 +16,13 @@ from store_runs import make_estimator, make_frame, predict_alone
 
 from hvd_estimators import Store, clear_prepared_data, list_prepared_data
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.integration,
+    pytest.mark.spark,
+    pytest.mark.once,
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.parametrize("server", ["s3a", pytest.param("hdfs", marks=pytest.mark.soak)])

@@ -14,7 +14,7 @@ from pyspark.ml.feature import Bucketizer, IndexToString, StringIndexer, VectorA
 
 from hvd_estimators.torch import TorchEstimator, load_predictor
 
-pytestmark = [pytest.mark.spark, pytest.mark.integration]
+pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.integration]
 
 COLUMNS = ["Height (m)", "side of hill", "Tree Kind"]
 TREES = [("9.1", "North", "walnut"), ("4.2", "south", "Ash"), ("6.5", "North", "Ash")]

@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.integration]
 
 PAGES = documented.pages()
 
+FIRST = ("README", "quickstart")
+"""Pages that newcomers read first. Others run in soak runs, and are type-checked in each run."""
+
 
 def _df(spark: Any, folder: Path) -> Any:
     from pyspark.ml.linalg import Vectors
@@ -116,7 +119,10 @@ def test_output_that_differs_from_the_page_is_found(printed: str, expected: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.stem, marks=() if p.stem in FIRST else pytest.mark.soak) for p in PAGES],
+)
 def test_blocks_of_a_page_run(page: Path, spark: Any, in_temp_folder: Path) -> None:
     pytest.importorskip("petastorm", reason="they run in the default environment alone")
     blocks = documented.blocks_of(page)

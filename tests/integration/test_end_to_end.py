@@ -93,8 +93,8 @@ def check(
     ("kind", "framework", "readers"),
     [
         ("local", "torch", ("arrow", "petastorm")),
-        ("hdfs", "keras", ("petastorm", "arrow")),
-        ("dbfs", "torch", ("petastorm", "arrow")),
+        pytest.param("hdfs", "keras", ("petastorm", "arrow"), marks=pytest.mark.soak),
+        pytest.param("dbfs", "torch", ("petastorm", "arrow"), marks=pytest.mark.soak),
     ],
 )
 def test_a_killed_run_resumes(

@@ -235,7 +235,7 @@ class ByName(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.soak)])
 def test_named_inputs_and_outputs_train_as_one_process(
     store: Any, tmp_path: Path, backend: str | None
 ) -> None:

@@ -15,7 +15,7 @@ from reference import WIDTH, write_rows
 
 from hvd_estimators.keras import KerasEstimator, LearningRateWarmupCallback
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.soak, pytest.mark.integration]
 
 
 class FourShardsEstimator(FourShards, KerasEstimator):

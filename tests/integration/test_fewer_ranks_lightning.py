@@ -17,7 +17,7 @@ from torchmetrics import MeanSquaredError
 
 from hvd_estimators.lightning import LightningEstimator
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.soak, pytest.mark.integration]
 
 
 class FourShardsEstimator(FourShards, LightningEstimator):

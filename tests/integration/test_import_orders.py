@@ -30,6 +30,7 @@ def test_tensorflow_before_triton_crashes_without_this_package() -> None:
     assert run("import tensorflow").returncode == -signal.SIGSEGV
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "lines",
     [

@@ -280,6 +280,7 @@ def write_inputs(path: Path, rows: int) -> dict[str, np.ndarray]:
     return columns
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "names",
     [["of_3"], pytest.param(list(SHAPES), marks=[pytest.mark.soak, pytest.mark.timeout(900)])],

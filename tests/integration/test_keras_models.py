@@ -33,6 +33,7 @@ def conv_net() -> keras.Model:
     )
 
 
+@pytest.mark.soak
 def test_digits_match_one_process_and_load_without_horovod(store: Any, tmp_path: Path) -> None:
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target

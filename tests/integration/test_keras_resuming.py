@@ -151,6 +151,7 @@ def backend() -> StandingBackend:
     return shared_ranks(2, "tensorflow")
 
 
+@pytest.mark.soak
 def test_a_run_resumes_from_each_epoch(
     backend: Any, store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,7 +217,11 @@ def scaled() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("every", "make_params"),
-    [(3, with_callbacks), (1, with_passes), pytest.param(4, scaled, marks=pytest.mark.soak)],
+    [
+        (3, with_callbacks),
+        pytest.param(1, with_passes, marks=pytest.mark.soak),
+        pytest.param(4, scaled, marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_resumes_within_epochs(
     backend: Any, store: Any, every: int, make_params: Callable[[], dict[str, Any]]

@@ -69,6 +69,7 @@ def with_backbone() -> keras.Model:
 VARIANTS: dict[str, Callable[[], keras.Model]] = {"adapters": with_adapters}
 if importlib.util.find_spec("keras_hub") is not None:
     VARIANTS["backbone"] = with_backbone
+MARKS = {"backbone": pytest.mark.soak}
 
 
 def assert_same_variables(found: keras.Model, expected: keras.Model, tolerance: float) -> None:
@@ -81,7 +82,7 @@ def assert_same_variables(found: keras.Model, expected: keras.Model, tolerance: 
         )
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, ())) for k in VARIANTS])
 def test_ranks_train_resume_and_save_as_one_process(store: Any, kind: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     make_model = VARIANTS[kind]

@@ -75,7 +75,7 @@ def inputs(columns: dict[str, Any], features: list[str], rows: Any = slice(None)
     return found if len(found) > 1 else found[0]
 
 
-@pytest.mark.parametrize("kind", ["functional", "subclassed"])
+@pytest.mark.parametrize("kind", [pytest.param("functional", marks=pytest.mark.soak), "subclassed"])
 def test_string_inputs_train_as_one_process(
     spark: Any, store: Any, kind: str, tmp_path: Path
 ) -> None:

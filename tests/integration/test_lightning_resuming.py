@@ -166,7 +166,7 @@ def scaled() -> dict[str, Any]:
     [
         (plain, 3, [(0, 48), (0, 96), (1, 0), (1, 32), (1, 80), (2, 0)]),
         # Four steps in an epoch of seven batches.
-        (scaled, 3, [(0, 96), (1, 0), (1, 64), (2, 0)]),
+        pytest.param(scaled, 3, [(0, 96), (1, 0), (1, 64), (2, 0)], marks=pytest.mark.soak),
     ],
 )
 def test_a_run_resumes_from_each_checkpoint(

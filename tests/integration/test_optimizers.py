@@ -141,6 +141,7 @@ def test_optimizers_of_other_packages_train_and_resume_as_one_process(
     check_all(ranks, store, [fit_torch], chosen(names), whole=True)
 
 
+@pytest.mark.soak
 def test_optimizers_in_lightning_train_and_resume_as_one_process(ranks: Any, store: Any) -> None:
     names = ["torch.optim.LBFGS-strong_wolfe", "timm.optim.Lookahead", "torch.optim.SparseAdam"]
     names += ["schedulefree.AdamWScheduleFree"]

@@ -84,7 +84,10 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int, **p
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework",
+    ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
+)
 def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path) -> None:
     reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
     number = 2 if framework == "torch" else 1

@@ -15,7 +15,7 @@ from kills import Kill, KillingBackend, TellingStore
 
 from hvd_estimators.store.runs import read_metadata
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.soak, pytest.mark.integration, pytest.mark.slow]
 
 EPOCHS, STEPS = 3, 4
 SLOTS = (4, 2, 3)

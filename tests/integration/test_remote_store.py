@@ -91,6 +91,7 @@ def test_rows_in_several_folders_of_another_filesystem(
     assert not (tmp_path / "runs" / "intermediate_train_data").exists()
 
 
+@pytest.mark.soak
 def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
     """Train in two parts, with all Lightning features that write files."""
     from lightning_reference import Regression, fit
@@ -125,6 +126,7 @@ def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
     assert len(lines) >= 2
 
 
+@pytest.mark.soak
 def test_keras(tmp_path: Path, columns: Any) -> None:
     import keras
     from keras_reference import pooled_estimator

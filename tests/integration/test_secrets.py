@@ -19,7 +19,13 @@ import psutil
 import pytest
 from servers.jars import jars, s3a_folder
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.integration,
+    pytest.mark.spark,
+    pytest.mark.once,
+    pytest.mark.slow,
+]
 
 _UI_PAGES = ("jobs", "stages", "storage", "environment", "executors", "SQL")
 

@@ -62,6 +62,7 @@ def _marked(process: psutil.Process, mark: str) -> bool:
     return is_of_test and "--warm" not in process.cmdline()
 
 
+@pytest.mark.soak
 def test_torch_and_lightning_train_and_predict_on_spark(
     without_horovod: dict[str, str], tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_the_first_program_of_the_readme_runs(
     assert documented.prints(block.shown, printed), printed
 
 
+@pytest.mark.soak
 def test_keras_predicts_and_training_names_the_missing_package(
     without_horovod: dict[str, str], tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_the_doctor_accepts_a_missing_horovod_with_torch(
     assert found["Allreduce"]["status"] == "ok"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="takes away what Linux has")
 def test_training_works_without_features_that_macos_lacks(
     with_torch_alone: dict[str, str], tmp_path: Path

@@ -92,6 +92,7 @@ def test_torch(digits: Any, tmp_path: Path) -> None:
     assert accuracy(torch_model, test_df) > 0.9
 
 
+@pytest.mark.soak
 def test_lightning(digits: Any, tmp_path: Path) -> None:
     import horovod.spark.lightning as hvd
     import pytorch_lightning as pl
@@ -209,6 +210,7 @@ def test_keras(digits: Any, tmp_path: Path) -> None:
     assert accuracy(keras_model, test_df) > 0.9
 
 
+@pytest.mark.soak
 def test_rossmann(spark: Any, tmp_path: Path) -> None:
     import horovod.spark.keras as hvd
     import tensorflow as tf

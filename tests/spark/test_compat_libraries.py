@@ -36,6 +36,7 @@ def make_texts(spark: Any) -> Any:
     return spark.createDataFrame(rows, ["comment", "class"])
 
 
+@pytest.mark.soak
 def test_a_text_classifier_trains_with_the_librarys_backend(
     spark: Any, library: Any, store: Any, tmp_path: Path
 ) -> None:

@@ -343,6 +343,7 @@ def test_an_estimator_trains_on_prepared_data(connect: Application) -> None:
     np.testing.assert_allclose(weights, WEIGHTS, atol=1e-3)
 
 
+@pytest.mark.soak
 def test_a_cross_validator_finds_the_better_params(connect: Application) -> None:
     def job(folder: str) -> Any:
         from pyspark.ml.evaluation import RegressionEvaluator

@@ -154,7 +154,10 @@ def check(spark: Any, store: Any, make: Any, ways: Any) -> None:
 MAKERS = [torch_estimator, keras_estimator, lightning_estimator]
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    "make",
+    [torch_estimator, *(pytest.param(make, marks=pytest.mark.soak) for make in MAKERS[1:])],
+)
 def test_direct_parquet(spark: Any, store: Any, make: Any) -> None:
     check(spark, store, make, SOME_WAYS)
 

@@ -217,6 +217,7 @@ def test_cross_validation(spark: Any, example: Any, options: Any) -> None:
     assert scores["best network"] > 0.9
 
 
+@pytest.mark.soak
 def test_optuna_search(spark: Any, example: Any, options: Any, tmp_path: Path) -> None:
     example("cross_validation")  # has the network
     trials = ("--trials", "3", "--epochs", "4", "--learning-rate", "0.01", "--num-proc", "1")
@@ -243,6 +244,7 @@ def test_optuna_search(spark: Any, example: Any, options: Any, tmp_path: Path) -
     assert not list_prepared_data(store)
 
 
+@pytest.mark.soak
 def test_four_ways_of_predicting_agree(spark: Any, example: Any, options: Any, capsys: Any) -> None:
     example("streaming").run(spark, options("streaming", "--epochs", "1"))
     out = capsys.readouterr().out
@@ -278,6 +280,7 @@ def test_large_images(spark: Any, example: Any, options: Any) -> None:
     assert example("large_images").run(spark, args) >= 0.5
 
 
+@pytest.mark.soak
 def test_the_timeline_records_every_allreduce(example: Any, options: Any) -> None:
     accuracy, spent = example("runner_timeline").run(options("runner_timeline", "--epochs", "2"))
     assert accuracy > 0.6

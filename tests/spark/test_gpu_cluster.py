@@ -166,6 +166,7 @@ def fit(folder: str, **params: Any) -> list[float]:
         os.chdir(before)
 
 
+@pytest.mark.soak
 def test_executors_share_the_store_and_report_progress(
     gpu_cluster: Application, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
     return there, {row["y__output"] for row in rows}
 
 
+@pytest.mark.soak
 def test_transform_uses_the_tasks_cores_and_falls_back_to_the_cpu(
     gpu_cluster: Application,
 ) -> None:

@@ -117,9 +117,10 @@ def stopped(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("cut", "stop"),
-    [(8, 8), pytest.param(25, 30, marks=pytest.mark.soak)],
+    [(8, 8), (25, 30)],
     ids=["seconds", "half a minute"],
 )
 def test_jobs_survive_short_network_outages_and_paused_processes(

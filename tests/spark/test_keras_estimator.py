@@ -135,6 +135,7 @@ def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_pa
     assert list((run / "logs").glob("events.out.tfevents.*"))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("compress", [False, True])
 def test_sparse_vectors_weights_and_a_row_transformation(
     spark: Any, store: Any, compress: bool

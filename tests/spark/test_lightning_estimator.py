@@ -189,6 +189,7 @@ class ClassifierModel(TorchModel):
         return super()._transform(dataset).withColumn("doubled", F.lit(True))
 
 
+@pytest.mark.once
 def test_subclasses_like_other_packages_predict_row_by_row(spark: Any, store: Any) -> None:
     frame = with_vector(make_frame(spark, 40))
     model = Classifier(store=store, epochs=1, verbose=0, random_seed=0, batch_size=8).fit(frame)
@@ -209,6 +210,7 @@ class TextModel(LightningModel):
         return lambda module, row: torch.tensor([[float(len(row["text"])), float(row.number)]])
 
 
+@pytest.mark.once
 def test_a_prediction_function_gets_strings_and_numbers(spark: Any) -> None:
     frame = spark.createDataFrame([("one", 1), ("three", 3)], ["text", "number"])
     model = TextModel(
@@ -256,6 +258,7 @@ class Doubling(Line):
         return 2 * self(batch["v"])[:, 0]
 
 
+@pytest.mark.once
 def test_use_predict_step(spark: Any) -> None:
     frame = with_vector(make_frame(spark, 10))
     module = Doubling()

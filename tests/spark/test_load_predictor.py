@@ -526,6 +526,7 @@ assert not {"pyspark", "py4j"} & {name.partition(".")[0] for name in sys.modules
 """
 
 
+@pytest.mark.once
 def test_predictors_load_without_pyspark(spark: Any, tmp_path: Path) -> None:
     import keras
 

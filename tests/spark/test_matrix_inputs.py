@@ -222,6 +222,7 @@ def test_a_transformation_takes_the_single_columns(
     np.testing.assert_allclose(found, predicted(rows), rtol=1e-4)
 
 
+@pytest.mark.once
 def test_a_validator_tries_a_matrix(frame: Any, store: Any) -> None:
     made = estimator(store, model=lambda width: torch.nn.Linear(width, 1))
     grid = [{made.feature_cols: [NUMBERS[:2]], made.model_args: {"width": 2}}]
@@ -234,6 +235,7 @@ def test_a_validator_tries_a_matrix(frame: Any, store: Any) -> None:
     assert best.getModel().weight.shape == (1, 2)
 
 
+@pytest.mark.once
 def test_lightning_batches_have_the_matrix_by_its_name(
     frame: Any, rows: pd.DataFrame, store: Any, tmp_path: Path
 ) -> None:
@@ -252,6 +254,7 @@ def test_lightning_batches_have_the_matrix_by_its_name(
     np.testing.assert_allclose(predictor(rows)["label__output"], predicted(rows), rtol=1e-4)
 
 
+@pytest.mark.once
 def test_keras_pairs_the_matrix_with_an_input(
     frame: Any, rows: pd.DataFrame, store: Any, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def make_model(framework: str, seed: int) -> tuple[Any, np.ndarray]:
     return cls(model=Lookup(torch.from_numpy(table)), input_shapes=[[-1, 1]], **common), table
 
 
+@pytest.mark.once
 @pytest.mark.spark
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
 def test_a_model_in_parts_predicts_the_same(

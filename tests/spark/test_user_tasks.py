@@ -23,6 +23,7 @@ from hvd_estimators.torch import TorchEstimator, load_predictor
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
+@pytest.mark.soak
 def test_keras_with_early_stopping_best_model_tensorboard_and_mlflow(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.versions
-
 FRAMEWORKS = {"torch", "tensorflow", "keras", "lightning", "pytorch_lightning", "horovod"}
 SPARK = {"pyspark", "py4j"}
 DATA = {"pyarrow", "petastorm", "pandas", "numpy"}
