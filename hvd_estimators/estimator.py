@@ -259,8 +259,11 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         begins = f"Reusing prepared data {dataset_idx}"
         if written_after is not None:
             begins = f"Wrote training data in {shown.seconds - written_after:.1f} s"
-        size = format_size(dataset_bytes(self._get_store(), dataset_idx))
-        shown.finish(f"{begins}: {describe_rows(manifest)}, {size}.")
+        described = describe_rows(manifest)
+        # The size is for information, so a store that cannot list its files ends no fit here.
+        with contextlib.suppress(OSError):
+            described += f", {format_size(dataset_bytes(self._get_store(), dataset_idx))}"
+        shown.finish(f"{begins}: {described}.")
 
     def _train(
         self, manifest: DatasetManifest, backend: Backend, trial: Trial | None = None

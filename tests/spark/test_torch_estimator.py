@@ -18,7 +18,9 @@ from pyspark.sql import functions as F
 from hvd_estimators import Store, clear_training_cache, list_prepared_data, prepare_data
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.default_store import STORE_SETTING, default_store
+from hvd_estimators.fitting.progress import StageRow
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.prepare.datasets import load_manifest
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
@@ -248,8 +250,12 @@ def test_a_fit_without_store_uses_the_applications_default(spark: Any, tmp_path:
         assert list(Path(folder, "runs", "kept", "checkpoints").iterdir())
 
 
+def fail_to_list(store: Any, dataset_idx: str) -> int:
+    raise StoreError("the store cannot list")
+
+
 def test_prepared_data_is_usable_until_it_is_cleared(
-    spark: Any, store: Any, capsys: pytest.CaptureFixture[str]
+    spark: Any, store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame = make_frame(spark, 100)
     net = TwoColumns()
@@ -260,11 +266,17 @@ def test_prepared_data_is_usable_until_it_is_cleared(
         assert store.exists(store.get_train_data_path(dataset_idx))
         (dataset,) = list_prepared_data(store)
         model = estimator.fit_on_parquet(dataset_idx=dataset_idx)
+        of_fit = capsys.readouterr().err.splitlines()[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("hvd_estimators.estimator.dataset_bytes", fail_to_list)
+            shown = StageRow("Reading", 1)
+            estimator._show_prepared(shown, dataset_idx, load_manifest(store, dataset_idx))
+        without_size = capsys.readouterr().err
     assert "validation" in model.getHistory()[0]
     rows = f"{dataset.rows} training and {dataset.validation_rows} validation rows"
     size = f"{dataset.num_bytes / 1000:.1f} kB"
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first == f"Reusing prepared data {dataset_idx}: {rows}, {size}."
+    assert of_fit == f"Reusing prepared data {dataset_idx}: {rows}, {size}."
+    assert without_size == f"Reusing prepared data {dataset_idx}: {rows}.\n"
     clear_training_cache()
     assert not store.exists(store.get_train_data_path(dataset_idx))
     with pytest.raises(StoreError, match="no prepared dataset"):

@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -197,6 +198,7 @@ class LaunchWatch:
             number: (RankStage(number if host else -1, number, host, first), now)
             for number in range(num_ranks)
         }
+        self._counts = Counter(at.stage for at, _ in self._stages.values())
         self._warned: list[RankStage] = []
         self._pause = self._next_warning = 0.0
         self._finished = threading.Event()
@@ -230,6 +232,8 @@ class LaunchWatch:
             before, _ = self._stages.get(event.task, (event, 0.0))
             if event.stage > before.stage:
                 self._stages[event.task] = event, time.monotonic()
+                self._counts[before.stage] -= 1
+                self._counts[event.stage] += 1
                 self._observe()
                 if event.stage < Stage.ENDED:
                     logger.info("%s: launch stage '%s'", _title(event), Stage(event.stage).label)
@@ -248,10 +252,9 @@ class LaunchWatch:
 
     def _observe(self) -> None:
         if self._observer is not None:
-            stages = [at.stage for at, _ in self._stages.values()]
-            earliest = min(stages)
-            number = stages.count(earliest)
-            self._observer(LaunchState(len(stages), Stage(earliest), number))
+            earliest = min(stage for stage, number in self._counts.items() if number)
+            number = self._counts[earliest]
+            self._observer(LaunchState(len(self._stages), Stage(earliest), number))
 
     def _watch(self) -> None:
         while not self._finished.wait(timeouts.STAGE_POLL):
