@@ -1,0 +1,186 @@
+"""Recipes of ``deploy/``, run unchanged in a clone, on machines that lack the environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import two_hosts
+from newcomer import ROOT, Newcomer, check_predictions, printed
+from processes import wait_until
+from servers.hdfs import Hdfs
+from servers.processes import Server, answers, free_ports
+from servers.yarn import Yarn
+from two_hosts import Cluster, Host
+
+pytestmark = [
+    *(pytest.mark.soak, pytest.mark.spark, pytest.mark.once),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def spark_3(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+    """Pack an environment with torch, PySpark 3.5 and the client of HDFS."""
+    folder = tmp_path_factory.mktemp("spark-3") / "clone"
+    return Newcomer.in_clone(folder, "-c", "constraints/petastorm.txt", ".[torch,hdfs]")
+
+
+@pytest.fixture(scope="module")
+def spark_4(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+    """Pack an environment with torch, PySpark 4 and the client of Spark Connect."""
+    folder = tmp_path_factory.mktemp("spark-4") / "clone"
+    return Newcomer.in_clone(folder, "-c", "constraints/modern.txt", ".[torch,connect]")
+
+
+def test_the_machines_own_python_lacks_the_environment(spark_3: Newcomer) -> None:
+    search = "from importlib.util import find_spec as f; print(f('torch'), f('hvd_estimators'))"
+    assert spark_3.run(spark_3.python, "-I", "-c", search).strip() == "None None"
+
+
+@pytest.fixture(scope="module")
+def user_of_yarn(
+    spark_3: Newcomer, yarn: Yarn, tmp_path_factory: pytest.TempPathFactory
+) -> Newcomer:
+    """Return a newcomer whose machine has the cluster's configuration."""
+    conf = tmp_path_factory.mktemp("conf")
+    settings = f"spark.yarn.jars local:{spark_3.spark_home}/jars/*\nspark.ui.enabled false\n"
+    (conf / "spark-defaults.conf").write_text(settings)
+    return spark_3.having(
+        HADOOP_CONF_DIR=str(yarn.conf_dir), SPARK_CONF_DIR=str(conf), SPARK_LOCAL_IP=yarn.host
+    )
+
+
+def is_in_container(place: list[str], yarn: Yarn) -> bool:
+    """Return whether a package lies in a container's link to the unpacked archive."""
+    container = Path(place[1]).parents[4]
+    return (
+        container.is_relative_to(yarn.local_dir)
+        and container.name.startswith("container_")
+        and Path(place[1]).relative_to(container).parts[0] == "environment"
+    )
+
+
+def test_yarn_in_cluster_mode_with_the_archive_in_hdfs(
+    user_of_yarn: Newcomer, yarn: Yarn, hdfs: Hdfs
+) -> None:
+    environments = f"{hdfs.url}/environments"
+    hdfs.shell("-mkdir", "-p", environments)
+    hdfs.shell("-put", str(user_of_yarn.archive), environments)
+    before = set(yarn.log_dir.glob("*"))
+
+    user_of_yarn.run(
+        *("sh", "deploy/yarn/cluster_mode.sh", "deploy/train.py", "hdfs:///tests/cluster-mode"),
+        ENVIRONMENT=f"{environments}/environment.tar.gz",
+    )
+
+    (logs,) = set(yarn.log_dir.glob("*")) - before
+    found = printed("".join(file.read_text() for file in logs.glob("*/stdout")))
+    check_predictions(found)
+    places = [found["driver"], *found["ranks"]]
+    assert [is_in_container(place, yarn) for place in places] == [True] * 3, places
+    assert "cluster-mode" in hdfs.shell("-ls", hdfs.url)
+
+
+def test_yarn_in_client_mode_with_the_archive_of_the_users_machine(
+    user_of_yarn: Newcomer, yarn: Yarn, hdfs: Hdfs
+) -> None:
+    found = printed(
+        user_of_yarn.run(
+            *("sh", "deploy/yarn/client_mode.sh", "deploy/train.py", "hdfs:///tests/client-mode")
+        )
+    )
+
+    check_predictions(found)
+    assert Path(found["driver"][1]).is_relative_to(user_of_yarn.environment)
+    assert [is_in_container(place, yarn) for place in found["ranks"]] == [True] * 2, found
+    assert "client-mode" in hdfs.shell("-ls", hdfs.url)
+
+
+# The ports that the page tells to open.
+MASTER_PORT = 7077
+OPEN_PORTS = [(MASTER_PORT, 7078), (7100, 7116), (7120, 7136), (7140, 7156), (40000, 44999)]
+
+
+def close_other_ports(host: Host) -> None:
+    """Let a host connect only to open ports of the others."""
+    ends = [0, *(port for ports in OPEN_PORTS for port in ports), 65536]
+    for last_open, next_open in zip(ends[::2], ends[1::2], strict=True):
+        host.run(
+            *("ip", "rule", "add", "to", f"{two_hosts.NETWORK}.0/24", "ipproto", "tcp"),
+            *("dport", f"{last_open + 1}-{next_open - 1}", "prohibit"),
+        )
+
+
+def can_connect(host: Host, address: str, port: int, newcomer: Newcomer) -> bool:
+    code = f"import socket; socket.create_connection(({address!r}, {port}), 5)"
+    command = host.inside([newcomer.python, "-c", code])
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Cluster]:
+    """Make two hosts with separate ``/opt``, without this checkout, with few open ports."""
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    with two_hosts.only_hosts() as made:
+        for host in (made.first, made.second):
+            own = tmp_path / host.address
+            for name in ("upper", "work", "empty"):
+                (own / name).mkdir(parents=True)
+            layers = f"lowerdir=/opt,upperdir={own}/upper,workdir={own}/work"
+            host.run("mount", "-t", "overlay", "overlay", "-o", layers, "/opt")
+            host.run("mount", "--bind", str(own / "empty"), str(ROOT))
+            close_other_ports(host)
+        yield made
+
+
+def test_standalone_on_two_hosts_with_the_open_ports_of_the_page(
+    spark_3: Newcomer, hosts: Cluster, tmp_path: Path
+) -> None:
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    for name in ("spark-env.sh", "spark-defaults.conf"):
+        shutil.copy(spark_3.folder / "deploy" / "standalone" / name, conf)
+    first, second = (
+        spark_3.having(
+            inside=host.inside,
+            HOST=host.address,
+            MASTER=hosts.first.address,
+            SPARK_CONF_DIR=str(conf),
+            SPARK_LOCAL_IP=host.address,
+            SPARK_WORKER_CORES="1",
+            SPARK_WORKER_DIR=str(tmp_path / f"work-{host.address}"),
+        )
+        for host in (hosts.first, hosts.second)
+    )
+    recipe = "deploy/standalone"
+    for machine in (first, second):
+        machine.run("sh", f"{recipe}/ephemeral_ports.sh")
+        machine.run("sh", f"{recipe}/install_environment.sh", "environment.tar.gz")
+
+    logs = [tmp_path / name for name in ("master.log", "worker-1.log", "worker-2.log")]
+    servers: list[Server] = []
+    try:
+        servers.append(first.serve(logs[0], "sh", f"{recipe}/start_master.sh"))
+        servers[0].wait_until(lambda: "New state: ALIVE" in logs[0].read_text(), "ready")
+        for machine, log in zip((first, second), logs[1:], strict=True):
+            servers.append(machine.serve(log, "sh", f"{recipe}/start_worker.sh"))
+        for server in servers[1:]:
+            server.wait_until(lambda: "Successfully registered" in server.tail(), "registered")
+        store = (tmp_path / "store").as_uri()
+        found = printed(first.run("sh", f"{recipe}/submit.sh", "deploy/train.py", store))
+    finally:
+        for server in servers:
+            server.kill()
+
+    check_predictions(found)
+    assert sorted(host for host, _ in found["ranks"]) == ["host1", "host2"]
+    places = [found["driver"], *found["ranks"]]
+    assert all(place.startswith("/opt/environment/lib/") for _, place in places), places
+    assert not os.path.exists("/opt/environment")
