@@ -12,5 +12,7 @@ spark-submit --master yarn --deploy-mode client \
     --archives "${ENVIRONMENT:-environment.tar.gz}#environment" \
     --conf spark.pyspark.python=./environment/bin/python \
     --conf spark.pyspark.driver.python="${DRIVER_ENVIRONMENT:-environment}/bin/python" \
-    --num-executors 2 --executor-cores 1 --executor-memory 2g --driver-memory 2g \
+    --num-executors 2 --executor-cores 1 \
+    --executor-memory 1g --conf spark.executor.memoryOverhead=2g \
+    --driver-memory 1g \
     "$@"

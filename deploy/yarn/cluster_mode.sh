@@ -11,5 +11,7 @@ spark-submit --master yarn --deploy-mode cluster \
     --archives "${ENVIRONMENT:-environment.tar.gz}#environment" \
     --conf spark.pyspark.python=./environment/bin/python \
     --conf spark.yarn.appMasterEnv.HADOOP_CONF_DIR=./__spark_conf__/__hadoop_conf__ \
-    --num-executors 2 --executor-cores 1 --executor-memory 2g --driver-memory 2g \
+    --num-executors 2 --executor-cores 1 \
+    --executor-memory 1g --conf spark.executor.memoryOverhead=2g \
+    --driver-memory 1g --conf spark.driver.memoryOverhead=1g \
     "$@"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import two_hosts
-from newcomer import ROOT, Newcomer, check_predictions, printed
-from processes import wait_until
+from newcomer import ROOT, Newcomer, check_predictions, output_of, printed
 from servers.hdfs import Hdfs
 from servers.processes import Server, answers, free_ports
 from servers.yarn import Yarn
@@ -102,25 +100,38 @@ def test_yarn_in_client_mode_with_the_archive_of_the_users_machine(
     assert "client-mode" in hdfs.shell("-ls", hdfs.url)
 
 
-# The ports that the page tells to open.
-MASTER_PORT = 7077
-OPEN_PORTS = [(MASTER_PORT, 7078), (7100, 7116), (7120, 7136), (7140, 7156), (40000, 44999)]
+def open_ports() -> list[tuple[int, int]]:
+    """Return the ranges of ports that the page's table tells to open between machines."""
+    page = (ROOT / "docs" / "deploy" / "standalone.rst").read_text(encoding="utf-8")
+    rows = re.findall(r"^   \* - (\d+)(?: to (\d+))?$", page, re.MULTILINE)
+    return [(int(first), int(last or first)) for first, last in rows]
 
 
 def close_other_ports(host: Host) -> None:
     """Let a host connect only to open ports of the others."""
-    ends = [0, *(port for ports in OPEN_PORTS for port in ports), 65536]
+    ends = [0, *(port for ports in open_ports() for port in ports), 2**16]
     for last_open, next_open in zip(ends[::2], ends[1::2], strict=True):
-        host.run(
-            *("ip", "rule", "add", "to", f"{two_hosts.NETWORK}.0/24", "ipproto", "tcp"),
-            *("dport", f"{last_open + 1}-{next_open - 1}", "prohibit"),
-        )
+        if last_open + 1 < next_open:
+            host.run(
+                *("ip", "rule", "add", "to", f"{two_hosts.NETWORK}.0/24", "ipproto", "tcp"),
+                *("dport", f"{last_open + 1}-{next_open - 1}", "prohibit"),
+            )
 
 
-def can_connect(host: Host, address: str, port: int, newcomer: Newcomer) -> bool:
-    code = f"import socket; socket.create_connection(({address!r}, {port}), 5)"
-    command = host.inside([newcomer.python, "-c", code])
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+_CONNECT = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), 5)
+    except OSError as error:
+        print(port, type(error).__name__)
+"""
+
+
+def errors_of_connections(newcomer: Newcomer, address: str, *ports: int) -> list[str]:
+    """Return each port's error, where no program listens."""
+    command = [newcomer.python, "-I", "-c", _CONNECT, address, *map(str, ports)]
+    return newcomer.run(*command).splitlines()
 
 
 @pytest.fixture
@@ -159,6 +170,11 @@ def test_standalone_on_two_hosts_with_the_open_ports_of_the_page(
         )
         for host in (hosts.first, hosts.second)
     )
+    # A port that is open answers at once that no program listens.
+    assert errors_of_connections(first, hosts.second.address, 7078, 7079, 39999, 40000) == [
+        *("7078 ConnectionRefusedError", "7079 PermissionError"),
+        *("39999 PermissionError", "40000 ConnectionRefusedError"),
+    ]
     recipe = "deploy/standalone"
     for machine in (first, second):
         machine.run("sh", f"{recipe}/ephemeral_ports.sh")
@@ -171,8 +187,11 @@ def test_standalone_on_two_hosts_with_the_open_ports_of_the_page(
         servers[0].wait_until(lambda: "New state: ALIVE" in logs[0].read_text(), "ready")
         for machine, log in zip((first, second), logs[1:], strict=True):
             servers.append(machine.serve(log, "sh", f"{recipe}/start_worker.sh"))
-        for server in servers[1:]:
-            server.wait_until(lambda: "Successfully registered" in server.tail(), "registered")
+
+        def have_registered() -> bool:
+            return all("Successfully registered" in log.read_text() for log in logs[1:])
+
+        servers[2].wait_until(have_registered, "registered")
         store = (tmp_path / "store").as_uri()
         found = printed(first.run("sh", f"{recipe}/submit.sh", "deploy/train.py", store))
     finally:
@@ -184,3 +203,45 @@ def test_standalone_on_two_hosts_with_the_open_ports_of_the_page(
     places = [found["driver"], *found["ranks"]]
     assert all(place.startswith("/opt/environment/lib/") for _, place in places), places
     assert not os.path.exists("/opt/environment")
+
+
+def test_a_connect_server_with_two_executors_serves_two_users_at_once(
+    spark_4: Newcomer, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    user = spark_4.having(PORT=str(port), SPARK_LOCAL_IP="127.0.0.1")
+    log = tmp_path / "server.log"
+    server = user.serve(
+        *(log, "sh", "deploy/connect/server.sh", "--conf", "spark.ui.enabled=false"),
+        MASTER="local-cluster[2,2,1024]",
+        HOST="127.0.0.1",
+        SPARK_WORKER_DIR=str(tmp_path / "work"),
+    )
+    try:
+        server.wait_until(lambda: answers(port), "ready")
+        programs = [
+            user.start(
+                *("sh", "deploy/connect/client.sh", "deploy/train.py"),
+                (tmp_path / name).as_uri(),
+                SERVER="127.0.0.1",
+                USER_ID=name,
+            )
+            for name in ("ann", "ben")
+        ]
+        try:
+            results = [printed(output_of(program)) for program in programs]
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n== the server\n{server.tail()}") from None
+    finally:
+        server.kill()
+
+    executors = set()
+    for found in results:
+        check_predictions(found)
+        assert Path(found["driver"][1]).is_relative_to(user.environment)
+        for _, package in found["ranks"]:
+            application, executor, *inside = Path(package).relative_to(tmp_path / "work").parts
+            assert application.startswith("app-")
+            assert inside[0] == "environment"
+            executors.add(executor)
+    assert len(executors) == 2
