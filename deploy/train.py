@@ -1,14 +1,13 @@
 """Train a small network on two ranks and predict. The argument is the store: a URL or a folder.
 
 Every recipe runs this program. It prints one line of JSON: the machine and the folder of the
-package for the driver, each rank and a prediction task, and predictions for three rows.
+package for the driver and each rank, and predictions for three rows.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import torch
 from pyspark.sql import SparkSession
@@ -18,8 +17,8 @@ import hvd_estimators
 from hvd_estimators.torch import TorchEstimator
 
 
-def place(batches: Any = None) -> Any:
-    """Return the machine and the folder of the package, in a rank or in a task's batches."""
+def place() -> list[str]:
+    """Return the machine, and the folder of the package there."""
     import platform
 
     import hvd_estimators
