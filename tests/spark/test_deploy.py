@@ -184,14 +184,14 @@ def test_standalone_on_two_hosts_with_the_open_ports_of_the_page(
     servers: list[Server] = []
     try:
         servers.append(first.serve(logs[0], "sh", f"{recipe}/start_master.sh"))
-        servers[0].wait_until(lambda: "New state: ALIVE" in logs[0].read_text(), "ready")
+        servers[0].wait_until(lambda: "New state: ALIVE" in logs[0].read_text(), "ready", 300)
         for machine, log in zip((first, second), logs[1:], strict=True):
             servers.append(machine.serve(log, "sh", f"{recipe}/start_worker.sh"))
 
         def have_registered() -> bool:
             return all("Successfully registered" in log.read_text() for log in logs[1:])
 
-        servers[2].wait_until(have_registered, "registered")
+        servers[2].wait_until(have_registered, "registered", 300)
         store = (tmp_path / "store").as_uri()
         found = printed(first.run("sh", f"{recipe}/submit.sh", "deploy/train.py", store))
     finally:
@@ -218,7 +218,7 @@ def test_a_connect_server_with_two_executors_serves_two_users_at_once(
         SPARK_WORKER_DIR=str(tmp_path / "work"),
     )
     try:
-        server.wait_until(lambda: answers(port), "ready")
+        server.wait_until(lambda: answers(port), "ready", seconds=300)
         programs = [
             user.start(
                 *("sh", "deploy/connect/client.sh", "deploy/train.py"),
