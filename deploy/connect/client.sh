@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run a program as a client of the server. USER_ID tells the server who asks.
+# Run a program as a client of the server. USER_ID names the user to the server.
 #
 #   SERVER=HOST sh client.sh PROGRAM ARGUMENT...
 set -eu

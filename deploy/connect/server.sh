@@ -5,7 +5,9 @@
 # ENVIRONMENT  the archive: a file, or a URL that the executors reach (default: environment.tar.gz)
 # HOST         the address that clients connect to (default: 0.0.0.0, which is every address)
 set -eu
-export PYSPARK_PYTHON=./environment/bin/python
+
+# Spark 4 runs each session's Python in a folder of its own, one below the archive's.
+export PYSPARK_PYTHON=../environment/bin/python
 exec "$SPARK_HOME/bin/spark-submit" --master "$MASTER" \
     --class org.apache.spark.sql.connect.service.SparkConnectServer \
     --archives "${ENVIRONMENT:-environment.tar.gz}#environment" \

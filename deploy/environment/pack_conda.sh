@@ -4,7 +4,7 @@
 #   sh pack_conda.sh FOLDER PIP-ARGUMENT...
 #
 # creates the environment FOLDER, and FOLDER.tar.gz for Spark's --archives. PYTHON_VERSION is the
-# version of Python (default: 3.11).
+# version of Python (default: 3.11). This script has not been tested yet.
 set -eu
 folder=$1
 shift
