@@ -6,7 +6,7 @@
 # HOST         the address that clients connect to (default: 0.0.0.0, which is every address)
 set -eu
 
-# Spark 4 runs each session's Python in a folder of its own, one below the archive's.
+# Spark 4 runs each session's Python in a separate folder, one below the archive's.
 export PYSPARK_PYTHON=../environment/bin/python
 exec "$SPARK_HOME/bin/spark-submit" --master "$MASTER" \
     --class org.apache.spark.sql.connect.service.SparkConnectServer \

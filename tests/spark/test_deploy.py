@@ -101,7 +101,7 @@ def test_yarn_in_client_mode_with_the_archive_of_the_users_machine(
 
 
 def open_ports() -> list[tuple[int, int]]:
-    """Return the ranges of ports that the page's table tells to open between machines."""
+    """Return the ranges of ports in the page's table."""
     page = (ROOT / "docs" / "deploy" / "standalone.rst").read_text(encoding="utf-8")
     rows = re.findall(r"^   \* - (\d+)(?: to (\d+))?$", page, re.MULTILINE)
     return [(int(first), int(last or first)) for first, last in rows]
