@@ -22,7 +22,7 @@ CONSTRAINTS := constraints/python-3.10.txt
 else
 CONSTRAINTS := constraints/modern.txt
 endif
-SOURCES := hvd_estimators tests benchmarks examples docs setup.py
+SOURCES := hvd_estimators tests benchmarks deploy examples docs setup.py
 # Tests train with these. Some of their own dependencies do not fit beside the others.
 LIBRARIES := accelerate keras-hub timm
 EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,torch

@@ -40,12 +40,15 @@ class Yarn:
     ----------
     conf_dir : Path
         Hadoop configuration that names both.
+    local_dir, log_dir : Path
+        Folders of the machine for what containers run, and for their output.
     """
 
     def __init__(self, folder: Path, jars: Sequence[str], hdfs: Hdfs) -> None:
         self._folder, self._jars = folder, jars
         self.host = "127.0.0.1"
         self.conf_dir = folder / "conf"
+        self.local_dir, self.log_dir = folder / "local", folder / "logs"
         shutil.copytree(hdfs.conf_dir, self.conf_dir)
         self._web_port, *ports = free_ports(8)
         addresses = [
@@ -59,8 +62,8 @@ class Yarn:
             "nodemanager.hostname": self.host,
             "resourcemanager.webapp.address": f"{self.host}:{self._web_port}",
             **{name: f"{self.host}:{port}" for name, port in zip(addresses, ports, strict=True)},
-            "nodemanager.local-dirs": str(folder / "local"),
-            "nodemanager.log-dirs": str(folder / "logs"),
+            "nodemanager.local-dirs": str(self.local_dir),
+            "nodemanager.log-dirs": str(self.log_dir),
             "nodemanager.resource.memory-mb": "8192",
             "nodemanager.resource.cpu-vcores": "4",
             "nodemanager.vmem-check-enabled": "false",
@@ -155,7 +158,7 @@ class Yarn:
 
     def _logs(self, folder: Path) -> str:
         """Return the ends of the driver's log and of each container's."""
-        files = [folder / "driver.log", *sorted(self._folder.glob("logs/*/*/std*"))]
+        files = [folder / "driver.log", *sorted(self.log_dir.glob("*/*/std*"))]
         return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
     def _has_a_node(self) -> bool:

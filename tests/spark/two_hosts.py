@@ -240,6 +240,14 @@ class Cluster:
 @contextlib.contextmanager
 def hosts_and_cluster() -> Iterator[Cluster]:
     """Make the hosts and start Spark on them; stop and delete everything when the block ends."""
+    with only_hosts() as cluster:
+        cluster.start_spark()
+        yield cluster
+
+
+@contextlib.contextmanager
+def only_hosts() -> Iterator[Cluster]:
+    """Make the hosts without Spark; stop and delete everything when the block ends."""
     prefix = f"hvd-{os.getpid()}"
     switch = f"{prefix}-switch"
     folder = Path(tempfile.mkdtemp(prefix="hvd-estimators-hosts-"))
@@ -255,9 +263,7 @@ def hosts_and_cluster() -> Iterator[Cluster]:
         for bridge in ("first", "second"):
             _ip("-n", switch, "link", "add", bridge, "type", "bridge")
             _ip("-n", switch, "link", "set", bridge, "up")
-        cluster = Cluster(*(Host(prefix, switch, number) for number in (1, 2, 3)), folder)
-        cluster.start_spark()
-        yield cluster
+        yield Cluster(*(Host(prefix, switch, number) for number in (1, 2, 3)), folder)
     finally:
         assert cleaner.stdin is not None
         cleaner.stdin.close()

@@ -62,7 +62,7 @@ def _check_search(site: Path) -> None:
         ("hyperparameter", "estimators"),
         *(("early stopping", page) for page in ("torch", "keras", "lightning")),
         *(("gradient clipping", page) for page in ("torch", "keras")),
-        ("venv-pack", "install"),
+        ("venv-pack", "deploy/index"),
         ("docker", "install"),
         ("serving", "inference"),
         ("signature", "runs"),
