@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 MIRROR = "http://deb.debian.org/debian"
@@ -55,26 +56,22 @@ class DebianRoot:
         """Return where a path of the system is on this machine."""
         return self.root / str(path).lstrip("/")
 
-    def run(
+    def command(
         self,
-        command: str,
-        log: Path,
+        arguments: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
         folder: str = "/",
         user: str = "0",
-        shell: Sequence[str] = ("sh", "-ec"),
         mounts: Mapping[str, str | Path] | None = None,
         within: Sequence[str] = (),
-    ) -> str:
-        """Run a shell command and return its output; check that it succeeds.
+    ) -> list[str]:
+        """Return the arguments of a command that runs another one in the root folder.
 
         Parameters
         ----------
-        command, shell
-            The command, and the program that receives it.
-        log : Path
-            File for the output.
+        arguments : sequence of str
+            The command and its arguments.
         environment : mapping, optional
             Variables beside those for pip. Default: none.
         folder, user : str
@@ -84,11 +81,10 @@ class DebianRoot:
         within : sequence of str
             Command that starts the whole, such as ``ip netns exec NAME``.
         """
-        script = ["mount -t proc proc proc", "mount --rbind /sys sys", "mount --rbind /dev dev"]
-        for target, source in {
-            **{path: path for path in wheel_folders()},
-            **(mounts or {}),
-        }.items():
+        script = [f"cd {self.root}", "mount -t proc proc proc"]
+        script += ["mount --rbind /sys sys", "mount --rbind /dev dev"]
+        mounts = {**{path: path for path in wheel_folders()}, **(mounts or {})}
+        for target, source in mounts.items():
             self.path(target).mkdir(parents=True, exist_ok=True)
             script.append(f"mount --bind {source} .{target}")
         script.append('exec chroot --userspec="$1" . sh -ec \'cd "$0" && exec "$@"\' "${@:2}"')
@@ -96,13 +92,19 @@ class DebianRoot:
         variables = {"HOME": "/root", "LANG": "C.UTF-8", "PATH": "/usr/bin:/usr/sbin", **kept}
         variables |= environment or {}
         settings = [f"{name}={value}" for name, value in variables.items()]
-        inside = [f"{user}:{user}", folder, "env", "-i", *settings, *shell, command]
+        inside = [f"{user}:{user}", folder, "env", "-i", *settings, *arguments]
         # All processes end with the first one, and so do the mounts.
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        return [*within, *apart, "bash", "-ec", " && ".join(script), "bash", *inside]
+
+    def run(self, script: str, log: Path, **options: Any) -> str:
+        """Run a shell script and return its output; check that it succeeds.
+
+        ``log`` is a file for the output, and ``options`` are those of `command`.
+        """
         with log.open("w") as file:
             done = subprocess.run(
-                [*within, *apart, "bash", "-ec", " && ".join(script), "bash", *inside],
-                cwd=self.root,
+                self.command(["sh", "-ec", script], **options),
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )

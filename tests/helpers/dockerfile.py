@@ -70,7 +70,6 @@ def build(
                 environment=known,
                 folder=image.folder,
                 user=image.user,
-                shell=("sh", "-c"),
             )
         elif name in ("ARG", "ENV"):
             key, _, value = text.partition("=")

@@ -1,0 +1,133 @@
+"""The recipe for Kubernetes: the image is built in a Debian root folder, and trains in pods.
+
+A server of Kubernetes' API starts what ``submit.sh`` and Spark request, in network namespaces with
+the recipe's network policy. Needs root's rights, debootstrap, iproute2, nftables, the tests' Java
+archives, and the registries of Debian and PyPI.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+from debian_root import DebianRoot
+from dockerfile import Image, build
+from servers.jars import jars
+from servers.kubernetes import Kubernetes
+
+pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(3600)]
+
+PROJECT = Path(__file__).parents[2]
+RECIPE = PROJECT / "deploy" / "kubernetes"
+
+
+class Built(NamedTuple):
+    root: DebianRoot
+    image: Image
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    """The image for CPUs; torch is that of pip's own index, and Java archives are the tests'."""
+    folder = tmp_path_factory.mktemp("image")
+    root = DebianRoot(folder / "root", "bookworm", [])
+    archives = [Path(path) for path in jars("s3a-spark-4")]
+    handler = functools.partial(_Quiet, directory=str(archives[0].parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as repository:
+        threading.Thread(target=repository.serve_forever, daemon=True).start()
+        arguments = {
+            "TORCH_INDEX": "",
+            "MAVEN": f"http://127.0.0.1:{repository.server_port}",
+            "JARS": " ".join(archive.name for archive in archives),
+        }
+        image = build(RECIPE / "Dockerfile", root, PROJECT, arguments, folder / "logs")
+        repository.shutdown()
+    yield Built(root, image)
+    shutil.rmtree(root.root)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def kubernetes(built: Built, tmp_path: Path) -> Iterator[Kubernetes]:
+    store = tmp_path / "store"
+    store.mkdir()
+    # The group that pod.yaml names as fsGroup.
+    shutil.chown(store, 0, 185)
+    store.chmod(0o2775)
+    token = built.root.path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.write_text("token")
+    policy = yaml.safe_load((RECIPE / "network-policy.yaml").read_text())
+    claims = {"hvd-store": store}
+    with Kubernetes(built.root, built.image, policy, claims, tmp_path / "pods") as server:
+        yield server
+
+
+def submit(built: Built, kubernetes: Kubernetes, folder: Path, *further: str) -> None:
+    """Run a copy of ``submit.sh`` in the image, with settings of the test's server."""
+    copies = folder / "recipe"
+    copies.mkdir()
+    for name in ("submit.sh", "pod.yaml"):
+        shutil.copy(RECIPE / name, copies)
+    settings = [
+        "spark.kubernetes.submission.waitAppCompletion=false",
+        f"spark.kubernetes.driver.master={kubernetes.address}",
+        "spark.kubernetes.executor.enableApiWatcher=false",
+        "spark.kubernetes.executor.apiPollingInterval=2s",
+    ]
+    arguments = [*(f"--conf {setting}" for setting in settings), *further]
+    built.root.run(
+        f"sh /recipe/submit.sh {' '.join(arguments)}",
+        folder / "submit.txt",
+        environment={
+            **built.image.environment,
+            "MASTER": f"k8s://{kubernetes.address}",
+            "IMAGE": "registry.example.com/hvd-estimators:cpu",
+        },
+        mounts={"/recipe": copies},
+    )
+
+
+def trained_by_numpy(xs: list[float]) -> np.ndarray:
+    """Train the program's network without torch: gradient descent over all rows from zero."""
+    x = np.arange(256) / 256
+    weight = bias = 0.0
+    for _ in range(30):
+        error = weight * x + bias - x * x
+        weight, bias = weight - 0.2 * np.mean(error * x), bias - 0.2 * np.mean(error)
+    return weight * np.array(xs) + bias
+
+
+def test_the_image_trains_in_pods_whose_network_the_policy_limits(
+    built: Built, kubernetes: Kubernetes, tmp_path: Path
+) -> None:
+    submit(built, kubernetes, tmp_path, "local:///opt/train.py", "/store")
+
+    (driver,) = [pod for name, pod in kubernetes.pods.items() if name.endswith("-driver")]
+    assert driver.ended.wait(600)
+    output = driver.log.read_text()
+    assert driver.phase == "Succeeded", output[-4000:]
+    result = json.loads(output[output.index('{"driver"') :].splitlines()[0])
+
+    executors = sorted(name for name in kubernetes.pods if "-exec-" in name)
+    assert len(executors) == 2
+    assert sorted(host for host, _ in result["ranks"]) == executors
+    assert {folder for _, folder in result["ranks"]} == {result["driver"][1]}
+    assert result["driver"][0] == driver.name
+    xs, predicted = zip(*result["predictions"], strict=True)
+    np.testing.assert_allclose(predicted, trained_by_numpy(list(xs)), rtol=1e-4)
+    assert [pod.rejected_packets() for pod in kubernetes.pods.values()] == [0, 0, 0]
+    assert list((tmp_path / "store").glob("runs/*/checkpoints"))
