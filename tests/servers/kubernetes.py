@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import threading
+import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,7 @@ from dockerfile import Image
 
 BRIDGE = "hvdk8s"
 NETWORK = "10.77.0"
+NAMESPACE = "training"
 PORT = 6443
 """Port of the API, one of those that deploy/kubernetes/network-policy.yaml opens."""
 
@@ -91,7 +93,7 @@ class Kubernetes:
 
     def create(self, kind: str, given: Object) -> Object:
         """Store an object, and start it if it is a pod."""
-        given["metadata"].update(uid=str(uuid.uuid4()), resourceVersion="1")
+        given["metadata"].update(uid=str(uuid.uuid4()), resourceVersion="1", namespace=NAMESPACE)
         given["metadata"].setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
         with self.changed:
             self.objects[kind, given["metadata"]["name"]] = given
@@ -99,7 +101,7 @@ class Kubernetes:
         if kind == "pods":
             pod = Pod(given, next(self._numbers), self._folder / given["metadata"]["name"])
             self.pods[pod.name] = pod
-            threading.Thread(target=self._start, args=[pod], daemon=True).start()
+            threading.Thread(target=self._start_or_fail, args=[pod], daemon=True).start()
         return given
 
     def delete(self, kind: str, names: Sequence[str]) -> None:
@@ -109,6 +111,13 @@ class Kubernetes:
                 self.objects.pop((kind, name), None)
             if kind == "pods" and name in self.pods:
                 self.pods[name].stop()
+
+    def _start_or_fail(self, pod: Pod) -> None:
+        try:
+            self._start(pod)
+        except Exception:
+            pod.log.write_text(traceback.format_exc())
+            pod.end(1)
 
     def _start(self, pod: Pod) -> None:
         self._await_services(pod)
@@ -148,7 +157,7 @@ class Kubernetes:
             services = [name for kind, name in self.objects if kind == "services"]
         hosts = [pod.name]
         if is_driver:
-            hosts += [f"{service}.{pod.meta['namespace']}.svc" for service in services]
+            hosts += [f"{service}.{NAMESPACE}.svc" for service in services]
         with self._root.path("/etc/hosts").open("a") as file:
             file.write(f"{pod.address} {' '.join(hosts)}\n")
 
@@ -246,7 +255,10 @@ class Pod:
 
     def _await_end(self) -> None:
         assert self._process is not None
-        status = self._process.wait()
+        self.end(self._process.wait())
+
+    def end(self, status: int) -> None:
+        """Set the pod's last status."""
         self._set_status("Failed" if status else "Succeeded", {"terminated": {"exitCode": status}})
         self.ended.set()
 
@@ -266,7 +278,7 @@ class Pod:
 
 def rules(policy: Object) -> str:
     """Return a network policy as rules of nftables: what it does not open is dropped."""
-    lines = ["table inet policy {"]
+    lines = ["table inet pods {"]
     for direction, hook, interface, peers, key in (
         ("ingress", "input", "iif", "saddr", "from"),
         ("egress", "output", "oif", "daddr", "to"),
