@@ -124,10 +124,10 @@ class Kubernetes:
         mounts = dict(self._mounts(pod))
         pod.open_network(self._policy)
         environment = {**self._image.environment, "HOME": "/opt/spark/work-dir"}
-        for variable in pod.container.get("env", []):
-            reference = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            assert reference in (None, "status.podIP"), reference
-            value = pod.address if reference else variable.get("value", "")
+        fields = {"status.podIP": pod.address, "metadata.name": pod.name}
+        for variable in pod.container["env"]:
+            field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            value = fields[field] if field else variable.get("value", "")
             environment[variable["name"]] = value
         command = self._root.command(
             [*self._image.entrypoint, *pod.container["args"]],
