@@ -348,7 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
         return [
             name
             for (its_kind, name), found in objects
-            if its_kind == kind and all(_matches(found, *term) for term in wanted)
+            if its_kind == kind and all(_matches(found, term) for term in terms)
         ]
 
     def _body(self) -> Object:
@@ -364,11 +364,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _matches(found: Object, key: str, value: str = "") -> bool:
+def _matches(found: Object, term: str) -> bool:
+    """Return whether an object fits one term of a label selector."""
     labels = found["metadata"].get("labels") or {}
-    if key.startswith("!"):
-        return key[1:] not in labels
-    return key in labels and (not value or labels[key] == value)
+    if "!=" in term:
+        key, _, value = term.partition("!=")
+        return bool(labels.get(key) != value)
+    key, has_value, value = term.partition("=")
+    return key in labels and (not has_value or labels[key] == value)
 
 
 def _run(*command: str, stdin: str | None = None) -> str:
