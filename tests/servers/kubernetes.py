@@ -340,9 +340,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _selected(self, kind: str) -> list[str]:
         """Return the names of a kind's objects with the requested labels."""
         query = parse_qs(urlsplit(self.path).query)
-        wanted = [
-            term.split("=", 1) for term in ",".join(query.get("labelSelector", [])).split(",")
-        ]
+        terms = list(filter(None, query.get("labelSelector", [""])[0].split(",")))
         with self.kubernetes.changed:
             objects = list(self.kubernetes.objects.items())
         return [
