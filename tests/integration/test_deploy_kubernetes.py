@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 from debian_root import DebianRoot
-from dockerfile import Image, build
+from dockerfile import Image, build, instructions
 from recipe_program import result_of
 from servers.jars import jars
-from servers.kubernetes import Kubernetes
+from servers.kubernetes import Kubernetes, Pod
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -75,21 +76,27 @@ def kubernetes(built: Built, tmp_path: Path) -> Iterator[Kubernetes]:
         yield server
 
 
-def submit(built: Built, kubernetes: Kubernetes, folder: Path, *further: str) -> None:
-    """Run a copy of ``submit.sh`` in the image, with settings of the test's server."""
+def submit(built: Built, kubernetes: Kubernetes, folder: Path, ports: str | None = None) -> Pod:
+    """Run a copy of ``submit.sh`` in the image, and return the driver's pod when it has ended.
+
+    ``ports`` replaces the range of ports in ``pod.yaml``.
+    """
     copies = folder / "recipe"
     copies.mkdir()
     for name in ("submit.sh", "pod.yaml"):
         shutil.copy(RECIPE / name, copies)
+    if ports is not None:
+        template = copies / "pod.yaml"
+        template.write_text(template.read_text().replace("40000 44999", ports))
     settings = [
         "spark.kubernetes.submission.waitAppCompletion=false",
         f"spark.kubernetes.driver.master={kubernetes.address}",
         "spark.kubernetes.executor.enableApiWatcher=false",
         "spark.kubernetes.executor.apiPollingInterval=2s",
     ]
-    arguments = [*(f"--conf {setting}" for setting in settings), *further]
+    arguments = " ".join(f"--conf {setting}" for setting in settings)
     built.root.run(
-        f"sh /recipe/submit.sh {' '.join(arguments)}",
+        f"sh /recipe/submit.sh {arguments} local:///opt/train.py /store",
         folder / "submit.txt",
         environment={
             **built.image.environment,
@@ -98,15 +105,30 @@ def submit(built: Built, kubernetes: Kubernetes, folder: Path, *further: str) ->
         },
         mounts={"/recipe": copies},
     )
+    (driver,) = [pod for name, pod in kubernetes.pods.items() if name.endswith("-driver")]
+    assert driver.ended.wait(900)
+    return driver
+
+
+def test_the_image_has_spark_and_the_s3a_client_of_its_hadoop(built: Built) -> None:
+    names = [jar.name for jar in built.root.path("/opt/spark/jars").iterdir()]
+    (hadoop,) = [m[1] for m in map(re.compile(r"hadoop-client-api-(.+)\.jar").match, names) if m]
+    arguments = dict(
+        instruction.text.split("=", 1)
+        for instruction in instructions(RECIPE / "Dockerfile")
+        if instruction.name == "ARG"
+    )
+    assert f"hadoop-aws/{hadoop}/hadoop-aws-{hadoop}.jar" in arguments["JARS"]
+    assert f"hadoop-aws-{hadoop}.jar" in names
+    # The work of pods belongs to the image's user.
+    assert built.root.path(built.image.folder).stat().st_uid == int(built.image.user)
 
 
 def test_the_image_trains_in_pods_whose_network_the_policy_limits(
     built: Built, kubernetes: Kubernetes, tmp_path: Path
 ) -> None:
-    submit(built, kubernetes, tmp_path, "local:///opt/train.py", "/store")
+    driver = submit(built, kubernetes, tmp_path)
 
-    (driver,) = [pod for name, pod in kubernetes.pods.items() if name.endswith("-driver")]
-    assert driver.ended.wait(600)
     output = driver.log.read_text()
     assert driver.phase == "Succeeded", output[-4000:]
     result = result_of(output)
@@ -118,3 +140,13 @@ def test_the_image_trains_in_pods_whose_network_the_policy_limits(
     assert result["driver"][0] == driver.name
     assert [pod.rejected_packets() for pod in kubernetes.pods.values()] == [0, 0, 0]
     assert list((tmp_path / "store").glob("runs/*/checkpoints"))
+
+
+def test_a_fit_fails_if_pods_listen_on_ports_that_the_policy_rejects(
+    built: Built, kubernetes: Kubernetes, tmp_path: Path
+) -> None:
+    driver = submit(built, kubernetes, tmp_path, ports="50000 50999")
+
+    assert driver.phase == "Failed"
+    assert "UnreachableError: " in driver.log.read_text()
+    assert any(pod.rejected_packets() for pod in kubernetes.pods.values())
