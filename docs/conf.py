@@ -20,6 +20,7 @@ extensions = [
     "import_graph",
     "params_table",
     "private_names_table",
+    "versions_table",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
