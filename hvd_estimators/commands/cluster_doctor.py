@@ -217,7 +217,7 @@ def diagnose_cluster(facts: ClusterFacts) -> dict[str, list[Row]]:
     report = {DRIVER: list(_driver(facts))}
     for host in facts.hosts:
         slots = f"{host.tasks} task slot{'s' if host.tasks > 1 else ''}"
-        place = ", ".join([*host.addresses, slots])
+        place = ", ".join([*host.addresses[:1], slots])
         report[f"{host.name} ({place})"] = list(_host(facts, host))
     for failed in facts.failed:
         title = failed.host or "unknown host"
@@ -390,6 +390,7 @@ def collect_cluster(
         "id": check,
         "packages": sorted(_driver_versions().keys() - {"hvd_estimators", "pyspark"}),
         "seconds": _SURVEY_HOLD,
+        "driver": cluster.driver_host(),
         "nics": list(interface_names(nics)),
         "store": None,
     }

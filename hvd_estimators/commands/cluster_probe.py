@@ -62,7 +62,8 @@ def survey(batches: Iterator[Any], *, request: Mapping[str, Any]) -> Iterator[An
         Not used.
     request : mapping
         ``id`` of this check, names of ``packages``, ``seconds`` to stay in the task slot, so that
-        no other task of the check gets it, ``nics``, and ``store`` (see `check_store`) or None.
+        no other task of the check gets it, the ``driver``'s address, ``nics``, and ``store`` (see
+        `check_store`) or None.
     """
     for _ in batches:
         pass
@@ -79,7 +80,7 @@ def survey(batches: Iterator[Any], *, request: Mapping[str, Any]) -> Iterator[An
         with ThreadPoolExecutor() as pool:
             calls = {
                 "installation": pool.submit(_call, "print_installation", {}, INSTALLATION_SECONDS),
-                "listener": pool.submit(_start_listener, folder, request["nics"]),
+                "listener": pool.submit(_start_listener, folder, request),
             }
             if request["store"] is not None:
                 given = {**request["store"], "write": file_of(facts["identity"]), "read": []}
@@ -203,7 +204,7 @@ def _call(function: str, given: Mapping[str, Any], seconds: float) -> dict[str, 
     return answer
 
 
-def _start_listener(folder: str, nics: list[str]) -> dict[str, Any]:
+def _start_listener(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     command, env = _program("listen")
     process = subprocess.Popen(
         command,
@@ -216,7 +217,8 @@ def _start_listener(folder: str, nics: list[str]) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(OSError), process.stdin:
-        process.stdin.write(json.dumps({"folder": folder, "nics": nics}).encode())
+        given = {"folder": folder, "nics": request["nics"], "driver": request["driver"]}
+        process.stdin.write(json.dumps(given).encode())
     ready, _, _ = select.select([process.stdout], [], [], PROGRAM_SECONDS)
     line = process.stdout.readline() if ready else b""
     if not line:
@@ -237,13 +239,21 @@ def listen() -> None:
     variable = os.environ.get(INTERFACE_VARIABLE)
     nics = given["nics"] or ([variable] if variable else [])
     setting = "nics" if given["nics"] else INTERFACE_VARIABLE
-    with ProbeListener.on_this_host("", nics, setting) as listener:
+    with ProbeListener.on_this_host(_address_to(given["driver"]), nics, setting) as listener:
         print(json.dumps(asdict(listener.candidates())), flush=True)
         deadline = time.monotonic() + _LISTENER_SECONDS
         while os.path.exists(given["folder"]) and time.monotonic() < deadline:
             time.sleep(0.5)
         time.sleep(_LISTENER_LATE)
     shutil.rmtree(given["folder"], ignore_errors=True)
+
+
+def _address_to(host: str) -> str:
+    """Return this host's address on the route to another host; empty if unknown."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def print_reached() -> None:
