@@ -98,7 +98,8 @@ def verify(batches: Iterator[Any], *, request: Mapping[str, Any]) -> Iterator[An
     batches : iterator
         Not used.
     request : mapping
-        As for `survey`, and ``listeners``: the candidates of each host, by identity.
+        As for `survey`, and identities: the ``hosts`` that import this package, the ``writers`` to
+        the store, and the ``listeners`` with their candidates.
     """
     for _ in batches:
         pass
@@ -111,7 +112,7 @@ def verify(batches: Iterator[Any], *, request: Mapping[str, Any]) -> Iterator[An
             limit = REACH_SECONDS + PROGRAM_SECONDS
             calls = {"reached": pool.submit(_call, "print_reached", others, limit)}
             if request["store"] is not None:
-                names = ["driver", *(file_of(host) for host in request["hosts"] if host != own)]
+                names = ["driver", *(file_of(host) for host in request["writers"] if host != own)]
                 given = {**request["store"], "write": None, "read": names}
                 calls["store"] = pool.submit(_call, "check_store", given, PROGRAM_SECONDS)
             facts.update({name: call.result() for name, call in calls.items()})

@@ -7,13 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hvd_estimators.__main__ import main
-from hvd_estimators.commands.cluster_doctor import (
-    DRIVER,
-    ClusterFacts,
-    FailedTask,
-    HostFacts,
-    diagnose_cluster,
-)
+from hvd_estimators.commands.cluster_doctor import diagnose_cluster
+from hvd_estimators.commands.cluster_facts import DRIVER, ClusterFacts, FailedTask, HostFacts
 from hvd_estimators.commands.doctor import Facts, Status
 
 VERSIONS = {"hvd_estimators": "0.1.0", "pyarrow": "14.0.2", "torch": "2.13.0", "horovod": "0.28.1"}
