@@ -35,9 +35,7 @@ _REQUIRED = ("hvd_estimators", "pyspark", "pyarrow", "numpy", "cloudpickle")
 _SKEW_SECONDS = 30.0
 """Difference between clocks that is a problem."""
 
-_SAME_ENVIRONMENT = (
-    "give all hosts the driver's environment (spark.archives, or an installation at the same path)"
-)
+_SAME_ENVIRONMENT = "give all hosts the driver's environment (spark.archives)"
 _PYTHON_REMEDY = (
     "set PYSPARK_PYTHON or spark.pyspark.python to a Python of the driver's version, or "
     + _SAME_ENVIRONMENT
@@ -47,6 +45,7 @@ _STORE_REMEDY = (
     "use a prefix on storage that all machines share (HDFS, S3, NFS), and mount it or set its "
     "credentials on this host"
 )
+_GPU_REMEDY = "install NVIDIA's driver, or leave this host out, or set use_gpu=False"
 _NETWORK_REMEDY = (
     "open all TCP ports between the hosts (firewall, security group or NetworkPolicy), or name the "
     "interface that leads to them: SparkBackend(nics='eth1')"
@@ -131,6 +130,7 @@ def _host(facts: ClusterFacts, host: HostFacts) -> Iterator[Row]:
     yield from _packages(facts, host)
     if isinstance(host.installation, Facts):
         yield from doctor.diagnose_training(host.installation)
+        yield from _gpus(facts, host.installation)
     elif host.installation is not None:
         found = f"the frameworks could not be checked: {host.installation}"
         yield Row("Training", found, Status.PROBLEM, _TASK_REMEDY)
@@ -179,8 +179,8 @@ def _packages(facts: ClusterFacts, host: HostFacts) -> Iterator[Row]:
     if unneeded:
         found = f"{', '.join(unneeded)} only on the driver"
         yield Row("Packages", found, Status.WARNING, _install(facts, unneeded))
-    if not (needed or different or host.error):
-        yield Row("Packages", f"the driver's {len(facts.versions) - len(unneeded)} versions")
+    if not (missing or different or host.error):
+        yield Row("Packages", f"{len(facts.versions)} as on the driver")
 
 
 def _install(facts: ClusterFacts, names: Sequence[str]) -> str:
@@ -188,6 +188,18 @@ def _install(facts: ClusterFacts, names: Sequence[str]) -> str:
     commands = [f"pip install {pins}"] if pins else []
     commands += [INSTALL["horovod"]] if "horovod" in names else []
     return f"{' && '.join(commands)} on this host, or {_SAME_ENVIRONMENT}"
+
+
+def _gpus(facts: ClusterFacts, own: Facts) -> Iterator[Row]:
+    """Yield a row if only other hosts have GPUs; ranks then fail, unless they use no GPUs."""
+    having = [
+        host.name
+        for host in facts.hosts
+        if isinstance(host.installation, Facts) and host.installation.gpus
+    ]
+    if having and not own.gpus:
+        found = f"none, where {', '.join(having)} has some"
+        yield Row("GPUs", found, Status.PROBLEM, _GPU_REMEDY)
 
 
 def _store_row(facts: ClusterFacts, name: str, problems: Mapping[str, str] | None) -> Row:

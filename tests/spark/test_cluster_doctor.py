@@ -10,6 +10,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +23,12 @@ from typing import Any
 import pytest
 import two_hosts
 from lean_environment import lean_environment
+from servers.driver import Application
 from two_hosts import Cluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.once]
+from hvd_estimators.commands import cluster_facts
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 # Imports of the others take long.
 SLOW = ("tensorflow", "keras", "lightning", "pytorch_lightning", "petastorm", "horovod")
@@ -120,6 +129,8 @@ def hidden(cluster: Cluster, folder: Path) -> Iterator[None]:
     cluster.second.run("umount", str(folder))
 
 
+@pytest.mark.soak
+@pytest.mark.once
 def test_each_fault_of_a_host_is_named_with_its_remedy(
     cluster: Cluster, environments: Path, tmp_path: Path
 ) -> None:
@@ -175,3 +186,77 @@ def test_each_fault_of_a_host_is_named_with_its_remedy(
     assert is_healthy, found
     assert not found
     assert not list(store.iterdir())
+
+
+@pytest.mark.soak
+def test_the_command_checks_a_session_of_its_own_and_says_how_it_went(
+    environments: Path, tmp_path: Path
+) -> None:
+    python = str(environments / "lean" / "bin" / "python3")
+    command = [python, "-m", "hvd_estimators", "doctor", "--cluster", "--master", "local[2]"]
+    command += ["--conf", "spark.ui.enabled=false", "--store", str(tmp_path / "store")]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        env = {**variables, "PYSPARK_PYTHON": python}
+        given = {"capture_output": True, "text": True, "timeout": 500, "check": False}
+        return subprocess.run([*command, *more], env=env, **given)
+
+    healthy = run()
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+    driver, host = healthy.stdout.strip().split("\n\n")
+    assert driver.startswith("driver\nPython ")
+    assert f"{socket.gethostname()} (" in host
+    assert "2 task slots)" in host
+    assert re.search(r"\nStore +ok +writes to ", host)
+
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("a file")
+    unusable = run("--json", "--num-proc", "1")
+    assert unusable.returncode == 1, unusable.stdout + unusable.stderr
+    rows = json.loads(unusable.stdout)
+    assert {"driver", "Store", "problem"} <= {*rows[2].values()}
+
+
+@pytest.mark.soak
+def test_over_spark_connect_the_host_is_checked_too(connect: Application, tmp_path: Path) -> None:
+    def check_slots(store: str) -> tuple[bool, list[dict[str, str]]]:
+        from hvd_estimators.commands.cluster_doctor import check_cluster
+
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            is_healthy = check_cluster(store=store, as_json=True)
+        return is_healthy, json.loads(output.getvalue())
+
+    is_healthy, rows = connect.run(check_slots, str(tmp_path / "store"), timeout=500)
+
+    assert is_healthy, rows
+    assert {row["host"].rpartition(", ")[2] for row in rows} == {"driver", "3 task slots)"}
+
+
+def test_a_task_that_hangs_is_named_with_its_host_when_its_time_is_up(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_facts, "_SURVEY_HOLD", 300.0)
+    monkeypatch.setattr(cluster_facts, "_SURVEY_SECONDS", 6.0)
+    started = time.monotonic()
+
+    facts = cluster_facts.collect_cluster(spark, num_proc=1)
+
+    assert time.monotonic() - started < 60
+    (failed,) = facts.failed
+    assert failed.host
+    assert failed.message == "the task did not end within 6 s"
+    assert not facts.hosts
+
+
+def test_a_slot_that_does_not_become_free_is_reported(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_facts, "_SURVEY_SECONDS", 4.0)
+    monkeypatch.setattr(cluster_facts, "_SURVEY_HOLD", 300.0)
+
+    facts = cluster_facts.collect_cluster(spark, num_proc=4)  # of 3 slots
+
+    assert "no task slot became free within 4 s; other jobs hold them" in {
+        failed.message for failed in facts.failed
+    }

@@ -206,6 +206,16 @@ def test_frameworks_of_a_host_are_judged_as_by_the_local_doctor():
     assert ("host2", "torch", "2.13.0: OSError: libcudart") in [row[:3] for row in found]
 
 
+def test_a_host_without_gpus_is_a_problem_where_another_one_has_some():
+    with_gpu, without = Facts(python="3.11.7", gpus=("H100",)), Facts(python="3.11.7")
+
+    found = problems(cluster({"installation": with_gpu}, {"installation": without}))
+
+    assert ("host2", "GPUs", "none, where host1 has some") in [row[:3] for row in found]
+    alike = cluster({"installation": without}, {"installation": without})
+    assert "GPUs" not in [row[1] for row in problems(alike)]
+
+
 def test_options_of_the_cluster_need_the_flag(capsys):
     assert main(["doctor", "--store", "/mnt/models"]) == 1
     assert "--store needs --cluster" in capsys.readouterr().err
