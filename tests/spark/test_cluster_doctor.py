@@ -141,7 +141,6 @@ def test_each_fault_of_a_host_is_named_with_its_remedy(
         is_healthy, rows = cluster.run(check, python, faults, str(store), timeout=500)
         problems = [row for row in rows if row["status"] == "problem"]
         found = {(row["host"].partition(" ")[0], row["component"]): row for row in problems}
-        Path(f"/tmp/cd/{faults or 'healthy'}.json").write_text(json.dumps(rows, indent=1))
         return is_healthy, found
 
     with blocked(cluster), hidden(cluster, store):
