@@ -337,7 +337,7 @@ def _late(cluster: Cluster, tag: str | None, seconds: float) -> _Answer:
             hosts = []  # the context has been stopped
     if hosts:
         return _Answer({}, f"the task did not end within {seconds:g} s", hosts[0])
-    return _Answer({}, f"no task slot became free within {seconds:g} s; other jobs hold them")
+    return _Answer({}, f"no task started within {seconds:g} s; other jobs may hold the slots")
 
 
 def _first_with(answers: Sequence[_Answer], name: str) -> dict[str, Any] | None:
