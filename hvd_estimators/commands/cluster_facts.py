@@ -237,8 +237,8 @@ def _collect(
             "writers": list(writers),
             "listeners": listeners,
         }
-        num_answers = sum(map(len, answers.values()))
-        second = _run(cluster, num_answers, "verify", again, _VERIFY_SECONDS)
+        # As many tasks as before: fewer ones might all go to hosts on which tasks fail.
+        second = _run(cluster, number, "verify", again, _VERIFY_SECONDS)
     by_file = {cluster_probe.file_of(identity): names[identity] for identity in writers}
     by_file[DRIVER] = DRIVER
     hosts, reports = [], {}
@@ -266,11 +266,14 @@ def _collect(
         )
     if store is not None:
         driver_store.update(_driver_store(store, request["store"]["folder"], by_file))
+    failed, failed_later = (
+        [FailedTask(a.host, a.error) for a in found if not a.facts] for found in (first, second)
+    )
     return ClusterFacts(
         python=platform.python_version(),
         versions=_driver_versions(),
         hosts=sorted(hosts, key=lambda host: host.name),
-        failed=[FailedTask(a.host, a.error) for a in (*first, *second) if not a.facts],
+        failed=failed or failed_later,
         store=None if store is None else store.folder,
         driver_store={name: text for name, text in driver_store.items() if text},
         network_error=_network_error(listeners, reports),
