@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_estimators import __version__
-from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,8 +51,41 @@ def _parser() -> argparse.ArgumentParser:
         "if a check fails.",
     )
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    _add_cluster_options(doctor)
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_cluster_options(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument(
+        "--cluster",
+        action="store_true",
+        help="check the executors of a Spark application instead of this machine",
+    )
+    cluster = doctor.add_argument_group("with --cluster")
+    cluster.add_argument(
+        "--master",
+        metavar="URL",
+        help="Spark's master, or sc://HOST:PORT of a Spark Connect server (default: that of "
+        "spark-submit, or of Spark's configuration)",
+    )
+    cluster.add_argument(
+        "--conf",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of Spark; can be repeated",
+    )
+    cluster.add_argument(
+        "--store", metavar="PREFIX", help="the estimators' store, which all hosts write and read"
+    )
+    cluster.add_argument(
+        "--num-proc",
+        type=_positive,
+        metavar="N",
+        help="number of task slots to check (default: all)",
+    )
+    cluster.add_argument("--nics", metavar="NAMES", help="network interfaces, separated by commas")
 
 
 def _add_build_options(build: argparse.ArgumentParser) -> None:
@@ -134,9 +167,44 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.cluster:
+        return _doctor_of_cluster(options)
     from hvd_estimators.commands import doctor
 
+    given = [
+        name for name in ("master", "conf", "store", "num_proc", "nics") if vars(options)[name]
+    ]
+    if given:
+        raise ParamError(f"--{given[0].replace('_', '-')} needs --cluster.")
     return doctor.main(as_json=options.json)
+
+
+def _doctor_of_cluster(options: argparse.Namespace) -> int:
+    from pyspark.sql import SparkSession
+
+    from hvd_estimators.commands.cluster_doctor import check_cluster
+
+    settings = dict(setting.partition("=")[::2] for setting in options.conf)
+    builder = SparkSession.builder
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    master = options.master or ""
+    if master.startswith("sc://"):
+        builder = builder.remote(master)
+    elif master:
+        builder = builder.master(master)
+    spark = builder.appName("hvd-estimators doctor").getOrCreate()
+    try:
+        is_healthy = check_cluster(
+            spark,
+            options.store,
+            num_proc=options.num_proc,
+            nics=options.nics.split(",") if options.nics else None,
+            as_json=options.json,
+        )
+    finally:
+        spark.stop()
+    return 0 if is_healthy else 1
 
 
 if __name__ == "__main__":

@@ -268,8 +268,14 @@ class Facts:
     torch_cuda: str | None = None
 
 
-def collect() -> Facts:
-    """Collect the facts about this machine; importing frameworks takes some seconds."""
+def collect(*, with_allreduce: bool = True) -> Facts:
+    """Collect the facts about this machine; importing frameworks takes some seconds.
+
+    Parameters
+    ----------
+    with_allreduce : bool
+        Whether two ranks of this machine reduce with each library, which takes further seconds.
+    """
     versions = {
         name: version
         for name, names in _COMPONENTS.items()
@@ -292,8 +298,10 @@ def collect() -> Facts:
             if name in versions and name not in seen
         }
     works = next((name for name, build in builds.items() if build.error is None), None)
-    allreduce = {_HOROVOD: _try_allreduce(f"horovod.{works}")} if works else {}
-    if "gloo" in backends:
+    allreduce = {}
+    if works and with_allreduce:
+        allreduce[_HOROVOD] = _try_allreduce(f"horovod.{works}")
+    if "gloo" in backends and with_allreduce:
         allreduce[_TORCH] = _try_allreduce(_TORCH)
     return Facts(
         python=platform.python_version(),
@@ -408,7 +416,7 @@ def main(*, as_json: bool = False, facts: Facts | None = None) -> int:
         seconds.
     """
     rows = diagnose(facts or collect())
-    print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else _table(rows))
+    print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else table(rows))
     return int(any(row.status is Status.PROBLEM for row in rows))
 
 
@@ -427,6 +435,12 @@ def diagnose(facts: Facts) -> list[Row]:
         *_allreduce(facts),
         _gpus(facts),
     ]
+
+
+def diagnose_training(facts: Facts) -> list[Row]:
+    """Return the rows about frameworks, Horovod, training and GPUs that are not optional."""
+    rows = [*_frameworks(facts), *_horovod(facts), *_horovod_spark(facts), *_training(facts)]
+    return [*(row for row in rows if row.status is not Status.ABSENT), _gpus(facts)]
 
 
 def _python(facts: Facts) -> Row:
@@ -587,7 +601,7 @@ def _gpus(facts: Facts) -> Row:
     return Row("GPUs", names)
 
 
-def _table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Format the rows as a table, with each remedy below its row."""
     component = max(len(row.component) for row in rows)
     status = max(len(row.status.value) for row in rows)

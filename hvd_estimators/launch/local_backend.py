@@ -28,6 +28,7 @@ from hvd_estimators.launch.rank.environment import (
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.rank_logs import RankLog, current_rank_logs
 from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
@@ -151,6 +152,8 @@ class LocalBackend(Backend):
                 stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))
                 for slot in slots
             ]
+            rank_logs = current_rank_logs()
+            logs = [stack.enter_context(RankLog(rank_logs, slot.rank)) for slot in slots]
             stack.enter_context(watch)
             port = stack.enter_context(ReservedPort())
             launcher = RankLauncher(
@@ -163,18 +166,22 @@ class LocalBackend(Backend):
             )
             given = {**os.environ, **self._env, **(env or {})}
 
-            def start(slot: SlotInfo, relay: Relay) -> RankProcess:
+            def start(slot: SlotInfo, relay: Relay, log: RankLog) -> RankProcess:
+                on_lines, on_error_lines = self._outlets.line_handlers(relay.put)
                 rank = launcher.start(
                     slot,
                     LOOPBACK,
                     LocalRendezvousClient(store, slot.rank),
                     rank_gpus([], [], slot.local_rank, slot.local_size, given),
-                    self._outlets.line_handlers(relay.put),
+                    (log.tee(on_lines), on_error_lines and log.tee(on_error_lines)),
                     on_stage=functools.partial(watch.record_rank, slot.rank),
                 )
                 return stack.enter_context(rank)
 
-            return results_in_order(supervise(list(map(start, slots, relays))))
+            outcomes = supervise(list(map(start, slots, relays, logs)))
+            for outcome in outcomes:
+                logs[outcome.rank].add_outcome(outcome)
+            return results_in_order(outcomes)
 
     def _environment(
         self,

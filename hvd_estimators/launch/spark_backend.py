@@ -29,6 +29,7 @@ from hvd_estimators.launch.horovod_build import require_patches
 from hvd_estimators.launch.rank.environment import shared_environment
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
+from hvd_estimators.launch.rank.rank_logs import current_rank_logs
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer
@@ -305,6 +306,7 @@ class SparkBackend(Backend):
                 service=service.address,
                 versions=cluster.installed_versions(),
                 exchanges_over_driver=exchange.is_used,
+                rank_logs=current_rank_logs(),
             )
             task = functools.partial(run_task, job=job)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch)

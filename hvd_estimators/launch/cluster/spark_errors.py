@@ -124,7 +124,7 @@ def typed_failure(
     cause = next((text for pattern, text in _LOST if re.search(pattern, message)), None)
     if cause is None and not all_failures:
         return None
-    host, executor = _failed_on(cluster, tag)
+    host, executor = failed_on(cluster, tag)
     where = f" on {host} (executor {executor})" if host else ""
     return WorkerFailedError(
         f"{cause or 'The Spark job of the ranks failed'}{where}. Spark says:\n{message}",
@@ -146,8 +146,11 @@ def _message(error: BaseException) -> str:
     return shortened("\n".join(lines_without_stack), _MESSAGE_CHARS)
 
 
-def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
-    """Return the host and executor of the task that failed first; both None if unknown."""
+def failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
+    """Return the host and executor of the task that failed first; both None if unknown.
+
+    Waits for a moment, because Spark's information arrives after the failure.
+    """
     deadline = time.monotonic() + timeouts.TASK_STATUS
     try:
         while True:

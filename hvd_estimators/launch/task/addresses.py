@@ -277,7 +277,9 @@ def agree(
         raise UnreachableError(" ".join(errors))
     own = candidates[task].identity
     other_hosts = {identity: host for identity, host in hosts.items() if identity != own}
-    reports = exchange(asyncio.run(_probe(other_hosts if first_tasks[own] == task else {})))
+    reports = exchange(
+        asyncio.run(reached_addresses(other_hosts if first_tasks[own] == task else {}))
+    )
     chosen = choose(hosts, {identity: reports[first] for identity, first in first_tasks.items()})
     names = [_url_safe(host.name) for host in hosts.values()]
     labels = {
@@ -357,8 +359,18 @@ def _describe_failure(
     )
 
 
-async def _probe(hosts: Mapping[str, HostCandidates]) -> dict[str, list[str]]:
-    """Return for each host the addresses that answered."""
+async def reached_addresses(
+    hosts: Mapping[str, HostCandidates], seconds: float | None = None
+) -> dict[str, list[str]]:
+    """Return for each host the addresses that answered.
+
+    Parameters
+    ----------
+    hosts : mapping of str to HostCandidates
+        The hosts, by identity.
+    seconds : float, optional
+        Time limit. Default: the one of launches.
+    """
     clock, ended = asyncio.get_running_loop().time, asyncio.Event()
     attempts = {
         asyncio.ensure_future(_reach(address, port, candidates.nonce, ended)): (host, address)
@@ -366,7 +378,7 @@ async def _probe(hosts: Mapping[str, HostCandidates]) -> dict[str, list[str]]:
         for address, port in candidates.endpoints
     }
     reached: dict[str, list[str]] = {host: [] for host in hosts}
-    deadline = clock() + timeouts.PROBES
+    deadline = clock() + (timeouts.PROBES if seconds is None else seconds)
     is_shorter = False
     waiting = set(attempts)
     while waiting and clock() < deadline:

@@ -26,6 +26,7 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.environment import Master, SlotInfo, assign_ranks
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
+from hvd_estimators.launch.rank.rank_logs import RankLog
 from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
@@ -62,7 +63,8 @@ class TaskOutput:
     """Context manager around a rank's process that forwards the lines of its output.
 
     All lines go to the executor's log: 64 MiB per rank, and 1 MiB per minute above that. A line
-    reports how many lines were dropped. Streams that the job requests also go to the driver.
+    reports how many lines were dropped. Streams that the job requests also go to the driver. Both
+    ends of the output go to the job's `RankLogs`, if it has them.
 
     Parameters
     ----------
@@ -75,11 +77,13 @@ class TaskOutput:
     def __init__(self, rank: int, job: Job) -> None:
         self._rank = rank
         self._job = job
+        self._rank_log = RankLog(job.rank_logs, rank)
         self._log_limiter = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
         self._num_dropped = 0
 
     def __enter__(self) -> Self:
         job = self._job
+        self._rank_log.__enter__()
         self._sender = EventSender(job.service, timeouts.OUTPUT_SEND) if job.streams else None
         self._relay = Relay(self._send) if self._sender is not None else None
         self.on_lines = self._line_handler("stdout" if self._job.separate_streams else "")
@@ -89,7 +93,8 @@ class TaskOutput:
         return self
 
     def log_error(self, outcome: RankOutcome) -> None:
-        """Write the full traceback of a rank's exception to the log of a remote executor."""
+        """Write the full traceback of a rank's exception to its log, and a remote executor's."""
+        self._rank_log.add_outcome(outcome)
         if outcome.report is not None and not self._job.one_machine:
             self._log(outcome.report.full_traceback.splitlines(keepends=True))
 
@@ -99,11 +104,13 @@ class TaskOutput:
         if self._sender is not None:
             self._sender.close()
         self._log_dropped_count()
+        self._rank_log.__exit__()
 
     def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
         is_sent = stream in self._job.streams
 
         def handle(lines: list[str]) -> None:
+            self._rank_log.add(lines)
             if is_sent and self._relay is not None:
                 self._relay.put(stream, lines)
             if self._is_logged(is_sent):
