@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from servers.processes import Server
 
 ROOT = Path(__file__).parents[2]
@@ -122,22 +119,3 @@ def output_of(process: subprocess.Popen[str]) -> str:
     output, errors = process.communicate()
     assert process.returncode == 0, f"{output[-6000:]}\n{errors[-12000:]}"
     return output
-
-
-def printed(output: str) -> dict[str, Any]:
-    """Return what ``deploy/train.py`` printed, among Spark's own lines."""
-    (line,) = [line for line in output.splitlines() if line.startswith('{"driver"')]
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def check_predictions(found: Mapping[str, Any]) -> None:
-    """Compare predictions with gradient descent in NumPy over all rows in one process."""
-    x = np.arange(256) / 256
-    inputs = np.stack([x, np.ones_like(x)], axis=1)
-    line = np.zeros(2)
-    for _ in range(30):
-        line -= 0.1 * 2 / len(x) * inputs.T @ (inputs @ line - x * x)
-    some, predictions = np.array(found["predictions"]).T
-    np.testing.assert_allclose(some, x[::100])
-    np.testing.assert_allclose(predictions, line[0] * some + line[1], rtol=1e-4)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import two_hosts
-from newcomer import ROOT, Newcomer, check_predictions, output_of, printed
+from newcomer import ROOT, Newcomer, output_of
+from recipe_program import result_of
 from servers.hdfs import Hdfs
 from servers.processes import Server, answers, free_ports
 from servers.yarn import Yarn
@@ -78,8 +79,7 @@ def test_yarn_in_cluster_mode_with_the_archive_in_hdfs(
     )
 
     (logs,) = set(yarn.log_dir.glob("*")) - before
-    found = printed("".join(file.read_text() for file in logs.glob("*/stdout")))
-    check_predictions(found)
+    found = result_of("".join(file.read_text() for file in logs.glob("*/stdout")))
     places = [found["driver"], *found["ranks"]]
     assert [is_in_container(place, yarn) for place in places] == [True] * 3, places
     assert "cluster-mode" in hdfs.shell("-ls", hdfs.url)
@@ -88,13 +88,12 @@ def test_yarn_in_cluster_mode_with_the_archive_in_hdfs(
 def test_yarn_in_client_mode_with_the_archive_of_the_users_machine(
     user_of_yarn: Newcomer, yarn: Yarn, hdfs: Hdfs
 ) -> None:
-    found = printed(
+    found = result_of(
         user_of_yarn.run(
             *("sh", "deploy/yarn/client_mode.sh", "deploy/train.py", "hdfs:///tests/client-mode")
         )
     )
 
-    check_predictions(found)
     assert Path(found["driver"][1]).is_relative_to(user_of_yarn.environment)
     assert [is_in_container(place, yarn) for place in found["ranks"]] == [True] * 2, found
     assert "client-mode" in hdfs.shell("-ls", hdfs.url)
@@ -195,12 +194,11 @@ def test_standalone_on_two_hosts_with_the_open_ports_of_the_page(
 
         servers[2].wait_until(have_registered, "registered", 300)
         store = (tmp_path / "store").as_uri()
-        found = printed(first.run("sh", f"{recipe}/submit.sh", "deploy/train.py", store))
+        found = result_of(first.run("sh", f"{recipe}/submit.sh", "deploy/train.py", store))
     finally:
         for server in servers:
             server.kill()
 
-    check_predictions(found)
     assert sorted(host for host, _ in found["ranks"]) == ["host1", "host2"]
     places = [found["driver"], *found["ranks"]]
     assert all(place.startswith("/opt/environment/lib/") for _, place in places), places
@@ -231,7 +229,7 @@ def test_a_connect_server_with_two_executors_serves_two_users_at_once(
             for name in ("ann", "ben")
         ]
         try:
-            results = [printed(output_of(program)) for program in programs]
+            results = [result_of(output_of(program)) for program in programs]
         except AssertionError as error:
             raise AssertionError(f"{error}\n== the server\n{server.tail()}") from None
     finally:
@@ -239,7 +237,6 @@ def test_a_connect_server_with_two_executors_serves_two_users_at_once(
 
     executors = set()
     for found in results:
-        check_predictions(found)
         assert Path(found["driver"][1]).is_relative_to(user.environment)
         for _, package in found["ranks"]:
             place = Path(os.path.normpath(package)).relative_to(tmp_path / "work")

@@ -178,12 +178,6 @@ def test_the_entrypoint_starts_what_spark_requests(programs: dict[str, str]) -> 
     assert started(programs, "printf", "%s\n", "any command") == ["any command"]
 
 
-def test_scripts_are_valid() -> None:
-    for script in sorted((ROOT / "deploy").rglob("*.sh")):
-        shell = script.read_text().splitlines()[0].removeprefix("#!/bin/")
-        subprocess.run([shell, "-n", script], check=True)
-
-
 def test_the_databricks_job_and_the_cluster_have_the_same_settings() -> None:
     bundle = yaml.safe_load((DATABRICKS / "databricks.yml").read_text())
     values = {name: each["default"] for name, each in bundle["variables"].items()}
