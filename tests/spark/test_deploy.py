@@ -24,17 +24,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def spark_3(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+def spark_3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
     """Pack an environment with torch, PySpark 3.5 and the client of HDFS."""
     folder = tmp_path_factory.mktemp("spark-3") / "clone"
-    return Newcomer.in_clone(folder, "-c", "constraints/petastorm.txt", ".[torch,hdfs]")
+    yield Newcomer.in_clone(folder, "-c", "constraints/petastorm.txt", ".[torch,hdfs]")
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
-def spark_4(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+def spark_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
     """Pack an environment with torch, PySpark 4 and the client of Spark Connect."""
     folder = tmp_path_factory.mktemp("spark-4") / "clone"
-    return Newcomer.in_clone(folder, "-c", "constraints/modern.txt", ".[torch,connect]")
+    yield Newcomer.in_clone(folder, "-c", "constraints/modern.txt", ".[torch,connect]")
+    shutil.rmtree(folder)
 
 
 def test_the_machines_own_python_lacks_the_environment(spark_3: Newcomer) -> None:
@@ -215,7 +217,6 @@ def test_a_connect_server_with_two_executors_serves_two_users_at_once(
         *(log, "sh", "deploy/connect/server.sh", "--conf", "spark.ui.enabled=false"),
         MASTER="local-cluster[2,2,1024]",
         HOST="127.0.0.1",
-        SPARK_WORKER_DIR=str(tmp_path / "work"),
     )
     try:
         server.wait_until(lambda: answers(port), "ready", seconds=300)
@@ -239,7 +240,8 @@ def test_a_connect_server_with_two_executors_serves_two_users_at_once(
     for found in results:
         assert Path(found["driver"][1]).is_relative_to(user.environment)
         for _, package in found["ranks"]:
-            place = Path(os.path.normpath(package)).relative_to(tmp_path / "work")
+            # local-cluster keeps the folders of its executors there.
+            place = Path(os.path.normpath(package)).relative_to(spark_4.spark_home / "work")
             application, executor, *inside = place.parts
             assert application.startswith("app-")
             assert inside[0] == "environment"
