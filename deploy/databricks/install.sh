@@ -25,10 +25,10 @@ from packaging.requirements import Requirement
 
 for text in importlib.metadata.requires("hvd_estimators"):
     requirement = Requirement(text)
-    marker = requirement.marker
+    marker, requirement.marker = requirement.marker, None
     chosen = marker is None or any(marker.evaluate({"extra": e}) for e in sys.argv[1].split(","))
     if chosen and requirement.name != "pyspark":
-        print(f"{requirement.name}{requirement.specifier}")
+        print(requirement)
 EOF_PYTHON
 
 "$python" -m pip install --constraint "$work/runtime.txt" --requirement "$work/requirements.txt"
