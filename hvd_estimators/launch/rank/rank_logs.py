@@ -32,7 +32,7 @@ HALF_CHARS = 2**20
 """Number of characters that a log keeps of the start, and of the end, of a rank's output."""
 
 _WRITE_SECONDS = 60.0
-_CLOSE_SECONDS = 60.0
+_CLOSE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
