@@ -13,7 +13,6 @@ import base64
 import functools
 import importlib.metadata
 import json
-import pickle
 import platform
 import re
 import threading
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import pyspark
 
 from hvd_estimators._util.spark_session import using_session
@@ -170,7 +170,7 @@ def collect_cluster(
     if opened is None:
         return _collect(cluster, number, request, None, problems)
     folder = f"{opened.folder}/.doctor-{check}"
-    document = base64.b64encode(pickle.dumps(opened)).decode()
+    document = base64.b64encode(cloudpickle.dumps(opened)).decode()
     request["store"] = {"pickle": document, "folder": folder}
     write = functools.partial(opened.write_text, f"{folder}/{DRIVER}", DRIVER)
     problems[DRIVER] = _problem_of(write)

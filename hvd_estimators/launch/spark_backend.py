@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.backend import Backend
@@ -290,6 +292,7 @@ class SparkBackend(Backend):
         host, num_proc = cluster.driver_host(), self.num_processes()
         watch = LaunchWatch(num_proc)
         handler = watch.handler(self._outlets.handler(on_event))
+        rank_logs = current_rank_logs()
         with contextlib.ExitStack() as stack:
             modules = modules_of(document) if self._forks_ranks else None
             call = stack.enter_context(cluster.shared(document))
@@ -306,7 +309,7 @@ class SparkBackend(Backend):
                 service=service.address,
                 versions=cluster.installed_versions(),
                 exchanges_over_driver=exchange.is_used,
-                rank_logs=current_rank_logs(),
+                rank_logs=None if rank_logs is None else cloudpickle.dumps(rank_logs),
             )
             task = functools.partial(run_task, job=job)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch)

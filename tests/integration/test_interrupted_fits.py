@@ -58,7 +58,11 @@ def left_over(store: Any) -> list[str]:
     names = {Path(path).name for path in kept} | {Path(path).stem + ".json" for path in kept}
     found = [path for path in Path(run_path).rglob("*") if path.is_file()]
     belongs = {*names, "metadata.json", "history.json"}
-    return [str(path) for path in found if path.name not in belongs and "logs" not in path.parts]
+    return [
+        str(path)
+        for path in found
+        if path.name not in belongs and not {"logs", "rank_logs"} & {*path.parts}
+    ]
 
 
 def states(store: Any) -> list[str]:

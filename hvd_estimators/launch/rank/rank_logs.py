@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import logging
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -31,7 +32,7 @@ HALF_CHARS = 2**20
 """Number of characters that a log keeps of the start, and of the end, of a rank's output."""
 
 _WRITE_SECONDS = 60.0
-_CLOSE_SECONDS = 60.0
+_CLOSE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,13 @@ class RankLog:
 
     Parameters
     ----------
-    logs : RankLogs or None
-        The launch's logs; None writes nothing.
+    logs : RankLogs or bytes or None
+        The launch's logs, or their pickle; None writes nothing.
     rank : int
         The rank.
     """
 
-    def __init__(self, logs: RankLogs | None, rank: int) -> None:
+    def __init__(self, logs: RankLogs | bytes | None, rank: int) -> None:
         self._logs = logs
         self._rank = rank
         self._lock = threading.Lock()
@@ -154,11 +155,18 @@ class RankLog:
             self._left_out += 1
 
     def _write_regularly(self) -> None:
+        try:
+            self._write_until_ended()
+        except Exception:  # a package of the store is missing
+            logger.warning("The log of rank %d is not written", self._rank, exc_info=True)
+
+    def _write_until_ended(self) -> None:
         # Ranks of `run` need no store, nor its packages.
         from hvd_estimators.store.redaction import redacted
 
-        assert self._logs is not None
-        store, path = self._logs.store, self._logs.path(self._rank)
+        logs = pickle.loads(self._logs) if isinstance(self._logs, bytes) else self._logs
+        assert logs is not None
+        store, path = logs.store, logs.path(self._rank)
         written = is_failing = False
         count = 0
         while not written:

@@ -23,8 +23,6 @@ from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-    from hvd_estimators.launch.rank.rank_logs import RankLogs
-
 
 @dataclass(frozen=True)
 class Job:
@@ -52,8 +50,8 @@ class Job:
         Whether the driver's service has an `ExchangeServer`.
     nics : tuple of str
         Names of the network interfaces to use; empty means any.
-    rank_logs : RankLogs or None
-        Where tasks write the output of their ranks, if anywhere.
+    rank_logs : bytes or None
+        Pickle of the `RankLogs` that tasks write, if any. Importing a store takes some time.
     """
 
     call: bytes | Broadcast[bytes] | AddedFile = field(repr=False)
@@ -72,7 +70,7 @@ class Job:
     exchanges_over_driver: bool = False
     nics: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
-    rank_logs: RankLogs | None = None
+    rank_logs: bytes | None = field(default=None, repr=False)
 
 
 # Well below the size at which PySpark turns a function into a broadcast variable.

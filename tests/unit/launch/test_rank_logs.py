@@ -1,6 +1,7 @@
 """Logs of ranks in a store: bounded, also of killed ranks, without the store's secrets."""
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -74,7 +75,7 @@ def test_without_a_folder_ranks_log_nowhere(store):
 def test_secrets_of_the_store_and_urls_are_masked(tmp_path):
     store = Store.create(str(tmp_path), storage_options={"token": "very-secret"})
     logs = RankLogs(store, f"{store.folder}/logs")
-    with RankLog(logs, 0) as log:
+    with RankLog(pickle.dumps(logs), 0) as log:
         log.add(["uses very-secret\n", "opens s3://user:password@host/x\n"])
 
     assert content(logs) == "uses ***\nopens s3://***@host/x\n"
