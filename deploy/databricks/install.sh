@@ -1,7 +1,8 @@
 #!/bin/bash
 # Cluster-scoped init script: install hvd_estimators for the driver's and all workers' Python.
 #
-# The runtime's own packages keep their versions, and its PySpark is not replaced. Wheels lie in a
+# The runtime's own packages keep their versions, except cloudpickle, of which this package needs
+# version 3. (PySpark has its own copy.) The runtime's PySpark is not replaced. Wheels lie in a
 # folder of a Unity Catalog volume, beside this script: hvd_estimators, and Horovod if you use it.
 # spark_env_vars of the cluster may set:
 #
@@ -13,7 +14,7 @@ extras="${HVD_ESTIMATORS_EXTRAS:-torch}"
 python=/databricks/python/bin/python
 work="$(mktemp --directory)"
 
-"$python" -m pip list --format=freeze > "$work/runtime.txt"
+"$python" -m pip list --format=freeze | grep --invert-match '^cloudpickle==' > "$work/runtime.txt"
 "$python" -m pip install --no-deps "$wheels"/*.whl
 
 # What hvd_estimators and its extras require, except PySpark.

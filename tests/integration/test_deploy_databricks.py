@@ -45,6 +45,7 @@ def runtime(tmp_path: Path) -> Iterator[DebianRoot]:
     root = DebianRoot(tmp_path / "root", "bookworm", packages)
     versions = pins(RECIPE / "runtime-15.4.txt")
     spark = versions.pop("pyspark")
+    versions["cloudpickle"] = "2.2.1"
     requirements = "\n".join(f"{name}=={version}" for name, version in versions.items())
     root.path("/databricks").mkdir()
     root.path("/databricks/runtime.txt").write_text(f"{requirements}\ntorch==2.13.0\n")
@@ -82,6 +83,7 @@ def test_the_init_script_keeps_the_runtimes_packages_and_its_python_trains(
     )
 
     after = installed(runtime, tmp_path / "after.txt")
+    assert (before.pop("cloudpickle"), after["cloudpickle"][0]) == ("2.2.1", "3")
     assert before.items() <= after.items()
     assert {"hvd_estimators", "lightning", "tensorboard"} <= set(after) - set(before)
     assert "pyspark" not in after
