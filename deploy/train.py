@@ -7,6 +7,7 @@ package for the driver and each rank, and predictions for three rows.
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
@@ -60,7 +61,9 @@ def main(store: str) -> None:
             }
         )
     )
-    spark.stop()
+    # Databricks ends its own sessions.
+    if "DATABRICKS_RUNTIME_VERSION" not in os.environ:
+        spark.stop()
 
 
 if __name__ == "__main__":
