@@ -28,7 +28,7 @@ def spark_3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
     """Pack an environment with torch, PySpark 3.5 and the client of HDFS."""
     folder = tmp_path_factory.mktemp("spark-3") / "clone"
     yield Newcomer.in_clone(folder, "-c", "constraints/petastorm.txt", ".[torch,hdfs]")
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def spark_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
     """Pack an environment with torch, PySpark 4 and the client of Spark Connect."""
     folder = tmp_path_factory.mktemp("spark-4") / "clone"
     yield Newcomer.in_clone(folder, "-c", "constraints/modern.txt", ".[torch,connect]")
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_the_machines_own_python_lacks_the_environment(spark_3: Newcomer) -> None:
