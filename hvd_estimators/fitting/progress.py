@@ -42,6 +42,8 @@ _package_logger = logging.getLogger("hvd_estimators")
 _REFRESH_SECONDS = 0.5
 # Without a row that changes in place, a stage gets a line if it takes longer.
 _LATE_SECONDS = 3.0
+# Without such a row, a long epoch gets a line this often.
+_LINE_SECONDS = 60.0
 _BAR_COLUMNS = 100
 
 _shown_lock = threading.Lock()
@@ -231,9 +233,9 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
     """Show the launch and the ranks' reports until the block ends.
 
     In a notebook, a row shows the current epoch, and each finished epoch is a line of the cell. On
-    a terminal, each epoch has a live bar. Elsewhere, each epoch is a log line of the logger
-    ``hvd_estimators`` (level INFO), or a line on standard error if logging is not configured. If
-    several fits run at once, each shows its run's name.
+    a terminal, each epoch has a live bar. Elsewhere, each epoch and each minute of it is a log line
+    of the logger ``hvd_estimators`` (level INFO), or a line on standard error if logging is not
+    configured. If several fits run at once, each shows its run's name.
 
     Parameters
     ----------
@@ -285,7 +287,7 @@ def _display(spec: TrainSpec) -> _Display:
 
 
 class _Display:
-    """Display of one fit's launches and epochs, with one line per epoch."""
+    """Display of one fit's launches and epochs, with a line per epoch, and per minute."""
 
     _launch: StageRow
     _state: LaunchState
@@ -293,6 +295,7 @@ class _Display:
     def __init__(self, spec: TrainSpec) -> None:
         self._name = spec.run.run_id
         self._has_name = False
+        self._next_line = time.monotonic() + _LINE_SECONDS
         self._lock = threading.Lock()
         with _shown_lock:
             _shown.add(self)
@@ -327,8 +330,18 @@ class _Display:
 
     def show(self, event: RankProgress) -> None:
         """Show the progress of an epoch."""
+        now = time.monotonic()
         if event.done:
-            _write_line(f"{self._title(event)}: {_describe(event)}")
+            self._write_epoch(event)
+        elif now >= self._next_line:
+            steps = f"step {event.step:,} of {event.steps:,}"
+            _write_line(f"{self._title(event)}: {steps}, {_describe(event)}")
+        else:
+            return
+        self._next_line = now + _LINE_SECONDS
+
+    def _write_epoch(self, event: RankProgress) -> None:
+        _write_line(f"{self._title(event)}: {_describe(event)}")
 
     def _start_launch(self, state: LaunchState) -> None:
         self._state = state
@@ -371,7 +384,8 @@ class _NotebookEpochs(_Display):
             initial=self._initial,
         )
         self._row.set(bar)
-        super().show(event)
+        if event.done:
+            self._write_epoch(event)
 
 
 class _EpochBars(_Display):

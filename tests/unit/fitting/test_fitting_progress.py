@@ -102,6 +102,22 @@ def test_epochs_are_shown_until_complete(place: str) -> None:
             assert sys.stdout.getvalue() == epochs  # type: ignore[attr-defined]
 
 
+def test_a_long_epoch_has_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(displays, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    with showing_in("file"):
+        with show_progress(spec(epochs=1)) as handle:
+            for clock.now, step in ((59.0, 1), (61.0, 2), (120.0, 3), (122.0, 3), (130.0, 4)):
+                handle(progress(0, step, epochs=1))
+
+        _, *lines = shown().splitlines()
+        assert lines == [
+            "Epoch 1/1: step 2 of 4, 1,234 rows/s, loss=0.3333",
+            "Epoch 1/1: step 3 of 4, 1,234 rows/s, loss=0.25",
+            "Epoch 1/1: 1,234 rows/s, loss=0.2",
+        ]
+
+
 @PLACES
 def test_resumed_runs_start_the_bar_at_their_position(place: str) -> None:
     with showing_in(place):
