@@ -6,7 +6,10 @@ They have different names, settings and credentials. Runs on the driver.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import uuid
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
@@ -31,6 +34,17 @@ _IMPATIENT = {
     "fs.gs.http.max.retry": "2",
     "ipc.client.connect.max.retries": "2",
 }
+
+# Java's exceptions of storage clients and of full disks, in a text that also has stack traces.
+_STORAGE_ERROR = re.compile(
+    r"^(?!\s*at ).*?\b("
+    r"(?:java\.nio\.file\.AccessDeniedException|java\.io\.IOException: No space left on device|"
+    r"(?:com\.amazonaws|software\.amazon|com\.google\.cloud|com\.microsoft\.azure|"
+    r"org\.apache\.hadoop\.(?:fs\.(?:s3a|azurebfs|gs|oss)|hdfs|ipc|security))"
+    r"\.[\w.$]*(?:Exception|Error)\b).*)$",
+    re.MULTILINE,
+)
+_MESSAGE_CHARS = 500
 
 
 def spark_url(session: SparkSession, store: Store, path: str) -> str:
@@ -138,3 +152,34 @@ def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
         )
     remedy = connector.settings if connector else "Set what Spark's connector needs for it."
     return StoreError(f"store: Spark cannot write to {url!r} ({message}). {remedy}")
+
+
+@contextlib.contextmanager
+def storage_errors(store: Store, url: str) -> Iterator[None]:
+    """Convert a storage error of Spark's connector in the block to a `StoreError`.
+
+    Other errors do not change. Executors read the rows of the DataFrame while they write, so the
+    error may also be one of the storage that the rows come from.
+
+    Parameters
+    ----------
+    store : Store
+        The store that Spark writes to.
+    url : str
+        The folder, as Spark addresses it.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Spark's error contains those of executors as text, and over Connect its own one, too.
+        found = _STORAGE_ERROR.search(str(error))
+        if found is None:
+            raise
+        message = redacted(found[1][:_MESSAGE_CHARS], store.secrets)
+        connector = CONNECTORS.get(scheme_of(url))
+        remedy = f" {connector.settings}" if connector else ""
+        raise StoreError(
+            f"store: Spark failed while it wrote training data to {url!r} ({message}). Check that "
+            "there is enough space, and that credentials are valid until the end. If the rows come "
+            f"from other storage, check it, too.{remedy}"
+        ) from error

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 from hvd_estimators.data.discovery import complete_shapes, read_split
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError
-from hvd_estimators.prepare.connectors import spark_url
+from hvd_estimators.prepare.connectors import spark_url, storage_errors
 from hvd_estimators.prepare.datasets import manifest_path, split_path
 from hvd_estimators.prepare.schema import StoredColumn, quoted, unused_name
 from hvd_estimators.store import Store
@@ -196,7 +196,7 @@ def write_dataset(
         If there are no rows (for training or for validation). Also for nulls, for ragged arrays,
         and with ``check_finite`` for numbers that are not finite.
     StoreError
-        If this process does not find the files that Spark wrote.
+        If storage fails while Spark writes, or this process does not find the files.
     """
     frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
@@ -208,13 +208,16 @@ def write_dataset(
         writer = writer.option("mapreduce.fileoutputcommitter.algorithm.version", "2")
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
-        writer.parquet(spark_url(df.sparkSession, store, train_path))
+        url = spark_url(df.sparkSession, store, train_path)
+        with storage_errors(store, url):
+            writer.parquet(url)
         observed = _measurements(observation)
     else:
         path, split = split_path(store, index), _own_name(_SPLIT, columns)
         sides = f"{path}/{split}=false", f"{path}/{split}=true"
-        with several_open_files(df.sparkSession, _SIDES):
-            writer.partitionBy(split).parquet(spark_url(df.sparkSession, store, path))
+        url = spark_url(df.sparkSession, store, path)
+        with several_open_files(df.sparkSession, _SIDES), storage_errors(store, url):
+            writer.partitionBy(split).parquet(url)
         observed = _measurements(observation)
         if observed["split_nulls"]:
             raise DataError(

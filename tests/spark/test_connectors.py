@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import functions as F
+from servers.fault_proxy import FaultProxy
+from servers.s3 import let_spark_reach
 
+from hvd_estimators import list_prepared_data
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.task.run import hosts_without
@@ -47,6 +52,43 @@ def test_the_error_names_sparks_settings_for_s3(s3a: Any, spark: Any) -> None:
             check_connector(spark, elsewhere)
         assert s3a.endpoint not in str(e.value)
     assert store.find(store.prefix_path) == []
+
+
+def is_data(method: str, path: str) -> bool:
+    return method in ("PUT", "POST") and ".parquet" in path
+
+
+@pytest.mark.parametrize("validation", [None, pytest.param(0.5, marks=pytest.mark.soak)])
+def test_credentials_that_expire_while_spark_writes(s3a: Any, spark: Any, validation: Any) -> None:
+    bucket = s3a.new_bucket()
+    with FaultProxy(s3a.port) as proxy:
+        options = s3a.options(endpoint=proxy.endpoint)
+        let_spark_reach(spark, bucket, options)
+        store = Store.create(f"{bucket}/store", storage_options=options)
+        frame = spark.range(100).select("id", F.col("id").alias("x"))
+        expired = proxy.fault("ExpiredToken", matches=is_data, times=None)
+        told = r"(?s)Spark failed while it wrote .*token has expired.*credentials are valid"
+        prepared = functools.partial(
+            prepare_data, 1, store, frame, ["id"], ["x"], validation=validation
+        )
+        with pytest.raises(StoreError, match=told), prepared():
+            pass
+        assert expired.happened > 0
+        assert list_prepared_data(store) == []
+        proxy.faults.clear()
+        with prepared():
+            assert [dataset.rows > 0 for dataset in list_prepared_data(store)] == [True]
+
+
+def test_errors_of_rows_are_not_errors_of_the_store(store: Any, spark: Any) -> None:
+    @F.udf("long")
+    def fail(number: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    frame = spark.range(9).select("id", fail("id").alias("x"))
+    with pytest.raises(Exception, match="No space left on device") as raised:
+        prepare_data(1, store, frame, ["id"], ["x"]).__enter__()
+    assert not isinstance(raised.value, StoreError)
 
 
 def test_hdfs_by_url_and_by_hadoop_configuration(
