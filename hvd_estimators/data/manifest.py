@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from hvd_estimators.store.documents import parse_object
+
 MANIFEST_FILE = "_manifest.json"
 
 Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text", "matrix"]
@@ -191,9 +193,9 @@ class DatasetManifest:
             If the text is damaged, or was edited so that it describes no dataset.
         """
         try:
-            manifest = DatasetManifest._parsed(json.loads(text))
+            manifest = DatasetManifest._parsed(parse_object(text))
             _check(manifest)
-        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return manifest
 
