@@ -128,7 +128,10 @@ def test_cancelling_the_callers_group_ends_the_ranks(
 
     def slowly(batches: Any) -> Any:
         for batch in batches:
-            Path(f"{marker}.0.rank").write_text(str(os.getpid()))
+            # Two tasks write, and no reader may see an empty file.
+            partial = Path(f"{marker}.{os.getpid()}.partial")
+            partial.write_text(str(os.getpid()))
+            partial.rename(f"{marker}.0.rank")
             time.sleep(300)
             yield batch
 
