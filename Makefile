@@ -55,8 +55,10 @@ test-fast: setup  ## run the unit tests that take at most ten seconds each
 test-modern: setup-modern  ## run the tests in .venv-modern
 	.venv-modern/bin/python -m pytest $(PYTEST_ARGS)
 
+# Only files with these tests, because importing all others takes a minute.
 test-versions: setup-modern  ## of these tests those that other versions of packages could fail
-	.venv-modern/bin/python -m pytest -m "versions or (spark and not once)" $(PYTEST_ARGS)
+	.venv-modern/bin/python -m pytest -m "versions or (spark and not once)" $(PYTEST_ARGS) \
+		$$(grep -rlE 'mark\.(versions|spark)\b' tests --include='test_*.py' | sort)
 
 soak: setup  ## the tests with many repeats, large models, other frameworks (hours)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

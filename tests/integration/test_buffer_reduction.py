@@ -151,6 +151,7 @@ class KerasTracking(keras.layers.Layer):
         return x
 
 
+@pytest.mark.soak
 def test_keras(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
 

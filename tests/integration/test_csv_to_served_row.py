@@ -20,6 +20,7 @@ COLUMNS = ["Height (m)", "side of hill", "Tree Kind"]
 TREES = [("9.1", "North", "walnut"), ("4.2", "south", "Ash"), ("6.5", "North", "Ash")]
 
 
+@pytest.mark.soak
 def test_a_row_of_a_csv_file_is_served(spark: Any, backend: Any, tmp_path: Path) -> None:
     lines = [",".join(row) for row in [COLUMNS, *TREES * 40, TREES[1]]]
     (tmp_path / "trees.csv").write_text("\n".join(lines))

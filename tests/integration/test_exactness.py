@@ -23,6 +23,7 @@ from reference import (
     train_alone,
     write_rows,
 )
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.torch import TorchEstimator
@@ -235,7 +236,7 @@ class ByName(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("backend", others_in_soak(None, "aot_eager"))
 def test_named_inputs_and_outputs_train_as_one_process(
     store: Any, tmp_path: Path, backend: str | None
 ) -> None:

@@ -26,6 +26,7 @@ def run(*lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
+@pytest.mark.soak
 def test_tensorflow_before_triton_crashes_without_this_package() -> None:
     assert run("import tensorflow").returncode == -signal.SIGSEGV
 

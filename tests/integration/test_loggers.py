@@ -185,6 +185,7 @@ def test_a_logger_that_cannot_start_ends_all_ranks_of_a_new_run(store: Any, tmp_
     assert (raised.value.rank, raised.value.error_type) == (0, "LoggerError")
 
 
+@pytest.mark.soak
 def test_keras_logs_continue_after_a_resume(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 101)
     write_rows(Path(store.get_val_data_path()), 31, seed=1)

@@ -20,6 +20,7 @@ from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import LightningEstimator
@@ -196,7 +197,7 @@ def test_class_weights_and_ignored_targets(
 
 
 @pytest.mark.parametrize("framework", FITS)
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", others_in_soak(2, 1))
 def test_a_function_states_its_denominator(
     backend: Any, store: Any, framework: str, passes: int
 ) -> None:

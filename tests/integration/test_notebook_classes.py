@@ -14,9 +14,10 @@ pytestmark = pytest.mark.integration
 JOB = Path(__file__).with_name("notebook_job.py")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "framework",
-    ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
+    ["torch", "keras", "lightning"],
 )
 def test_notebook_variables_still_take_effect_after_a_fit(framework: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -25,6 +25,7 @@ from kill_fits import (
     write_data,
 )
 from kills import KillingBackend, TellingStore, events_of, was_killed
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import HvdEstimatorsError
 
@@ -86,7 +87,7 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int, **p
 
 @pytest.mark.parametrize(
     "framework",
-    ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
+    others_in_soak("torch", "keras", "lightning"),
 )
 def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path) -> None:
     reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
@@ -94,6 +95,7 @@ def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
 
 
+@pytest.mark.soak
 def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(tmp_path: Path) -> None:
     seed = int(os.environ.get("KILLS_SEED", "17"))
     check("torch", READERS[0], tmp_path, seed, 1, collectives="torch")
@@ -101,7 +103,7 @@ def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(tmp_path:
 
 @pytest.mark.parametrize(
     "framework",
-    ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
+    others_in_soak("torch", "keras", "lightning"),
 )
 def test_a_kill_in_validation_repeats_steps_since_the_last_checkpoint(
     framework: str, tmp_path: Path

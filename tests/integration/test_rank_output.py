@@ -14,6 +14,7 @@ import lightning_reference
 import pytest
 import reference
 from reference import write_rows
+from variants import others_in_soak
 
 from hvd_estimators.launch import LocalBackend
 
@@ -44,7 +45,7 @@ def printed_lines(text: str, kinds: tuple[str, ...] = NOTICES) -> list[str]:
     return [line for line in text.splitlines() if any(kind in line for kind in kinds)]
 
 
-@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("warm_start", others_in_soak(True, False))
 def test_keras_ranks_print_notices_only_on_request(
     store: Any, capfd: pytest.CaptureFixture[str], warm_start: bool
 ) -> None:

@@ -10,6 +10,7 @@ import cloudpickle
 import pytest
 import torchrun_programs
 from torchrun_programs import PROGRAMS, assert_trained_as_alone, train_ddp
+from variants import others_in_soak
 
 from hvd_estimators import HorovodRunner
 from hvd_estimators.launch.local_backend import LocalBackend
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(torchrun_programs)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", others_in_soak(*PROGRAMS))
 def test_programs_train_as_one_process_next_to_horovod(
     program: Callable[[], dict[str, list[Any]]],
 ) -> None:

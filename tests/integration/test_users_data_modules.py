@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import WIDTH, RecordingBackend, write_rows
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.loading.readers import DataModule
@@ -58,7 +59,7 @@ def fit(framework: str, store: Any, ranks: int, data_module: Any, epochs: int) -
     return importlib.import_module("reference").fit(store, ranks, "sgd", **params)[0]
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras", "lightning"])
+@pytest.mark.parametrize("framework", others_in_soak("torch", "keras", "lightning"))
 def test_data_modules_that_end_early_are_reported(framework: str, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 30)
     ranks = 2 if framework == "torch" else 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import store_runs
 from reference import write_rows
+from variants import others_in_soak
 
 from hvd_estimators.launch import LocalBackend
 
@@ -29,7 +30,7 @@ class Reporting(LocalBackend):
         return [result for result, _ in done]
 
 
-@pytest.mark.parametrize("framework", store_runs.FRAMEWORKS)
+@pytest.mark.parametrize("framework", others_in_soak(*store_runs.FRAMEWORKS))
 def test_a_rank_imports_nothing_large_itself(store: Any, framework: str) -> None:
     """The trainer's data and log import Petastorm, pandas and TensorBoard: 700 modules."""
     store_runs.send_by_value()

@@ -69,6 +69,7 @@ def test_torch_and_lightning_train_and_predict_on_spark(
     assert output_of(without_horovod, JOB, "on_spark", tmp_path).endswith("done\n")
 
 
+@pytest.mark.soak
 def test_the_first_program_of_the_readme_runs(
     with_torch_alone: dict[str, str], tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_keras_predicts_and_training_names_the_missing_package(
     assert "hvd-estimators build-horovod" in printed
 
 
+@pytest.mark.soak
 def test_the_doctor_accepts_a_missing_horovod_with_torch(
     with_torch_alone: dict[str, str],
 ) -> None:

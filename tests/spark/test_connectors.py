@@ -11,6 +11,7 @@ import pytest
 from pyspark.sql import functions as F
 from servers.fault_proxy import FaultProxy
 from servers.s3 import let_spark_reach
+from variants import others_in_soak
 
 from hvd_estimators import list_prepared_data
 from hvd_estimators.exceptions import DependencyError, StoreError
@@ -58,7 +59,7 @@ def is_data(method: str, path: str) -> bool:
     return method in ("PUT", "POST") and ".parquet" in path
 
 
-@pytest.mark.parametrize("validation", [None, pytest.param(0.5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("validation", others_in_soak(None, 0.5))
 def test_credentials_that_expire_while_spark_writes(s3a: Any, spark: Any, validation: Any) -> None:
     bucket = s3a.new_bucket()
     with FaultProxy(s3a.port) as proxy:

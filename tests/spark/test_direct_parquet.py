@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import functions as F
+from variants import others_in_soak
 
 pytestmark = [
     pytest.mark.spark,
@@ -156,7 +157,7 @@ MAKERS = [torch_estimator, keras_estimator, lightning_estimator]
 
 @pytest.mark.parametrize(
     "make",
-    [torch_estimator, *(pytest.param(make, marks=pytest.mark.soak) for make in MAKERS[1:])],
+    others_in_soak(*MAKERS),
 )
 def test_direct_parquet(spark: Any, store: Any, make: Any) -> None:
     check(spark, store, make, SOME_WAYS)

@@ -294,3 +294,13 @@ def test_the_rules_find_violations(tmp_path: Path) -> None:
         ("keras", False),
     ]
     assert "pyspark.sql.DataFrame" in [i.name for i in brought(imports, "keras.trainer")]
+
+
+def test_modules_of_tests_have_different_names() -> None:
+    """Most folders of tests are no packages, so equal names would be one module."""
+    names = [
+        path.name
+        for path in Path(__file__).parents[2].rglob("*.py")
+        if path.name != "conftest.py" and not (path.parent / "__init__.py").exists()
+    ]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
