@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
+from variants import others_in_soak
 
 pytestmark = pytest.mark.integration
 
@@ -96,7 +97,7 @@ def fit_alone(model: keras.Model, columns: dict[str, np.ndarray], aux: bool) -> 
     return done.history
 
 
-@pytest.mark.parametrize("kind", ["subclassed", "dict", "list"])
+@pytest.mark.parametrize("kind", others_in_soak("dict", "subclassed", "list"))
 def test_labels_are_matched_with_outputs_by_name(store: Any, kind: str) -> None:
     columns = write(store.get_train_data_path())
     alone = built_heads() if kind == "subclassed" else functional(kind == "dict")

@@ -215,13 +215,10 @@ def scaled() -> dict[str, Any]:
     }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("every", "make_params"),
-    [
-        (3, with_callbacks),
-        pytest.param(1, with_passes, marks=pytest.mark.soak),
-        pytest.param(4, scaled, marks=pytest.mark.soak),
-    ],
+    [(3, with_callbacks), (1, with_passes), (4, scaled)],
 )
 def test_a_run_resumes_within_epochs(
     backend: Any, store: Any, every: int, make_params: Callable[[], dict[str, Any]]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from keras_reference import assert_same_weights, pooled_estimator
 from parquet_files import write_columns
-from variants import others_in_soak
 
 from hvd_estimators.exceptions import ColumnError, ShapeError
 from hvd_estimators.keras import KerasModel
@@ -76,7 +75,8 @@ def inputs(columns: dict[str, Any], features: list[str], rows: Any = slice(None)
     return found if len(found) > 1 else found[0]
 
 
-@pytest.mark.parametrize("kind", others_in_soak("subclassed", "functional"))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["subclassed", "functional"])
 def test_string_inputs_train_as_one_process(
     spark: Any, store: Any, kind: str, tmp_path: Path
 ) -> None:
