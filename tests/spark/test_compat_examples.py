@@ -172,6 +172,7 @@ def test_lightning(digits: Any, tmp_path: Path) -> None:
     assert accuracy(torch_model, test_df) > 0.9
 
 
+@pytest.mark.soak
 def test_keras(digits: Any, tmp_path: Path) -> None:
     import horovod.spark.keras as hvd
     from horovod.spark.common.backend import SparkBackend

@@ -174,6 +174,7 @@ def test_torch_losses_and_metrics_equal_those_of_validation_and_of_one_process(
     assert squared == pytest.approx(float(functional.mse_loss(number[rows], made["y"][rows])), 1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.once
 def test_keras_losses_and_metrics_equal_those_of_validation_and_of_one_process(
     spark: Any, store: Any, frame: Any, tmp_path: Path

@@ -119,6 +119,7 @@ def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd:
     assert (validated.min(), validated.max()) == (first, last)
 
 
+@pytest.mark.soak
 def test_rossmann_features_match_pandas(spark: Any, example: Any, tmp_path: Path) -> None:
     data = example("rossmann_data")
     data.make_files(tmp_path, stores=3, seed=2)

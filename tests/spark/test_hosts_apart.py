@@ -189,6 +189,7 @@ def listening(host: Host) -> list[tuple[str, int]]:
     return places
 
 
+@pytest.mark.soak
 def test_strangers_and_other_users_are_rejected_on_every_port(cluster: Cluster) -> None:
     job = Running(cluster, "strangers")
     places = {host: listening(host) for host in (cluster.first, cluster.second)}

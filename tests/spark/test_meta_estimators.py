@@ -16,6 +16,7 @@ from pyspark.ml.classification import OneVsRest, OneVsRestModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
 from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit, TrainValidationSplitModel
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.keras import KerasEstimator
@@ -87,6 +88,7 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
     np.testing.assert_allclose(raw, scores, atol=1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.once
 def test_train_validation_split_over_pipelines_and_columns(
     spark: Any, store: Any, tmp_path: Path
@@ -162,7 +164,7 @@ def nets() -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["torch", "keras", "lightning"])
+@pytest.mark.parametrize("kind", others_in_soak("torch", "keras", "lightning"))
 def test_params_round_trip_and_other_classes_are_rejected(
     spark: Any, store: Any, tmp_path: Path, kind: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from pyspark import SparkFiles
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
+from variants import others_in_soak
 
 from hvd_estimators.inference import broadcast
 
@@ -50,7 +51,7 @@ def make_model(framework: str, seed: int) -> tuple[Any, np.ndarray]:
 
 @pytest.mark.once
 @pytest.mark.spark
-@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+@pytest.mark.parametrize("framework", others_in_soak("torch", "lightning", "keras"))
 def test_a_model_in_parts_predicts_the_same(
     spark: SparkSession, framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from variants import others_in_soak
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, ShapeError
@@ -47,7 +48,7 @@ def several_in_keras() -> keras.Model:
     return keras.Model(x, [output, total])
 
 
-@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+@pytest.mark.parametrize("framework", others_in_soak("torch", "lightning", "keras"))
 def test_selected_outputs_are_columns(spark: Any, tmp_path: Path, framework: str) -> None:
     df = spark.createDataFrame([(row.tolist(),) for row in X], ["x"])
     if framework == "keras":

@@ -110,6 +110,7 @@ def look_at(store: Any) -> tuple[Any, Any]:
     return list_prepared_data(store), clear_prepared_data(store)
 
 
+@pytest.mark.soak
 def test_a_parallel_cross_validation_writes_each_fold_once(
     spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

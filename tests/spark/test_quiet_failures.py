@@ -29,6 +29,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
+@pytest.mark.soak
 def test_spark_prints_nothing_after_the_message() -> None:
     program = [sys.executable, "-c", PROGRAM]
     ended = subprocess.run(program, env=os.environ, capture_output=True, text=True, check=False)

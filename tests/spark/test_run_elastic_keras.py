@@ -78,6 +78,7 @@ def train(folder: str) -> Any:
     return state.epoch, starts, model.get_weights()[0]
 
 
+@pytest.mark.soak
 def test_a_keras_program_resumes_exactly_from_its_last_commit(spark: Any, tmp_path: Path) -> None:
     for epoch, starts, weights in run_elastic(train, (str(tmp_path),), num_proc=2):
         assert (epoch, starts) == (EPOCHS, [2])

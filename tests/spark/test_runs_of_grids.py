@@ -109,6 +109,7 @@ def test_runs_recognize_the_same_rows_and_reject_others(spark: Any, store: Any) 
             make_estimator(store, run_id="mine", **params).fit(given)
 
 
+@pytest.mark.soak
 def test_a_search_over_the_size_of_the_network_and_the_rate(
     spark: Any, store: Any, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_labels_of_text_and_numbers(spark: Any, tmp_path: Path) -> None:
             predictor.predict({"color": "red", "age": age})
 
 
+@pytest.mark.soak
 def test_numbers_to_buckets_and_vectors(spark: Any, tmp_path: Path) -> None:
     """Invalid values are kept where a stage can keep them."""
     schema = (

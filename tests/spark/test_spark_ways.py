@@ -24,6 +24,7 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClass
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as F
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ColumnError
 from hvd_estimators.keras import KerasEstimator, KerasModel, load_predictor
@@ -327,7 +328,7 @@ def test_apply_transformation(spark: Any, tmp_path: Path) -> None:
         loaded.transform(without).collect()
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("framework", others_in_soak("torch", "keras"))
 def test_a_validator_with_a_grid_of_optimizers_is_saved_and_loaded(
     spark: Any, store: Any, tmp_path: Path, framework: str
 ) -> None:

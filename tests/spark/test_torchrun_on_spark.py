@@ -14,6 +14,7 @@ import cloudpickle
 import pytest
 import torchrun_programs
 from torchrun_programs import PROGRAMS, assert_trained_as_alone
+from variants import others_in_soak
 
 from hvd_estimators import HorovodRunner, run, run_elastic
 
@@ -32,7 +33,7 @@ def sum_of_ranks() -> float:
     return float(total)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", others_in_soak(*PROGRAMS))
 def test_a_torchrun_program_trains_like_one_process_without_horovod(
     spark: Any, program: Callable[[], dict[str, list[Any]]]
 ) -> None:
@@ -47,6 +48,7 @@ def test_a_torchrun_program_trains_like_one_process_without_horovod(
         assert_trained_as_alone(found)
 
 
+@pytest.mark.soak
 @pytest.mark.once
 def test_concurrent_jobs_on_a_host_have_separate_process_groups(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

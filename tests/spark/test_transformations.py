@@ -97,6 +97,7 @@ class LengthModule(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+@pytest.mark.soak
 def test_a_lightning_module_trains_on_added_fields(spark: Any, store: Any) -> None:
     estimator = LightningEstimator(
         num_proc=1,
