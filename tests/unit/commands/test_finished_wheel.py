@@ -221,6 +221,7 @@ class TestImport:
         assert "with CUDA 13.0, installed is torch 2.13.0+cpu, built for CPUs" in error
 
 
+@pytest.mark.soak
 def test_pip_selects_the_wheel_that_matches_the_frameworks(tmp_path):
     index = tmp_path / "index"
     index.mkdir()
