@@ -159,16 +159,28 @@ def _read(store: Store, file: str, partitions: Mapping[str, str]) -> FileFooter:
 
 
 @contextlib.contextmanager
-def damage_is_store_error(file: str) -> Iterator[None]:
+def damage_is_store_error(file: str, row_group: int | None = None) -> Iterator[None]:
     """Convert errors of the block to a `StoreError` that names the file and suggests fixes.
 
     Errors of the store do not change.
+
+    Parameters
+    ----------
+    file : str
+        The file that the block reads.
+    row_group : int, optional
+        The row group whose pages the block reads. Default: the block reads the footer.
     """
     try:
         yield
     except HvdEstimatorsError:
         raise
     except (OSError, pa.ArrowException) as error:
+        if row_group is not None:
+            raise StoreError(
+                f"Row group {row_group} of {file!r} cannot be read ({error}). The file is damaged: "
+                "prepare the data again, or restore the file."
+            ) from error
         raise StoreError(
             f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} "
             f"({error}). Write it again if it is damaged; move it away, or begin its name with "

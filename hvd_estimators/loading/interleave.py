@@ -19,9 +19,10 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 from typing_extensions import Self
 
+from hvd_estimators.data.footers import damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.data.remote_reads import RangeRead
-from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.exceptions import StoreError
 
 T = TypeVar("T")
 
@@ -160,15 +161,8 @@ def range_tables(
 
 def _readable(batches: Iterator[pa.RecordBatch], row_range: RowRange) -> Iterator[pa.RecordBatch]:
     """Yield batches, and convert PyArrow's errors about damaged pages to a `StoreError`."""
-    try:
+    with damage_is_store_error(row_range.file, row_range.row_group):
         yield from batches
-    except HvdEstimatorsError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise StoreError(
-            f"Row group {row_range.row_group} of {row_range.file!r} cannot be read ({error}). The "
-            "file is damaged: prepare the data again, or restore the file."
-        ) from error
 
 
 def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:

@@ -16,16 +16,10 @@ from store_runs import make_estimator, make_frame, predict_alone
 
 from hvd_estimators import Store, clear_prepared_data, list_prepared_data
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.integration,
-    pytest.mark.spark,
-    pytest.mark.once,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.integration, pytest.mark.spark]
 
 
-@pytest.mark.parametrize("server", ["s3a", pytest.param("hdfs", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("server", ["s3a", "hdfs"])
 def test_data_prepared_by_one_application_trains_in_another(
     spark: Any, request: Any, tmp_path: Path, server: str
 ) -> None:

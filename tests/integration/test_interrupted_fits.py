@@ -109,7 +109,6 @@ def test_sigint_and_sigterm_leave_only_a_run_that_resumes(
 
 
 @pytest.mark.soak
-@pytest.mark.once
 @pytest.mark.spark
 def test_cancelled_and_interrupted_fits_on_spark_resume(
     spark: Any, backend: Any, store: Any, folder: Path

@@ -15,7 +15,7 @@ from kills import Kill, KillingBackend, TellingStore
 
 from hvd_estimators.store.runs import read_metadata
 
-pytestmark = [pytest.mark.soak, pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.soak, pytest.mark.integration]
 
 EPOCHS, STEPS = 3, 4
 SLOTS = (4, 2, 3)
@@ -37,14 +37,7 @@ def steps_of(folder: Path) -> list[list[list[int]]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "framework",
-    [
-        "torch",
-        pytest.param("keras", marks=pytest.mark.soak),
-        pytest.param("lightning", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("framework", ["torch", "keras", "lightning"])
 def test_a_run_of_four_ranks_resumes_with_two_and_then_three(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,7 @@ import torch
 from hvd_estimators import Store, load_checkpoint
 from hvd_estimators.store.runs import read_metadata
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.integration,
-    pytest.mark.spark,
-    pytest.mark.once,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.integration, pytest.mark.spark]
 
 
 def test_a_run_survives_the_loss_of_executor_ranks_and_driver(spark: Any, tmp_path: Path) -> None:

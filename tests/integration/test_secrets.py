@@ -19,13 +19,7 @@ import psutil
 import pytest
 from servers.jars import jars, s3a_folder
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.integration,
-    pytest.mark.spark,
-    pytest.mark.once,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.integration, pytest.mark.spark]
 
 _UI_PAGES = ("jobs", "stages", "storage", "environment", "executors", "SQL")
 

@@ -26,6 +26,7 @@ from store_runs import (
     send_by_value,
     stopping_callback,
 )
+from variants import others_in_soak
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError, WorkerFailedError
@@ -286,9 +287,7 @@ def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> th
     return thread
 
 
-@pytest.mark.parametrize(
-    "turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, 10))]
-)
+@pytest.mark.parametrize("turn", others_in_soak(*range(10)))
 def test_training_continues_after_a_datanode_restarts(hdfs: Any, tmp_path: Path, turn: int) -> None:
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     features = prepare(store)

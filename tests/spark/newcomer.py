@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from debian_root import copy_project
 from servers.processes import Server
 
 ROOT = Path(__file__).parents[2]
@@ -36,13 +36,7 @@ class Newcomer:
     @classmethod
     def in_clone(cls, folder: Path, *pip_arguments: str) -> Newcomer:
         """Clone the repository into a new folder and pack an environment as the pages say."""
-        folder.mkdir()
-        for entry in ROOT.iterdir():
-            if entry.is_file():
-                shutil.copy(entry, folder)
-        for name in ("hvd_estimators", "constraints", "deploy"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        copy_project(ROOT, folder)
         made = cls(folder)
         pack = "deploy/environment/pack_venv.sh"
         made.run("sh", pack, "environment", *pip_arguments, PYTHON=made.python)

@@ -129,7 +129,6 @@ def hidden(cluster: Cluster, folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.soak
-@pytest.mark.once
 def test_each_fault_of_a_host_is_named_with_its_remedy(
     cluster: Cluster, environments: Path, tmp_path: Path
 ) -> None:

@@ -175,7 +175,6 @@ def test_torch_losses_and_metrics_equal_those_of_validation_and_of_one_process(
 
 
 @pytest.mark.soak
-@pytest.mark.once
 def test_keras_losses_and_metrics_equal_those_of_validation_and_of_one_process(
     spark: Any, store: Any, frame: Any, tmp_path: Path
 ) -> None:

@@ -89,7 +89,6 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.once
 def test_train_validation_split_over_pipelines_and_columns(
     spark: Any, store: Any, tmp_path: Path
 ) -> None:

@@ -49,7 +49,6 @@ def test_a_torchrun_program_trains_like_one_process_without_horovod(
 
 
 @pytest.mark.soak
-@pytest.mark.once
 def test_concurrent_jobs_on_a_host_have_separate_process_groups(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

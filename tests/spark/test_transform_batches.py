@@ -15,6 +15,7 @@ from broadcasts import broadcast_files
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from variants import others_in_soak
 
 from hvd_estimators.inference import broadcast
 from hvd_estimators.inference import frame as frames_of_udfs
@@ -142,7 +143,7 @@ def test_rows_of_known_small_size_are_sent_without_empty_rows(spark: Any, tmp_pa
     assert "__empty_" not in plan  # 2,400 bytes, of 3,355 for each of 10,000 rows
 
 
-@pytest.mark.parametrize("num_columns", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_columns", others_in_soak(20, 1000))
 def test_bytes_of_many_columns_are_counted(spark: Any, num_columns: int) -> None:
     numbers = F.array_repeat(F.col("id"), 100)
     frame = spark.range(2).select("id", *(numbers.alias(f"c{n}") for n in range(num_columns)))
