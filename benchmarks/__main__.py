@@ -39,6 +39,7 @@ PARTS: Mapping[str, str] = {
     "scaling": "--quick",
     "stores": "--rows 200000 --repeats 1",
     "launch": "--repeats 1",
+    "ranks": "--repeats 1 --ranks 2 3 --simulated 20",
     "collectives": "--repeats 1",
     "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
 }

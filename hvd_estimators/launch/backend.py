@@ -211,7 +211,9 @@ class _Foreign(Backend):
         with contextlib.ExitStack() as stack:
             events: Mapping[str, str] = {}
             if on_event is not None:
-                service = stack.enter_context(DriverService(self.driver_host()))
+                service = stack.enter_context(
+                    DriverService(self.driver_host(), self.num_processes())
+                )
                 stack.enter_context(receive_events(service, on_event))
                 events = service.environment()
             results = self._given.run(

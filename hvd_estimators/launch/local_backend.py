@@ -146,7 +146,7 @@ class LocalBackend(Backend):
         store.expect([slot.hostname for slot in slots])
         handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            service = stack.enter_context(DriverService(self.driver_host()))
+            service = stack.enter_context(DriverService(self.driver_host(), self._num_proc))
             stack.enter_context(receive_events(service, handler))
             relays = [
                 stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))

@@ -296,7 +296,7 @@ class SparkBackend(Backend):
         with contextlib.ExitStack() as stack:
             modules = modules_of(document) if self._forks_ranks else None
             call = stack.enter_context(cluster.shared(document))
-            service = stack.enter_context(DriverService(host))
+            service = stack.enter_context(DriverService(host, num_proc))
             if commits is not None:
                 stack.enter_context(commits.serve(service))
             stack.enter_context(receive_events(service, handler))

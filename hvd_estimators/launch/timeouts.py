@@ -63,6 +63,8 @@ EXCHANGE_ATTEMPT = 3.0
 EXCHANGE_FIRST = 8.0
 # Wait for later messages: tasks may probe each other's hosts for a minute between two exchanges.
 EXCHANGE_LATER = 150.0
+# Transfer of the messages of all tasks, about 100 MB to 1,000 tasks.
+EXCHANGE_ANSWER = 20.0
 # Pause between two attempts of a task.
 EXCHANGE_PAUSE = 0.2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -100,7 +101,12 @@ class RendezvousStore(_distributed.Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of several keys; wait until all exist."""
-        return [self.get(key) for key in keys]
+        while True:
+            self.wait(keys)
+            answer, values = self._client.request("get_all", keys=list(keys))
+            if answer["status"] == _OK:  # Otherwise, another rank has deleted a key.
+                ends = list(itertools.accumulate(answer["lengths"], initial=0))
+                return [values[start:end] for start, end in itertools.pairwise(ends)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys."""

@@ -98,6 +98,7 @@ class RankLauncher:
         """
         with GlooProxy(
             client,
+            slot.size,
             functools.partial(on_stage, Stage.HOROVOD_INIT),
             functools.partial(on_stage, Stage.HOROVOD_JOINED),
             bool(self.horovod_problem),

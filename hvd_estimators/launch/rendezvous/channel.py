@@ -37,8 +37,8 @@ _SECRET_BYTES = 32
 _DIGEST = "sha256"
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
-# Gloo stores about 130 bytes for each pair of ranks.
-_MAX_BYTES = 16 * 2**20
+# For N ranks, torch's Gloo gets about 8 N^2 bytes at once, Horovod's about 130 N.
+_MAX_BYTES = 64 * 2**20
 
 
 class AuthenticationError(ConnectionError):
@@ -94,15 +94,20 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
     """
     received = bytearray()
     while len(received) < count:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        connection.settimeout(left)
-        part = connection.recv(min(count - len(received), 2**20))
-        if not part:
-            raise ConnectionResetError("The connection was closed.")
-        received += part
+        received += receive_some(connection, count - len(received), deadline)
     return bytes(received)
+
+
+def receive_some(connection: socket.socket, most: int, deadline: float) -> bytes:
+    """Receive at least one byte, and at most the given number; raises as `receive_exactly` does."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left)
+    part = connection.recv(min(most, 2**20))
+    if not part:
+        raise ConnectionResetError("The connection was closed.")
+    return part
 
 
 class Channel:
@@ -238,7 +243,7 @@ BACKLOG = 1024
 """Maximum number of connections that wait to be accepted."""
 
 
-_MAX_UNAUTHENTICATED = 256
+_MAX_STRANGERS = 256
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +284,10 @@ class Listener:
         The single address of this machine to listen on; an empty string means all addresses.
     serve : callable
         Called with the connection, which is closed afterwards, and with a function to call when the
-        other end has authenticated. An error in this function ends the connection. At most 256
-        connections may be unauthenticated; beyond that, the oldest of them is closed.
+        other end has authenticated. An error in this function ends the connection.
+    num_clients : int
+        Number of clients, which may all connect at once. At most 256 more connections may be
+        unauthenticated; beyond that, the oldest of them is closed.
     is_ipv6 : bool, optional
         Whether to use IPv6. Default: determined by the address.
 
@@ -294,9 +301,11 @@ class Listener:
         self,
         address: str,
         serve: Callable[[socket.socket, Callable[[], None]], None],
+        num_clients: int = 1,
         is_ipv6: bool | None = None,
     ) -> None:
         self._serve = serve
+        self._max_unauthenticated = num_clients + _MAX_STRANGERS
         self._socket = bound_socket(address, is_ipv6)
         self.address = address
         self.port = int(self._socket.getsockname()[1])
@@ -304,19 +313,24 @@ class Listener:
         self._lock = threading.Lock()
         self._unauthenticated: dict[socket.socket, None] = {}  # in order of arrival
         self._authenticated: set[socket.socket] = set()
-        self._accepted: deque[tuple[str, int]] = deque(maxlen=_MAX_UNAUTHENTICATED)
+        self._accepted: deque[tuple[str, int]] = deque(maxlen=self._max_unauthenticated)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @classmethod
-    def at_host(cls, host: str, serve: Callable[[socket.socket, Callable[[], None]], None]) -> Self:
+    def at_host(
+        cls,
+        host: str,
+        serve: Callable[[socket.socket, Callable[[], None]], None],
+        num_clients: int = 1,
+    ) -> Self:
         """Return a listener that clients reach at a host name or address.
 
         It listens on that address. If the host is not an address of this machine, it listens on
         all addresses.
         """
         host = host.strip("[]")  # Spark writes IPv6 addresses in brackets
-        listener = cls(_own_address(host), serve, is_ipv6=":" in host)
+        listener = cls(_own_address(host), serve, num_clients, is_ipv6=":" in host)
         listener.client_address = f"{host}:{listener.port}"
         return listener
 
@@ -397,7 +411,7 @@ class Listener:
                     return
                 self._unauthenticated[connection] = None
                 self._accepted.append(client[:2])
-                crowd = len(self._unauthenticated) > _MAX_UNAUTHENTICATED
+                crowd = len(self._unauthenticated) > self._max_unauthenticated
                 oldest = next(iter(self._unauthenticated)) if crowd else None
             if oldest is not None:
                 _shut_down(oldest)

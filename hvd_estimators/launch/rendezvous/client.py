@@ -16,7 +16,7 @@ from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
 # These messages change nothing, so repetitions need no number.
-_READS = ("get", "wait", "count", "alive")
+_READS = ("get", "get_all", "get_parts", "wait", "count", "alive")
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 

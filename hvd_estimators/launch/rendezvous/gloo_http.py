@@ -21,8 +21,9 @@ import psutil
 from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
+from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly, receive_some
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
+from hvd_estimators.launch.rendezvous.gloo_keys import GlooKeys
 from hvd_estimators.launch.rendezvous.rank_client import (
     JOINED,
     KEYS_SCOPE,
@@ -41,10 +42,11 @@ TORCH_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
-_KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
+_END_OF_HEAD = b"\r\n\r\n"
+_METHODS = ("PUT", "GET", "DELETE")
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
 # Kinds of requests of `RankClient`, whose keys do not mix with those of Horovod's Gloo.
-_KEYS_KINDS = ("set", "get", "add", "append", "compare_set", "wait", "delete", "count")
+_KEYS_KINDS = ("set", "get", "get_all", "add", "append", "compare_set", "wait", "delete", "count")
 # hvd.init() connects the ranks of several scopes, and deletes its keys of each of them. The last
 # one connects ranks of the default process set across hosts.
 _LAST_SCOPE = re.compile("cross_.*_process_set_")
@@ -59,6 +61,8 @@ class GlooProxy:
     ----------
     client : RendezvousClient
         The client to which requests are forwarded.
+    size : int
+        Number of ranks of the job.
     on_init : callable
         Called with each request of a rank that connects to the others.
     on_joined : callable
@@ -75,6 +79,7 @@ class GlooProxy:
     def __init__(
         self,
         client: RendezvousClient,
+        size: int,
         on_init: Callable[[], None] = lambda: None,
         on_joined: Callable[[], None] = lambda: None,
         rejects: bool = False,
@@ -83,6 +88,7 @@ class GlooProxy:
         self._rejects = rejects
         self._ended = threading.Event()
         self._client = client
+        self._gloo_keys = GlooKeys(client, size)
         self._on_init = on_init
         self._on_joined = on_joined
         self._token = secrets.token_hex(32)
@@ -106,7 +112,7 @@ class GlooProxy:
 
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeouts.GLOO_REQUEST
-        method, path, headers = _head(connection, deadline)
+        method, path, headers, begun = _head(connection, deadline)
         if self._rejects and not path.startswith(f"/{KEYS_SCOPE}/"):
             # An answer could end the rank with an error that does not name the reason.
             self.was_rejected = True
@@ -123,8 +129,8 @@ class GlooProxy:
             if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
                 status = _BAD_REQUEST
             else:
-                content = receive_exactly(connection, int(length), deadline)
-                status, body = self._reply(method, path, content)
+                rest = receive_exactly(connection, max(int(length) - len(begun), 0), deadline)
+                status, body = self._reply(method, path, begun + rest)
         connection.settimeout(timeouts.GLOO_REQUEST)
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
@@ -150,35 +156,41 @@ class GlooProxy:
         if method == "POST" and path.startswith(f"/{KEYS_SCOPE}/"):
             return self._answer_keys(path.removeprefix(f"/{KEYS_SCOPE}/"), content)
         named = _PATH.fullmatch(path)
-        kind = _KINDS.get(method)
-        if named is None or kind is None:
+        if named is None or method not in _METHODS:
             return _BAD_REQUEST, b""
         scope, key = named.groups()
         if scope == KEYS_SCOPE:
             return _BAD_REQUEST, b""
         try:
             self._on_init()
-            values, body = self._client.request(kind, content, scope=scope, key=key)
-            if kind == "delete" and _LAST_SCOPE.match(scope):
-                self._on_joined()
-            return int(values["status"]), body
+            status, body = self._gloo_keys.request(method, scope, key, content)
         except PeerLostError:
             return _UNAVAILABLE, b""
+        if method == "DELETE" and _LAST_SCOPE.match(scope):
+            self._on_joined()
+        return status, body
 
 
-def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str]]:
-    """Receive a request's method, path and headers, with header names in lower case."""
-    head = bytearray()
-    while not head.endswith(b"\r\n\r\n"):
-        if len(head) > _MOST_HEAD_BYTES:
+def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str], bytes]:
+    """Receive a request's head and perhaps more.
+
+    Returns
+    -------
+    (str, str, dict, bytes)
+        The method, the path, the headers with names in lower case, and the bytes after the head.
+    """
+    received = bytearray()
+    while (end := received.find(_END_OF_HEAD)) < 0:
+        if len(received) > _MOST_HEAD_BYTES:
             raise ConnectionAbortedError("A request's head is too long.")
-        head += receive_exactly(connection, 1, deadline)
-    first, *lines = head.decode("latin-1").split("\r\n")
+        received += receive_some(connection, _MOST_HEAD_BYTES, deadline)
+    first, *lines = received[:end].decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3:
         raise ConnectionAbortedError("A request is not HTTP.")
-    pairs = (line.partition(":") for line in lines if line)
-    return words[0], words[1], {name.strip().lower(): value.strip() for name, _, value in pairs}
+    pairs = (line.partition(":") for line in lines)
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return words[0], words[1], headers, bytes(received[end + len(_END_OF_HEAD) :])
 
 
 def listening_environment(address: str) -> dict[str, str]:

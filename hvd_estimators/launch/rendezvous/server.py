@@ -53,6 +53,39 @@ class Failure:
         return f"rank {self.rank} on {self.host} {self.why}"
 
 
+class _Waits:
+    """Waits of threads for conditions on a store's scopes; use it with the store's lock held.
+
+    A change wakes only the threads whose condition holds now. If it woke all, N ranks that wait for
+    each other's keys would be woken N^2 times.
+
+    Parameters
+    ----------
+    lock : threading.Lock
+        The store's lock.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._pending: dict[str, list[tuple[Callable[[], bool], threading.Condition]]] = {}
+
+    def wait(self, scope: str, is_met: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition on a scope holds; return whether it does within the seconds."""
+        if is_met():
+            return True
+        pending = is_met, threading.Condition(self._lock)
+        self._pending.setdefault(scope, []).append(pending)
+        pending[1].wait(seconds)
+        self._pending[scope].remove(pending)
+        return is_met()
+
+    def notify(self, scope: str) -> None:
+        """Wake the threads whose condition on a scope holds now."""
+        for is_met, condition in self._pending.get(scope, ()):
+            if is_met():
+                condition.notify()
+
+
 class JobStore:
     """Thread-safe store of Gloo's keys and the state of the ranks.
 
@@ -75,8 +108,10 @@ class JobStore:
     def __init__(self, silence: float) -> None:
         self._silence = silence
         self.look_seconds = min(timeouts.RENDEZVOUS_POLL, silence / 20)
-        self._changed = threading.Condition()
-        self._keys: dict[tuple[str, str], bytes] = {}
+        self._lock = threading.Lock()
+        self._rank_ended = threading.Condition(self._lock)
+        self._waits = _Waits(self._lock)
+        self._scopes: dict[str, dict[str, bytes]] = {}
         self._hosts: list[str] = []
         self._silent: dict[int, float] = {}
         self._local: set[int] = set()
@@ -87,6 +122,8 @@ class JobStore:
             "put": self._put,
             "set": self._set,
             "get": self._get,
+            "get_all": self._get_all,
+            "get_parts": self._get_parts,
             "add": self._add,
             "append": self._append,
             "compare_set": self._compare_set,
@@ -100,13 +137,13 @@ class JobStore:
 
     def expect(self, hosts: Sequence[str]) -> None:
         """Register the ranks of the job by their hosts, in the order of the ranks."""
-        with self._changed:
+        with self._lock:
             self._hosts = list(hosts)
             self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
 
     def never_lost(self, rank: int) -> None:
         """Register a rank whose task runs in this process, and so is as alive as this store."""
-        with self._changed:
+        with self._lock:
             self._local.add(rank)
 
     def handle(self, message: Mapping[str, Any], body: bytes = b"") -> Answer:
@@ -117,7 +154,7 @@ class JobStore:
         if handler is None:
             return {"status": _NOT_FOUND}, b""
         rank = arguments["rank"]
-        with self._changed:
+        with self._lock:
             if rank in self._silent:
                 self._silent[rank] = 0.0
             if number is None:
@@ -135,13 +172,13 @@ class JobStore:
 
         A rank that has been silent for too long counts as lost.
         """
-        with self._changed:
+        with self._lock:
             for rank in self._silent.keys() - self._done - self._local:
                 self._silent[rank] += min(seconds, _PAUSED_LOOKS * self.look_seconds)
                 if self._is_lost(rank) and self._failure is None:
                     why = f"has not been heard of for {self._silence:g} s"
                     self._failure = Failure(rank, self._hosts[rank], why, lost=True)
-            self._changed.notify_all()
+            self._rank_ended.notify_all()
 
     def wait_for_all(self) -> list[int]:
         """Wait until every rank is lost or has finished with this store; return the lost ranks.
@@ -152,60 +189,107 @@ class JobStore:
         def pending() -> set[int]:
             return {r for r in self._silent.keys() - self._done if not self._is_lost(r)}
 
-        with self._changed:
-            self._changed.wait_for(lambda: not pending())
+        with self._rank_ended:
+            self._rank_ended.wait_for(lambda: not pending())
             return sorted(self._silent.keys() - self._done)
 
     def _is_lost(self, rank: int) -> bool:
         return self._silent[rank] >= self._silence
 
     def _put(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        if self._keys.setdefault((scope, key), body) != body:
+        if self._keys(scope).setdefault(key, body) != body:
             return {"status": _CONFLICT}, b""
-        self._changed.notify_all()
+        self._waits.notify(scope)
         return {"status": _OK}, b""
 
     def _get(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
         # Gloo waits for the keys of other ranks, which are numbers; it requests other keys once.
-        if key.isdecimal() and (scope, key) not in self._keys:
-            self._changed.wait_for(lambda: (scope, key) in self._keys, timeouts.RENDEZVOUS_KEY)
-        value = self._keys.get((scope, key))
+        if key.isdecimal():
+            self._wait_for(scope, [key])
+        value = self._keys(scope).get(key)
         return ({"status": _NOT_FOUND}, b"") if value is None else ({"status": _OK}, value)
 
+    def _get_all(self, rank: int, scope: str, keys: Sequence[str], body: bytes) -> Answer:
+        """Return the values of all keys, joined, and their lengths."""
+        values = self._values(scope, keys)
+        if values is None:
+            return {"status": _NOT_FOUND}, b""
+        return {"status": _OK, "lengths": [len(value) for value in values]}, b"".join(values)
+
+    def _get_parts(self, rank: int, scope: str, key: str, count: int, body: bytes) -> Answer:
+        """Return one part of each other member's value, joined: the part for the own key.
+
+        The keys of the scope's members are the numbers below `count`. A value consists of parts of
+        equal length, one for each other member, in the order of their numbers.
+        """
+        own = int(key)
+        others = [number for number in range(count) if number != own]
+        values = self._values(scope, [str(number) for number in others])
+        if values is None:
+            return {"status": _NOT_FOUND}, b""
+        parts = []
+        for other, value in zip(others, values, strict=True):
+            length = len(value) // (count - 1)
+            start = length * (own - (own > other))
+            parts.append(value[start : start + length])
+        return {"status": _OK}, b"".join(parts)
+
     def _set(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        self._keys[scope, key] = body
-        self._changed.notify_all()
+        self._keys(scope)[key] = body
+        self._waits.notify(scope)
         return {"status": _OK}, b""
 
     def _add(self, rank: int, scope: str, key: str, amount: int, body: bytes) -> Answer:
-        total = int(self._keys.get((scope, key), b"0")) + amount
+        total = int(self._keys(scope).get(key, b"0")) + amount
         return self._set(rank, scope, key, str(total).encode())[0], str(total).encode()
 
     def _append(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        return self._set(rank, scope, key, self._keys.get((scope, key), b"") + body)
+        return self._set(rank, scope, key, self._keys(scope).get(key, b"") + body)
 
     def _compare_set(self, rank: int, scope: str, key: str, expected: str, body: bytes) -> Answer:
         # Bytes in JSON are a string of as many characters. A missing key counts as empty.
-        if self._keys.get((scope, key), b"") == expected.encode("latin-1"):
+        if self._keys(scope).get(key, b"") == expected.encode("latin-1"):
             self._set(rank, scope, key, body)
-        value = self._keys.get((scope, key))
+        value = self._keys(scope).get(key)
         return {"status": _NOT_FOUND if value is None else _OK}, value or b""
 
     def _wait(
         self, rank: int, scope: str, keys: Sequence[str], seconds: float, body: bytes
     ) -> Answer:
-        seconds = min(seconds, timeouts.RENDEZVOUS_KEY)
-        exist = self._changed.wait_for(
-            lambda: all((scope, key) in self._keys for key in keys), seconds
-        )
+        exist = self._wait_for(scope, keys, min(seconds, timeouts.RENDEZVOUS_KEY))
         return {"status": _OK if exist else _NOT_FOUND}, b""
 
     def _count(self, rank: int, scope: str, body: bytes) -> Answer:
-        return {"status": _OK, "count": sum(s == scope for s, _ in self._keys)}, b""
+        return {"status": _OK, "count": len(self._keys(scope))}, b""
 
     def _delete(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        existed = self._keys.pop((scope, key), None) is not None
+        existed = self._keys(scope).pop(key, None) is not None
         return {"status": _OK, "existed": existed}, b""
+
+    def _keys(self, scope: str) -> dict[str, bytes]:
+        return self._scopes.setdefault(scope, {})
+
+    def _values(self, scope: str, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the values of keys when all exist; None if they do not in time."""
+        self._wait_for(scope, keys)
+        existing = self._keys(scope)
+        # A key may have been deleted during the wait.
+        is_complete = all(key in existing for key in keys)
+        return [existing[key] for key in keys] if is_complete else None
+
+    def _wait_for(self, scope: str, keys: Sequence[str], seconds: float | None = None) -> bool:
+        """Wait until keys exist, for half a second by default; return whether they exist."""
+        limit = timeouts.RENDEZVOUS_KEY if seconds is None else seconds
+        missing = list(keys)
+
+        def exist() -> bool:
+            # Keys that exist are not checked again, so all checks of N keys take O(N) in total.
+            existing = self._keys(scope)
+            while missing and missing[-1] in existing:
+                missing.pop()
+            return not missing
+
+        return self._waits.wait(scope, exist, limit)
 
     def _alive(self, rank: int, body: bytes) -> Answer:
         failure = None if self._failure is None else asdict(self._failure)
@@ -218,7 +302,7 @@ class JobStore:
 
     def _end(self, rank: int, body: bytes) -> Answer:
         self._done.add(rank)
-        self._changed.notify_all()
+        self._rank_ended.notify_all()
         return {"status": _OK}, b""
 
 
@@ -236,6 +320,8 @@ class RendezvousServer:
         Addresses of this machine at which ranks may reach it, the likeliest first.
     patience : Patience
         Time limits, including how long ranks may be silent.
+    num_clients : int
+        Number of tasks that connect, perhaps all at once.
 
     Attributes
     ----------
@@ -246,7 +332,11 @@ class RendezvousServer:
     """
 
     def __init__(
-        self, secret: bytes, addresses: Sequence[str], patience: Patience | None = None
+        self,
+        secret: bytes,
+        addresses: Sequence[str],
+        patience: Patience | None = None,
+        num_clients: int = 1,
     ) -> None:
         self._secret = secret
         self._patience = patience or Patience()
@@ -255,7 +345,7 @@ class RendezvousServer:
         for address in addresses:
             # The address may have disappeared, or may not be bindable.
             with contextlib.suppress(OSError):
-                self._listeners.append(Listener(address, self._serve))
+                self._listeners.append(Listener(address, self._serve, num_clients))
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
         self._ended = threading.Event()
         self._changed = threading.Condition()

@@ -17,7 +17,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
@@ -107,8 +108,8 @@ class Exchange:
                 channel.send(request, json.dumps(message).encode(), attempt_seconds)
                 self._on_sent()
                 left = max(deadline - time.monotonic(), attempt_seconds)
-                reply, body = channel.receive(left, attempt_seconds)
-                return json.loads(body) if reply["complete"] else None
+                reply, body = channel.receive(left, timeouts.EXCHANGE_ANSWER)
+                return json.loads(zlib.decompress(body)) if reply["complete"] else None
 
         def is_final(error: OSError) -> bool:
             is_refused = isinstance(error, ConnectionRefusedError) and not is_heard
@@ -149,7 +150,8 @@ class ExchangeServer:
         self._tasks = tasks
         self._application = application
         self._changed = threading.Condition()
-        self._messages: dict[int, dict[int, Any]] = {}
+        self._messages: dict[int, dict[int, bytes]] = {}  # JSON documents
+        self._replies: dict[int, bytes] = {}
         self._received_from: set[int] = set()
         self._deadline: float | None = None
         self._is_given_up = self._has_ended = False
@@ -168,17 +170,16 @@ class ExchangeServer:
                 _UNREACHABLE_FROM.add(self._application)
 
     def _reply(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
-        messages = self._gather(request["number"], request["task"], json.loads(body))
-        reply = b"" if messages is None else json.dumps(messages).encode()
-        channel.send({"complete": messages is not None}, reply, timeouts.EXCHANGE_ATTEMPT)
+        reply = self._gather(request["number"], request["task"], body)
+        is_complete = reply is not None
+        channel.send({"complete": is_complete}, reply or b"", timeouts.EXCHANGE_ANSWER)
 
-    def _gather(self, number: int, task: int, message: Any) -> Sequence[Any] | None:
+    def _gather(self, number: int, task: int, message: bytes) -> bytes | None:
         """Record a task's message; return all tasks' messages, or None if some are missing."""
         with self._changed:
             messages = self._messages.setdefault(number, {})
             messages[task] = message
             self._received_from.add(task)
-            self._changed.notify_all()
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeouts.EXCHANGE_FIRST
             # The driver has heard all tasks that take part in later exchanges.
@@ -188,10 +189,17 @@ class ExchangeServer:
             def is_decided() -> bool:
                 return len(messages) == self._tasks or self._is_given_up or self._has_ended
 
+            # Only the last message wakes the other threads.
+            if is_decided():
+                self._changed.notify_all()
             self._changed.wait_for(is_decided, max(deadline - time.monotonic(), 0))
             if self._is_given_up or len(messages) < self._tasks:
                 # From now on this applies to all tasks, including late ones.
                 self._is_given_up = True
                 self._changed.notify_all()
                 return None
-            return [messages[task] for task in range(self._tasks)]
+            if number not in self._replies:
+                in_order = b",".join(messages[task] for task in range(self._tasks))
+                # Messages of tasks on one host differ little. Level 1 takes 5 ms for 1,000 tasks.
+                self._replies[number] = zlib.compress(b"[" + in_order + b"]", 1)
+            return self._replies[number]

@@ -30,6 +30,8 @@ class DriverService:
     ----------
     host : str
         The address at which ranks reach this machine.
+    num_ranks : int
+        Number of ranks, which may all connect at once.
 
     Attributes
     ----------
@@ -37,10 +39,10 @@ class DriverService:
         Address for `connect_to_driver`: ``host:port:secret``.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, num_ranks: int = 1) -> None:
         self._secret = new_secret()
         self._handlers: dict[str, RequestHandler] = {}
-        self._listener = Listener.at_host(host, self._serve)
+        self._listener = Listener.at_host(host, self._serve, num_ranks)
         self.address = f"{self._listener.client_address}:{self._secret.hex()}"
 
     def environment(self) -> dict[str, str]:

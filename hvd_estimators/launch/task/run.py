@@ -230,7 +230,7 @@ def run_rank(job: Job, stages: StageReporter) -> Iterator[pa.RecordBatch]:
 
 
 def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> RankOutcome:
-    task = context.partitionId()
+    task, num_tasks = context.partitionId(), len(context.getTaskInfos())
     stages.enter(Stage.HOST_CHECKS)
     with contextlib.ExitStack() as stack:
         with _probe_listener(context, job) as probes:
@@ -239,7 +239,9 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
             server = None
             if task == 0:
                 listening = [LOOPBACK, *host.addresses()]
-                server = stack.enter_context(RendezvousServer(job.secret, listening))
+                server = stack.enter_context(
+                    RendezvousServer(job.secret, listening, num_clients=num_tasks)
+                )
                 port = stack.enter_context(ReservedPort())
                 message["endpoints"] = server.endpoints
                 message["master"] = {"port": port.number, "run_id": uuid.uuid4().hex}

@@ -1,12 +1,16 @@
 """The loopback HTTP proxy for a rank's Horovod; requests need a token."""
 
 import contextlib
+import copy
+import functools
 import http.client
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,7 +32,7 @@ def store():
 
 @pytest.fixture
 def proxy(store):
-    with GlooProxy(LocalRendezvousClient(store, 0)) as proxy:
+    with GlooProxy(LocalRendezvousClient(store, 0), size=2) as proxy:
         yield proxy
 
 
@@ -46,12 +50,105 @@ def ask(proxy, method, path, body=b"", headers=None):
 
 def test_keys_are_written_read_and_deleted_as_horovod_does(proxy):
     value = bytes(range(256)) * 100
-    assert ask(proxy, "GET", "/global/rank_0") == (404, b"")
-    assert ask(proxy, "PUT", "/global/rank_0", value) == (200, b"")
-    assert ask(proxy, "GET", "/global/rank_0") == (200, value)
-    assert ask(proxy, "GET", "/local_host/rank_0") == (404, b"")
-    assert ask(proxy, "DELETE", "/global/rank_0") == (200, b"")
-    assert ask(proxy, "GET", "/global/rank_0") == (404, b"")
+    assert ask(proxy, "GET", "/global/0") == (404, b"")
+    assert ask(proxy, "PUT", "/global/0", value) == (200, b"")
+    assert ask(proxy, "GET", "/global/0") == (200, value)
+    assert ask(proxy, "GET", "/local_host/0") == (404, b"")
+    assert ask(proxy, "DELETE", "/global/0") == (200, b"")
+    assert ask(proxy, "GET", "/global/0") == (404, b"")
+
+
+def address(scope, rank, other):
+    """Return the bytes at which a rank expects another one: always 24, and different for each."""
+    return f"{scope[-8:]:>12}:{rank:5}>{other:5}".encode()
+
+
+class CountingClient(LocalRendezvousClient):
+    """Client that records its requests and the bytes of their answers."""
+
+    def __init__(self, store, rank):
+        super().__init__(store, rank)
+        self.kinds = []
+        self.bytes_received = 0
+
+    def request(self, kind, body=b"", **values):
+        answer, reply = super().request(kind, body, **values)
+        if answer["status"] != 404:  # a repeated wait
+            self.kinds.append(kind)
+            self.bytes_received += len(reply)
+        return answer, reply
+
+
+def connect_like_gloo(proxy, scope, rank, size, barrier):
+    """Send the requests of Gloo's `connectFullMesh`; return the addresses of the other ranks.
+
+    The sequence is that of ``gloo/rendezvous/context.cc`` and ``http_store.cc`` in Horovod 0.28.
+    """
+    others = [other for other in range(size) if other != rank]
+    assert ask(proxy, "PUT", f"/{scope}/rank_{rank}", b"host")[0] == 200
+    for other in range(rank):
+        ask(proxy, "GET", f"/{scope}/rank_{other}")
+    own = b"".join(address(scope, rank, other) for other in others)
+    assert ask(proxy, "PUT", f"/{scope}/{rank}", own) == (200, b"")
+    addresses = {}
+    for other in others:
+        while ask(proxy, "GET", f"/{scope}/{other}")[0] == 404:
+            pass
+        status, value = ask(proxy, "GET", f"/{scope}/{other}")
+        assert status == 200
+        num_bytes = len(value) // (size - 1)
+        place = rank - 1 if rank > other else rank
+        addresses[other] = value[place * num_bytes : (place + 1) * num_bytes]
+    barrier.wait(30)
+    assert ask(proxy, "DELETE", f"/{scope}/{rank}")[0] == 200
+    return addresses
+
+
+def test_ranks_find_each_other_with_three_messages_per_scope():
+    """Each rank gets the addresses that the others put for it: in all scopes, and once more."""
+    scopes = {  # the ranks that each scope connects; Horovod's numbers within it are consecutive
+        "global_": [0, 1, 2, 3, 4],
+        "local_a": [0, 1, 2],
+        "local_b": [3, 4],
+        "cross_0": [0, 3],
+        "global__process_set_hash_7": [1, 2, 4],
+        "global__process_set_hash_8": [0, 1, 2, 3, 4],
+    }
+    store = JobStore(silence=float("inf"))
+    store.expect(["host"] * 5)
+    clients = [CountingClient(store, rank) for rank in range(5)]
+    barriers = {scope: threading.Barrier(len(ranks)) for scope, ranks in scopes.items()}
+
+    def connect(rank):
+        with GlooProxy(clients[rank], size=5) as proxy:
+            for scope, ranks in [*scopes.items()] * 2:
+                if rank not in ranks:
+                    continue
+                own = ranks.index(rank)
+                found = connect_like_gloo(proxy, scope, own, len(ranks), barriers[scope])
+                others = [n for n in range(len(ranks)) if n != own]
+                assert found == {other: address(scope, other, own) for other in others}
+                barriers[scope].wait(30)
+
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(connect, range(5)))
+    for rank, client in enumerate(clients):
+        of_rank = [ranks for ranks in scopes.values() if rank in ranks] * 2
+        assert client.kinds == ["put", "get_parts", "delete"] * len(of_rank)
+        assert client.bytes_received == sum(24 * (len(ranks) - 1) for ranks in of_rank)
+
+
+def test_values_that_are_not_one_address_per_rank_arrive_whole():
+    store = JobStore(silence=float("inf"))
+    store.expect(["host"] * 3)
+    clients = [CountingClient(store, rank) for rank in range(2)]
+    with GlooProxy(clients[0], size=3) as one, GlooProxy(clients[1], size=3) as two:
+        # Ten bytes for each of two other ranks, and then eleven bytes.
+        for scope, value in (("global_", b"0123456789" * 2), ("local_a", b"0123456789a")):
+            for rank, proxy in enumerate((one, two)):
+                ask(proxy, "PUT", f"/{scope}/{rank}", value)
+        assert ask(two, "GET", "/local_a/0") == (200, b"0123456789a")
+    assert clients[1].kinds == ["put", "put", "get"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +165,7 @@ def test_keys_are_written_read_and_deleted_as_horovod_does(proxy):
 )
 def test_requests_without_the_token_neither_read_nor_write(proxy, store, headers):
     ask(proxy, "PUT", "/global/0", b"address")
-    before = dict(store._keys)
+    before = copy.deepcopy(store._scopes)
     for method, path in (
         ("GET", "/global/0"),
         ("PUT", "/global/1"),
@@ -76,13 +173,13 @@ def test_requests_without_the_token_neither_read_nor_write(proxy, store, headers
         ("GET", "/"),
     ):
         assert ask(proxy, method, path, headers=headers) == (401, b"")
-    assert store._keys == before
+    assert store._scopes == before
 
 
 def test_each_rank_has_its_own_token(store):
     with (
-        GlooProxy(LocalRendezvousClient(store, 0)) as one,
-        GlooProxy(LocalRendezvousClient(store, 1)) as two,
+        GlooProxy(LocalRendezvousClient(store, 0), size=2) as one,
+        GlooProxy(LocalRendezvousClient(store, 1), size=2) as two,
     ):
         header = {"Authorization": f"Bearer {one.environment()[TOKEN_VARIABLE]}"}
         assert ask(one, "PUT", "/global/0", b"v", header) == (200, b"")
@@ -145,14 +242,15 @@ def test_a_lost_link_is_reported_as_503():
         def request(self, *args, **values):
             raise PeerLostError(Failure(0, "host", "has not answered", lost=True))
 
-    with GlooProxy(Lost(JobStore(60.0), 0)) as proxy:
+    with GlooProxy(Lost(JobStore(60.0), 0), size=2) as proxy:
         assert ask(proxy, "GET", "/global/0") == (503, b"")
 
 
 def test_requests_of_hvd_init_report_its_start_and_end(store):
     stages = []
     link = LocalRendezvousClient(store, 0)
-    with GlooProxy(link, lambda: stages.append("init"), lambda: stages.append("joined")) as proxy:
+    on_init, on_joined = (functools.partial(stages.append, name) for name in ("init", "joined"))
+    with GlooProxy(link, 2, on_init, on_joined) as proxy:
         ask(proxy, "PUT", "/global/0")
         ask(proxy, "DELETE", "/cross_0/0")
         assert "joined" not in stages

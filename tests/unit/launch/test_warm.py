@@ -237,7 +237,7 @@ def test_an_idle_warm_process_ends(folder: Path) -> None:
 def test_the_warm_environment_excludes_variables_of_a_rank() -> None:
     """Otherwise every rank, and the preparation for it, would need a separate warm process."""
     (slot,) = assign_ranks(["here"])
-    with GlooProxy(LocalRendezvousClient(JobStore(60.0), 0)) as proxy:
+    with GlooProxy(LocalRendezvousClient(JobStore(60.0), 0), size=1) as proxy:
         own = {
             **dict.fromkeys(IDENTITY_VARIABLES, "inherited"),
             **rank_environment(slot),

@@ -36,7 +36,7 @@ def stores_of_ranks() -> Iterator[list[RendezvousStore]]:
         for rank in range(1, RANKS):
             client = RemoteRendezvousClient(server.endpoints[0], secret, rank, "host-0")
             clients.append(stack.enter_context(client))
-        proxies = [stack.enter_context(GlooProxy(client)) for client in clients]
+        proxies = [stack.enter_context(GlooProxy(client, RANKS)) for client in clients]
         yield [RendezvousStore(client_of(proxy), seconds=20) for proxy in proxies]
 
 
