@@ -33,8 +33,8 @@ STAMP := .venv/.setup-$(call checksum,$(CONSTRAINTS))
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-modern demo test test-fast test-modern test-versions soak lint format bench docs clean
-.PHONY: distclean tools
+.PHONY: help setup setup-modern demo test test-fast test-default test-modern test-versions soak
+.PHONY: lint format bench docs clean distclean tools
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -55,9 +55,13 @@ test-fast: setup  ## run the unit tests that take at most ten seconds each
 test-modern: setup-modern  ## run the tests in .venv-modern
 	.venv-modern/bin/python -m pytest $(PYTEST_ARGS)
 
+# CI runs a test on Spark in one environment, unless it depends on the versions of packages.
+test-default: setup  ## the tests that CI runs in .venv; PYTEST_ARGS names files
+	$(BIN)/python -m pytest -m "once or versions or not spark" $(PYTEST_ARGS)
+
 # Only files with these tests, because importing all others takes a minute.
-test-versions: setup-modern  ## of these tests those that other versions of packages could fail
-	.venv-modern/bin/python -m pytest -m "versions or (spark and not once)" $(PYTEST_ARGS) \
+test-versions: setup-modern  ## the tests that CI runs in .venv-modern
+	.venv-modern/bin/python -m pytest -m "(versions or spark) and not once" $(PYTEST_ARGS) \
 		$$(grep -rlE 'mark\.(versions|spark)\b' tests --include='test_*.py' | sort)
 
 soak: setup  ## the tests with many repeats, large models, other frameworks (hours)

@@ -107,7 +107,11 @@ def lightning_run(store: Any, backend: Any, **params: Any) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("run", "library"),
-    [(torch_run, "horovod"), (lightning_run, "horovod"), (lightning_run, "torch")],
+    [
+        (torch_run, "horovod"),
+        pytest.param(lightning_run, "horovod", marks=pytest.mark.soak),
+        (lightning_run, "torch"),
+    ],
 )
 def test_torch_and_lightning(backend: Any, store: Any, run: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)

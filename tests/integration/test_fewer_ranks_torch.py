@@ -12,6 +12,7 @@ from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from rank_pool import shared_ranks
 from reference import WIDTH, write_rows
 from torchmetrics import MeanAbsoluteError, PearsonCorrCoef, SpearmanCorrCoef
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import TorchEstimator
@@ -100,7 +101,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
         assert_same(models[ranks], models[4], f"{ranks} ranks")
 
 
-@pytest.mark.parametrize("library", ["horovod", "torch"])
+@pytest.mark.parametrize("library", others_in_soak("horovod", "torch"))
 def test_a_run_of_three_ranks_resumes_with_two(store: Any, tmp_path: Path, library: str) -> None:
     write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from reference import fit, write_rows
 from resuming import DataDependent
+from variants import others_in_soak
 
 from hvd_estimators.fitting import restarts
 from hvd_estimators.launch.horovod_build import installed_patches
@@ -48,7 +49,7 @@ HOROVOD = pytest.param(
 )
 
 
-@pytest.mark.parametrize("library", [HOROVOD, "torch"])
+@pytest.mark.parametrize("library", others_in_soak(HOROVOD, "torch"))
 def test_a_hanging_rank_is_relaunched_and_the_result_is_unchanged(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:

@@ -17,6 +17,7 @@ from keras_reference import (
 )
 from reference import WIDTH, global_batches, write_rows
 from sklearn.metrics import f1_score, precision_score
+from variants import others_in_soak
 
 pytestmark = pytest.mark.integration
 
@@ -200,7 +201,7 @@ def classifier_metrics() -> list[keras.metrics.Metric]:
     ]
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", others_in_soak(True, False))
 def test_stateful_metrics_match_one_process_and_scikit_learn(store: Any, is_compiled: bool) -> None:
     def make() -> keras.Model:
         keras.utils.set_random_seed(7)

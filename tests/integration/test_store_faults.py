@@ -58,7 +58,7 @@ def is_checkpoint(method: str, path: str) -> bool:
     return method in ("PUT", "POST") and ".ckpt" in path
 
 
-@pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
+@pytest.mark.parametrize("kind", others_in_soak("cut", "SlowDown", "InternalError", "gone"))
 def test_checkpoint_writes_are_retried_until_they_succeed(
     s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str
 ) -> None:
@@ -76,7 +76,9 @@ def test_checkpoint_writes_are_retried_until_they_succeed(
     assert newest(direct) == 2
 
 
-@pytest.mark.parametrize("kind", ["cut", "SlowDown", "gone", "ExpiredToken", "AccessDenied"])
+@pytest.mark.parametrize(
+    "kind", others_in_soak("ExpiredToken", "cut", "SlowDown", "gone", "AccessDenied")
+)
 def test_failed_writes_raise_and_keep_the_previous_checkpoint(
     s3: Any, proxy: FaultProxy, store_behind_proxy: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +289,8 @@ def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> th
     return thread
 
 
-@pytest.mark.parametrize("turn", others_in_soak(*range(10)))
+@pytest.mark.soak
+@pytest.mark.parametrize("turn", range(10))
 def test_training_continues_after_a_datanode_restarts(hdfs: Any, tmp_path: Path, turn: int) -> None:
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     features = prepare(store)

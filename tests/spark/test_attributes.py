@@ -11,7 +11,7 @@ from pyspark.ml.feature import Bucketizer, QuantileDiscretizer, StringIndexer, V
 from hvd_estimators import cardinalities
 from hvd_estimators.exceptions import ColumnError, ParamError
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 COLOURS = ["red", "blue", "green", "blue", "red", "blue"]
 

@@ -23,7 +23,7 @@ from hvd_estimators import Store, prepare_data
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.torch import TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 DECIMALS = ["12345678901234567890123456789.123456789", "0.100000001", "-7.3", "0"]
 REFUSED = {

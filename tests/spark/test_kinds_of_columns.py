@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 from hvd_estimators.inference.udf import has_arrow_udfs, vector_parts
 from hvd_estimators.torch import TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 ROWS = 40
 SCALARS = {

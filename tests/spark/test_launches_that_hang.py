@@ -112,11 +112,15 @@ def log_size(cluster: Cluster) -> int:
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
-        (stop_itself, "function"),
-        (wait_for_release, "function"),
-        (stop_its_task, "(process start|rank process|function)"),
+        pytest.param(stop_itself, "function", id="stopped"),
+        pytest.param(wait_for_release, "function", id="no hvd.init()", marks=pytest.mark.soak),
+        pytest.param(
+            stop_its_task,
+            "(process start|rank process|function)",
+            id="stopped task",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["stopped", "no hvd.init()", "stopped task"],
 )
 def test_a_rank_that_does_not_join_is_named(
     cluster: Cluster, tmp_path: Path, fault: Callable[[str], None], stage: str

@@ -112,6 +112,17 @@ def test_ranks_know_their_places_and_train_like_one_process(
     check_places(cluster_kind, [found for found, _ in results])
 
 
+# Other tests fit on the first two.
+@pytest.mark.parametrize(
+    "cluster_kind",
+    [
+        pytest.param("local", marks=pytest.mark.soak),
+        pytest.param("gpus", marks=pytest.mark.soak),
+        "hosts",
+        "yarn",
+    ],
+    indirect=True,
+)
 def test_an_estimator_fits_like_one_process(cluster_kind: ClusterKind) -> None:
     np.testing.assert_allclose(
         cluster_kind.run(on_clusters.fit, cluster_kind.store, timeout=560), line(), rtol=1e-5

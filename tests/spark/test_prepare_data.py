@@ -28,7 +28,7 @@ from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.prepare import write
 from hvd_estimators.prepare.datasets import load_manifest
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 
 @pytest.fixture(autouse=True)

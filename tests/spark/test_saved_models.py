@@ -21,7 +21,7 @@ from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 SAVED = Path(__file__).with_name("saved")
 EXPECTED = json.loads((SAVED / "expected.json").read_text())

@@ -77,7 +77,11 @@ def test_output_of_ranks_on_other_hosts_reaches_the_driver(cluster: Cluster) -> 
 
 
 @pytest.mark.parametrize(
-    "how", [({"HOROVOD_GLOO_IFACE": "six0"},), (None, ["bridge0", "six0"])], ids=["env", "nics"]
+    "how",
+    [
+        pytest.param(({"HOROVOD_GLOO_IFACE": "six0"},), id="env", marks=pytest.mark.soak),
+        pytest.param((None, ["bridge0", "six0"]), id="nics"),
+    ],
 )
 def test_ranks_reduce_over_the_named_ipv6_interface(cluster: Cluster, how: tuple[Any, ...]) -> None:
     # Spark does not use this interface, which has no IPv4 address.

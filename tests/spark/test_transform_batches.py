@@ -21,7 +21,7 @@ from hvd_estimators.inference import broadcast
 from hvd_estimators.inference import frame as frames_of_udfs
 from hvd_estimators.torch import TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 WIDTH = 50
 

@@ -18,7 +18,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchModel
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.versions]
 
 
 class Sums(torch.nn.Module):

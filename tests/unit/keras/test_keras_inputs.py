@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator, load_predictor
@@ -58,7 +59,7 @@ def make(form: str) -> Weighing:
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", others_in_soak(False, True))
 def test_subclassed_models_get_inputs_in_the_form_they_accept(
     form: str, built: bool, tmp_path: Any
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from variants import others_in_soak
 
 from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.model_file import load_weights, snapshot
@@ -84,7 +85,7 @@ def values(model: keras.Model) -> list[Any]:
     return [*(np.array(v.numpy()) for v in kept), *own]
 
 
-@pytest.mark.parametrize("kind", ["plain", "schedule", "mixed", "subclass", "own"])
+@pytest.mark.parametrize("kind", others_in_soak("mixed", "plain", "schedule", "subclass", "own"))
 def test_another_thread_writes_the_snapshot_during_training(kind: str) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(8, 3)).astype("f"), rng.normal(size=(8, 1)).astype("f")

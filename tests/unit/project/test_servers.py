@@ -47,6 +47,7 @@ def _started_by(pid: int) -> list[int]:
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
+@pytest.mark.soak
 def test_s3_keeps_its_objects_while_stopped(s3: Any) -> None:
     bucket = s3.new_bucket().removeprefix("s3://")
     client = s3.client()
@@ -101,6 +102,7 @@ def test_the_proxy_injects_faults(s3: Any) -> None:
         assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 2
 
 
+@pytest.mark.soak
 def test_hdfs_recovers_from_a_killed_datanode(hdfs: Any) -> None:
     from hdfs_native.fsspec import HdfsFileSystem
 
