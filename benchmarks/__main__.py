@@ -36,7 +36,7 @@ PARTS: Mapping[str, str] = {
     "fit": "--rows 8000 --repeats 1",
     "keras": "--rows 4096 --epochs 2 --repeats 1",
     "lightning": "--rows 4096 --epochs 2 --repeats 1",
-    "scaling": "--quick",
+    "scaling": "--repeats 1 --steps 3 --ranks 2 --gigabits 1",
     "stores": "--rows 200000 --repeats 1",
     "launch": "--repeats 1",
     "ranks": "--repeats 1 --ranks 2 3 --simulated 20",

@@ -32,7 +32,12 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import describing
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, PATIENCE_VARIABLE
 from hvd_estimators.launch.rank.rank_logs import RankLogs, logging_ranks
-from hvd_estimators.launch.relaunch import await_relaunch_slots, final_error, summary
+from hvd_estimators.launch.relaunch import (
+    available,
+    await_relaunch_slots,
+    final_error,
+    summary,
+)
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import Store
@@ -397,12 +402,13 @@ class Restarts:
         def count() -> int:
             return backend.task_slots() or 0
 
-        slots = await_relaunch_slots(count, least, before.num_processes(), self._deadline)
+        ranks, failure = before.num_processes(), self.failures[-1]
+        slots = await_relaunch_slots(failure, count, least, ranks, self._deadline)
         if slots >= most:
             return backend
         resized = backend.resized(slots) if slots >= least else None
         if resized is None:
-            raise self._too_few(backend, f"the cluster has {slots}") from self.failures[-1]
+            raise self._too_few(backend, available(slots)) from failure
         return resized
 
     def _report(self, lost: Mapping[str, Any], position: Position | None, num_ranks: int) -> None:

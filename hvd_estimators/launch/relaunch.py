@@ -97,13 +97,13 @@ class Launches:
     def _await_slots(self, before: int, deadline: float) -> int:
         """Wait for enough slots and return the number of ranks to launch."""
         count = self.backend(self.least).task_slots
-        slots = await_relaunch_slots(count, self.least, before, deadline)
+        slots = await_relaunch_slots(self.failures[-1], count, self.least, before, deadline)
         if slots < self.least:
             raise self._too_few(None, slots) from self.failures[-1]
         return min(slots, self.most)
 
     def _too_few(self, error: HvdEstimatorsError | None, slots: int | None = None) -> SlotsError:
-        reason = f"the cluster has {slots}" if error is None else str(error)
+        reason = available(slots or 0) if error is None else str(error)
         return SlotsError(
             f"{summary(self.failures[-1])} A relaunch needs {self.least} task slots "
             f"(min_num_proc), which were not free within {self.timeout:g} s (elastic_timeout, "
@@ -112,13 +112,21 @@ class Launches:
         )
 
 
-def await_relaunch_slots(count: Callable[[], int], least: int, before: int, deadline: float) -> int:
+def await_relaunch_slots(
+    failure: WorkerFailedError,
+    count: Callable[[], int],
+    least: int,
+    before: int,
+    deadline: float,
+) -> int:
     """Wait until there are enough slots to relaunch ranks.
 
-    If slots were lost, waits for a moment for replacements.
+    If slots were lost, waits for a moment for replacements. A warning reports a longer wait.
 
     Parameters
     ----------
+    failure : WorkerFailedError
+        The failure that requires the relaunch.
     count : callable
         Returns the number of task slots.
     least : int
@@ -134,13 +142,30 @@ def await_relaunch_slots(count: Callable[[], int], least: int, before: int, dead
         Task slots; fewer than ``least`` if there were never enough.
     """
     settled = time.monotonic() + _RETURN_SECONDS
+    is_reported = False
     while True:
         slots, now = count(), time.monotonic()
         if slots >= least and (slots >= before or now > settled):
             return slots
         if now > deadline:
             return slots
+        if now > settled and not is_reported:
+            is_reported = True
+            logger.warning(
+                "%s Waiting up to %.0f s for %d task slots to launch ranks again: %s.",
+                *(summary(failure), deadline - now, least, available(slots)),
+            )
         time.sleep(_POLL_SECONDS)
+
+
+def available(slots: int) -> str:
+    """Return a clause about the task slots that a cluster has."""
+    if slots:
+        return f"the cluster has {slots}"
+    return (
+        "the cluster has none. A Spark master that was restarted without recovery "
+        "(spark.deploy.recoveryMode) does not know this application any more; then start another"
+    )
 
 
 def final_error(

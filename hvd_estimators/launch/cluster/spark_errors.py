@@ -41,10 +41,12 @@ class _Kind:
 
 _KINDS = [
     _Kind(
-        r"Job \S+ cancelled|OPERATION_CANCEL|SparkContext (was|has been) shut ?down",
+        r"SparkContext (was|has been) shut ?down",
         JobCancelledError,
-        "The Spark job was cancelled.",
+        "The Spark application has ended: the program stopped its session, or the cluster manager "
+        "ended the application. Start it again; a fit with the same run_id resumes the run.",
     ),
+    _Kind(r"Job \S+ cancelled|OPERATION_CANCEL", JobCancelledError, "The Spark job was cancelled."),
     _Kind(
         r"spark\.driver\.maxResultSize",
         ResultsError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,11 +252,29 @@ def test_too_few_slots_fail_after_a_timeout(
     with pytest.raises(SlotsError, match="Rank 1 on far was lost") as caught:
         Fit(tmp_path, min_num_proc=2).fit(FakeBackend(lost("lost"), slots=(1,), ranks=4))
     assert "2 task slots (min_num_proc)" in str(caught.value)
+    with pytest.raises(SlotsError, match=r"the cluster has none.*restarted without recovery"):
+        Fit(tmp_path, min_num_proc=2).fit(FakeBackend(lost("lost"), slots=(0,), ranks=4))
     assert isinstance(caught.value.__cause__, WorkerFailedError)
     # Slots that disappear between the count and the launch.
     backend = FakeBackend(lost(), *itertools.repeat(SlotsError("gone"), 3), slots=(2,))
     assert Fit(tmp_path).fit(backend) == [2]
     assert len(backend.launches) == 5
+
+
+def test_a_long_wait_for_slots_is_reported_once(
+    tmp_path: Path,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.0)
+    monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.01)
+    backend = FakeBackend(lost("lost"), slots=(0, 0, 1, 4), ranks=4)
+    with caplog.at_level(logging.WARNING):
+        assert Fit(tmp_path).fit(backend) == [4]
+    waits = [text for text in caplog.messages if "Waiting up to" in text]
+    assert len(waits) == 1
+    assert re.match(r"Rank 1 on far was lost.* for 4 task slots .*the cluster has none", waits[0])
 
 
 def test_relaunches_wait_for_an_unavailable_store(

@@ -45,7 +45,11 @@ BARRIER = (
             JobCancelledError,
             "cancellation of all jobs",
         ),
-        ("Job 3 cancelled because SparkContext was shut down", JobCancelledError, "shut down"),
+        (
+            "Job 3 cancelled because SparkContext was shut down",
+            JobCancelledError,
+            "The Spark application has ended.*shut down",
+        ),
         (
             "Total size of serialized results of 1 tasks (5.1 MiB) is bigger than "
             "spark.driver.maxResultSize (2.0 MiB)",
