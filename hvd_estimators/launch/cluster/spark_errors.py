@@ -86,6 +86,18 @@ _LOST = [
         r"Python worker exited unexpectedly|Python worker failed to connect back",
         "The Python process of an executor ended; the machine may have run out of memory",
     ),
+    (r"ExecutorLostFailure[^\n]*preempted", "The cluster manager preempted an executor"),
+    (r"ExecutorLostFailure[^\n]*[Dd]ecommission", "The machine of an executor was decommissioned"),
+    (r"ExecutorLostFailure[^\n]*[Ww]orker lost", "The machine of an executor was lost"),
+    (
+        r"ExecutorLostFailure[^\n]*(exceeding (physical|virtual) memory|\b137\b)",
+        "An executor was killed; it may have used too much memory",
+    ),
+    (
+        r"ExecutorLostFailure[^\n]*Remote RPC client disassociated",
+        "An executor disconnected; it may have been killed, or Spark's master may have been "
+        "restarted without recovery (spark.deploy.recoveryMode) and have ended its executors",
+    ),
     (
         r"ExecutorLostFailure",
         "An executor was lost; it may have been killed, or its machine have run out of memory",

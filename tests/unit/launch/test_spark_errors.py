@@ -90,7 +90,7 @@ BARRIER = (
                 "Reason: Command exited with code 137"
             ),
             WorkerFailedError,
-            "An executor was lost.*code 137",
+            "An executor was killed.*code 137",
         ),
         (
             BARRIER.format(
@@ -107,6 +107,48 @@ BARRIER = (
             ),
             WorkerFailedError,
             "An executor has not answered.*127104 ms",
+        ),
+        # The reasons are those of YarnAllocator, CoarseGrainedSchedulerBackend and
+        # StandaloneSchedulerBackend in Spark.
+        *(
+            (
+                BARRIER.format(f"ExecutorLostFailure (executor 1 exited {how}) Reason: {reason}"),
+                WorkerFailedError,
+                f"{says}.*{reason[-12:]}",
+            )
+            for how, reason, says in [
+                (
+                    "unrelated to the running tasks",
+                    "Container container_17_0001_01_000002 on host: node-2 was preempted.",
+                    "The cluster manager preempted an executor",
+                ),
+                (
+                    "unrelated to the running tasks",
+                    "Executor decommission: worker decommissioned because of kill request",
+                    "The machine of an executor was decommissioned",
+                ),
+                (
+                    "unrelated to the running tasks",
+                    "worker lost: 10.0.0.7:35201 got disassociated",
+                    "The machine of an executor was lost",
+                ),
+                (
+                    "caused by one of the running tasks",
+                    "Container killed by YARN for exceeding physical memory limits. 1.5 GB used",
+                    "An executor was killed; it may have used too much memory",
+                ),
+                (
+                    "caused by one of the running tasks",
+                    "Remote RPC client disassociated. Likely due to containers exceeding "
+                    "thresholds, or network issues.",
+                    "An executor disconnected; it may have been killed, or Spark's master",
+                ),
+                (
+                    "caused by one of the running tasks",
+                    "something that Spark has not said before",
+                    "An executor was lost",
+                ),
+            ]
         ),
     ],
 )
