@@ -73,6 +73,7 @@ def _add_cluster_options(doctor: argparse.ArgumentParser) -> None:
         "--conf",
         action="append",
         default=[],
+        type=_setting,
         metavar="NAME=VALUE",
         help="a setting of Spark; can be repeated",
     )
@@ -140,6 +141,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _setting(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, not {text}")
+    return name, value
+
+
 def _build(options: argparse.Namespace) -> int:
     from hvd_estimators.commands.build import build_horovod
 
@@ -184,9 +192,8 @@ def _doctor_of_cluster(options: argparse.Namespace) -> int:
 
     from hvd_estimators.commands.cluster_doctor import check_cluster
 
-    settings = dict(setting.partition("=")[::2] for setting in options.conf)
     builder = SparkSession.builder
-    for name, value in settings.items():
+    for name, value in options.conf:
         builder = builder.config(name, value)
     master = options.master or ""
     if master.startswith("sc://"):

@@ -61,7 +61,8 @@ _KINDS = [
         r"Cannot run program",
         DependencyError,
         "The executors cannot start Python. Set PYSPARK_PYTHON (or spark.pyspark.python) to a "
-        "Python that exists on all machines.",
+        "Python that exists on all machines. A relative path starts at an executor's working "
+        "folder; Spark Connect's sessions have one below it (../environment/bin/python).",
     ),
     _Kind(
         r"PYTHON_VERSION_MISMATCH|Python in worker has different version",

@@ -41,7 +41,14 @@ def test_the_command_line_imports_neither_frameworks_nor_spark():
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["unknown"], ["build-horovod", "--jobs", "0"], ["build-horovod", "--gpu", "rocm"]],
+    [
+        [],
+        ["unknown"],
+        ["build-horovod", "--jobs", "0"],
+        ["build-horovod", "--gpu", "rocm"],
+        ["doctor", "--cluster", "--conf", "spark.executor.cores"],
+        ["doctor", "--cluster", "--conf", "=4"],
+    ],
 )
 def test_wrong_usage_exits_with_2_and_prints_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as raised:
