@@ -22,7 +22,12 @@ from hvd_estimators.torch.predictor import (
     transform_spec,
 )
 from hvd_estimators.torch.serialization import load_module
-from hvd_estimators.torch.tensors import TensorSpec, call_with_leading, select_outputs
+from hvd_estimators.torch.tensors import (
+    TensorSpec,
+    call_with_leading,
+    from_numpy,
+    select_outputs,
+)
 
 RowFunction = Callable[[torch.nn.Module, Any], Any]
 """Maps a module and a row (a ``pyspark.sql.Row``) to an output or a list of outputs."""
@@ -58,7 +63,7 @@ def forward_inputs(
     own = floating_dtype(module)
     inputs = []
     for name, array in zip(names, arrays, strict=True):
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        tensor = from_numpy(array)
         if name in (dtypes or {}):
             tensor = tensor.to(getattr(torch, dtypes[name]))
         elif tensor.is_floating_point():

@@ -312,30 +312,32 @@ def _blocks(
     """Yield each chunk with its blocks as tensors; closes the chunks, if they can be closed."""
     try:
         for chunk in chunks:
-            yield chunk, [_from_numpy(block) for block in chunk.rows.blocks]
+            yield chunk, [from_numpy(block) for block in chunk.rows.blocks]
     finally:
         # Close explicitly: before Python 3.13, a closed generator does not release its references.
         if isinstance(chunks, Generator):
             chunks.close()
 
 
-def _from_numpy(array: Array) -> torch.Tensor:
-    # torch has no read-only tensors, and warns about read-only arrays.
+def from_numpy(array: Array) -> torch.Tensor:
+    """Return an array as a tensor; copies a read-only array, about which torch would warn."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _tensor(
     column: Array | torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    tensor = column if isinstance(column, torch.Tensor) else _from_numpy(column)
+    tensor = column if isinstance(column, torch.Tensor) else from_numpy(column)
     return tensor.to(device, dtype, non_blocking=True)
 
 
 def _check_whole(name: str, column: Array | torch.Tensor, label: torch.Tensor) -> None:
     """Check that a label which became an integer was a whole number."""
-    given = column if isinstance(column, torch.Tensor) else torch.as_tensor(column)
     # A check on a GPU would wait for the GPU in each step.
-    if label.is_floating_point() or not given.is_floating_point() or label.is_cuda:
+    if label.is_floating_point() or label.is_cuda:
+        return
+    given = column if isinstance(column, torch.Tensor) else from_numpy(column)
+    if not given.is_floating_point():
         return
     flat = given.reshape(-1)
     wrong = flat != label.reshape(-1)
