@@ -27,6 +27,8 @@ from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+# Without it, the baseline's ranks crash if they load triton after TensorFlow.
+import hvd_estimators  # noqa: F401
 from benchmarks.figures import parser
 
 WIDTH = 8
