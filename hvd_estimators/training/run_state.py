@@ -22,6 +22,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.training.spec import EpochMetrics
 
 _REGISTERED = 2
@@ -243,7 +244,8 @@ def describing_damage(
         The suggested fix, for the message.
     """
     try:
-        yield
+        with naming_full_disk():
+            yield
     except StoreError:
         raise
     except _UNREADABLE as error:
