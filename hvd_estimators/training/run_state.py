@@ -288,8 +288,11 @@ def _document(archive: zipfile.ZipFile) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(archive.read(names[0]))
     if document["format"] != _FORMAT:
         raise ValueError(f"its format is {document['format']}, expected {_FORMAT}")
+    count = document["arrays"]
+    if not isinstance(count, int) or not 0 <= count < len(archive.namelist()):
+        raise ValueError(f"it has {count!r:.100} arrays in {len(archive.namelist())} members")
     folder = names[0].removesuffix(_STATE)
-    document["members"] = [folder + _ARRAY.format(n) for n in range(document["arrays"])]
+    document["members"] = [folder + _ARRAY.format(n) for n in range(count)]
     if not {*document["members"]} <= {*archive.namelist()}:
         raise ValueError("some of its arrays are missing")
     return document
