@@ -18,7 +18,7 @@ JSON_VALUES = st.recursive(
 )
 """Any value; NaN and infinity are included, as Python writes and reads them."""
 
-MORE_EXAMPLES = 30
+MORE_EXAMPLES = 10
 """Factor of the number of examples in soak."""
 
 
