@@ -1,4 +1,4 @@
-"""Hosts whose clocks differ by an hour: leases, checkpoints and relaunches do not depend on them."""
+"""Hosts whose clocks differ by an hour: leases and checkpoints do not depend on them."""
 
 from __future__ import annotations
 
