@@ -32,6 +32,7 @@ __all__ = [
     "TrainingInterruptedError",
     "UnreachableError",
     "WorkerFailedError",
+    "WorkerStoreError",
     "did_you_mean",
 ]
 
@@ -177,3 +178,11 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
         self.cause = cause
         self.error_type = error_type
         self.relaunches = relaunches
+
+
+class WorkerStoreError(WorkerFailedError, StoreError):
+    """Failure of a rank because of storage: a full disk, missing permissions, a damaged file.
+
+    The message names the rank and the file. Caught as `StoreError`, like such errors of the driver,
+    or as `WorkerFailedError`.
+    """

@@ -145,7 +145,7 @@ def pid_exists(pid: int) -> bool:
     """Return whether a process of this machine has a process ID, even another user's process."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # a damaged file may hold any number
         return False
     except PermissionError:
         return True

@@ -103,7 +103,8 @@ def delete_folders(parent: str, is_abandoned: Callable[[Path], bool]) -> None:
     """Delete the folders of this user for which a function returns True; errors are ignored."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            # A damaged file of a folder's owner may hold anything.
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
                 if (
                     entry.is_dir(follow_symlinks=False)
                     and entry.stat(follow_symlinks=False).st_uid == os.getuid()

@@ -22,12 +22,14 @@ from tqdm import tqdm
 from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.fitting.waiting import StepWaiting
 from hvd_estimators.launch.service.events import (
     Event,
     Handler,
     RankMessage,
     RankOutput,
     RankProgress,
+    RankWaiting,
 )
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
 from hvd_estimators.launch.service.stages import LaunchState, observing_launches
@@ -252,17 +254,27 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
     """
     # The ranks' events arrive in other threads. A notebook needs the context of the cell's thread.
     context = contextvars.copy_context()
+    waiting = StepWaiting(spec.run.run_id, spec.data.num_ranks)
     if spec.verbose <= 0:
-        yield lambda event: context.copy().run(print_event, event)
+
+        def handle_quietly(event: Event) -> None:
+            if isinstance(event, RankWaiting):
+                waiting.add(event)
+            print_event(event)
+
+        yield lambda event: context.copy().run(handle_quietly, event)
         return
     if newest is not None:
         _write_line(_resuming(spec, newest))
-    with contextlib.closing(_display(spec)) as shown, observing_launches(shown.launch):
+    with contextlib.closing(_display(spec, waiting)) as shown, observing_launches(shown.launch):
 
         def handle(event: Event) -> None:
             if isinstance(event, RankProgress):
                 shown.finish_launch()
                 shown.show(event)
+            elif isinstance(event, RankWaiting):
+                shown.clear_launch()
+                waiting.add(event)
             elif isinstance(event, RankOutput):
                 shown.clear_launch()
                 _write(event.text(), sys.stderr)
@@ -280,10 +292,10 @@ def _write(text: str, file: Any) -> None:
         write_text(file, text)
 
 
-def _display(spec: TrainSpec) -> _Display:
+def _display(spec: TrainSpec, waiting: StepWaiting) -> _Display:
     if in_notebook():
-        return _NotebookEpochs(spec)
-    return _EpochBars(spec) if sys.stderr.isatty() else _Display(spec)
+        return _NotebookEpochs(spec, waiting)
+    return (_EpochBars if sys.stderr.isatty() else _Display)(spec, waiting)
 
 
 class _Display:
@@ -292,8 +304,9 @@ class _Display:
     _launch: StageRow
     _state: LaunchState
 
-    def __init__(self, spec: TrainSpec) -> None:
+    def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
         self._name = spec.run.run_id
+        self._waiting = waiting
         self._has_name = False
         self._next_line = time.monotonic() + _LINE_SECONDS
         self._lock = threading.Lock()
@@ -312,6 +325,7 @@ class _Display:
         """Show the stage of the launch. A stage before the last one is that of a relaunch."""
         with self._lock:
             if state.stage < self._state.stage:
+                self._waiting.restart(state.num_ranks)
                 self._launch.close()
                 self._start_launch(state)
             self._state = state
@@ -334,8 +348,9 @@ class _Display:
         if event.done:
             self._write_epoch(event)
         elif now >= self._next_line:
-            steps = f"step {event.step:,} of {event.steps:,}"
-            _write_line(f"{self._title(event)}: {steps}, {_describe(event)}")
+            parts = [f"step {event.step:,} of {event.steps:,}", self._waiting.text()]
+            parts.append(_describe(event))
+            _write_line(f"{self._title(event)}: {', '.join(filter(None, parts))}")
         else:
             return
         self._next_line = now + _LINE_SECONDS
@@ -360,8 +375,8 @@ class _Display:
 class _NotebookEpochs(_Display):
     """One row for the current epoch, and a line of the cell per epoch."""
 
-    def __init__(self, spec: TrainSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
+        super().__init__(spec, waiting)
         self._row = _NotebookRow()
         self._total = spec.epochs * spec.data.train_steps_per_epoch
         self._initial = 0
@@ -391,8 +406,8 @@ class _NotebookEpochs(_Display):
 class _EpochBars(_Display):
     """One bar per epoch."""
 
-    def __init__(self, spec: TrainSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: TrainSpec, waiting: StepWaiting) -> None:
+        super().__init__(spec, waiting)
         self._bar: Any = None
         self._epoch = -1
 

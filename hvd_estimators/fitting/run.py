@@ -143,7 +143,10 @@ class Run:
         Also None if the run comes from a version that did not record the row order.
         """
         order = (self.metadata or {}).get("row_order")
-        return None if order is None else ReadOrder(**order)
+        if order is None:
+            return None
+        # A later version may record more.
+        return ReadOrder(order["canonical_shards"], order["random_seed"])
 
     def check_fingerprint(self) -> None:
         """Check that the run's checkpoints, if any, have the fingerprint of this fit.

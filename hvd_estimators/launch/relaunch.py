@@ -184,7 +184,7 @@ def final_error(
     """
     lost = "".join(f"\n  {summary(failure)}" for failure in earlier[-10:])
     before = f" Lost before:{lost}" if lost else ""
-    return WorkerFailedError(
+    return type(error)(
         f"{error}\nThe ranks had been launched again {len(earlier)} times{why}.{before}",
         rank=error.rank,
         host=error.host,

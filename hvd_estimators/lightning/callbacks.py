@@ -173,6 +173,14 @@ class EpochRecorder(Checkpoint):
                 (batch_idx + 1) // self._shards.passes, self._losses[0].as_dict("loss")
             )
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Exclude a validation from the times of steps."""
+        self._progress.step_times.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resume the times of steps."""
+        self._progress.step_times.resume()
+
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -200,6 +208,7 @@ class EpochRecorder(Checkpoint):
                 f"The training loader had no batch in epoch {trainer.current_epoch}. A data module "
                 "must give loaders that can be iterated in every epoch, with rows on every rank."
             )
+        self._progress.step_times.pause()
         self._buffers.reduce()
         for loss in self._losses:
             loss.reduce()

@@ -28,7 +28,7 @@ from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folder import Folder, open_folder
-from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
+from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, check_metadata, class_of
 from hvd_estimators.store import Store
 
 logger = logging.getLogger(__name__)
@@ -272,6 +272,7 @@ class _Reader(MLReader[Any]):
                 "save()."
             )
         metadata = self._metadata(folder)
+        check_metadata(metadata, path)
         cls = class_of(self._cls, metadata["class"], path)
         check_format(metadata, path)
         instance = cls()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import importlib
 import io
-import json
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
+from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.registry import require_path
 
 _HOMES = {
@@ -32,6 +33,14 @@ _JVM = "org.apache.spark."
 _OWN = "hvd_estimators."
 _PIPELINES = ("pyspark.ml.pipeline.PipelineModel", "org.apache.spark.ml.PipelineModel")
 """Names under which PySpark saves pipelines with and without stages in Python."""
+
+_METADATA: dict[str, type] = {
+    **dict.fromkeys(("class", "paramsFolder"), str),
+    **dict.fromkeys(("paramMap", "defaultParamMap"), dict),
+    "pickledParams": list,
+    "formatVersion": int,
+}
+"""Types of the values of a saved instance's metadata that this package reads."""
 
 
 class Saved:
@@ -252,21 +261,45 @@ def _open(path: str, storage_options: Mapping[str, Any] | None) -> Saved:
 def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
     """Return the metadata from Spark ML's writer, which is one line of JSON."""
     names = [n for n in store.names(f"{folder}/metadata") if not n.startswith(("_", "."))]
-    text = b""
-    for name in names:
-        content = store.read(f"{folder}/metadata/{name}")
-        text += gzip.decompress(content) if name.endswith(".gz") else content
-    if not text.strip():
+    contents = {name: store.read(f"{folder}/metadata/{name}") for name in names}
+    if not any(content.strip() for content in contents.values()):
         raise StoreError(f"path: found no saved model at {path!r}. Set the path given to save().")
     try:
-        metadata: Mapping[str, Any] = json.loads(text)
-        metadata["class"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"path: {path!r} is not a saved model: its metadata cannot be read."
-        ) from error
+        text = b"".join(
+            gzip.decompress(content) if name.endswith(".gz") else content
+            for name, content in contents.items()
+        )
+        metadata = parse_object(text)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    check_metadata(metadata, path)
     check_format(metadata, path)
     return metadata
+
+
+def check_metadata(metadata: Mapping[str, Any], path: str) -> None:
+    """Check the types of the values in a saved instance's metadata.
+
+    Raises
+    ------
+    StoreError
+        If a value is missing, or is not of its type.
+    """
+    try:
+        check_types(metadata, _METADATA, required=["class"])
+        uids = metadata.get("paramMap", {}).get("stageUids", [])
+        for names in (metadata.get("pickledParams", []), uids):
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"expected names, found {names!r:.100}")
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> StoreError:
+    return StoreError(
+        f"path: {path!r} is not a saved model: its metadata cannot be read "
+        f"({type(error).__name__}: {error}). Save the model again, or restore the file."
+    )
 
 
 def _home(class_name: str) -> str:

@@ -21,7 +21,9 @@ from typing import IO, TypeVar
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
+from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
+from hvd_estimators.store.storage_errors import Kind, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +226,8 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         If the file is missing, truncated or changed.
     UnreadableCheckpoint
         If the store cannot read the file.
+    StoreError
+        If the disk of the local copy is full.
     """
     is_local = store.local_path(info.path) is not None
     with contextlib.ExitStack() as stack:
@@ -242,6 +246,9 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         except DamagedCheckpoint:
             raise
         except OSError as error:
+            if kind_of(error) is Kind.SPACE:  # of the local copy
+                with naming_full_disk():
+                    raise
             if not is_missing(error):
                 raise UnreadableCheckpoint(f"{error}") from error
             raise DamagedCheckpoint("there is no such file") from error

@@ -16,8 +16,9 @@ import fsspec
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.redaction import secret_values
-from hvd_estimators.store.retries import with_retries
+from hvd_estimators.store.retries import TruncatedResponse, with_retries
 
 CHUNK_BYTES = 2**22
 """Bytes copied per read."""
@@ -189,7 +190,22 @@ class Files(ABC):
         else:
             with ThreadPoolExecutor(min(len(starts), _REQUESTS) or 1) as pool:
                 parts = list(pool.map(fs.cat_file, [path] * len(starts), starts, stops))
+        # Without `stops`, or with a suffix of a file of unknown size, no length is expected.
+        for start, stop, part in zip(starts, stops, parts, strict=True):
+            if stop is not None and start >= 0 and len(part) < stop - start:
+                self._check_length(path, start, stop, len(part))
         return [bytes(part) for part in parts]
+
+    def _check_length(self, path: str, start: int, stop: int, length: int) -> None:
+        """Raise an error if a response is shorter than the file's part of a range."""
+        self._forget_listings(path)
+        size = int(self.fs.size(path) or 0)
+        expected = min(stop, size) - start
+        if length < expected:
+            raise TruncatedResponse(
+                f"the response was cut: it has {length} of {expected} bytes at {start}, and the "
+                f"file has {size} bytes"
+            )
 
     def _takes_suffixes(self) -> bool:
         """Return whether a request can read the end of a file of unknown size."""
@@ -398,13 +414,17 @@ def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = N
     Raises
     ------
     StoreError
-        If the file does not exist, or if its digest differs from ``digest``.
+        If the file does not exist, if its digest differs from ``digest``, or if the disk of the
+        private file is full.
     """
     writer, size = HashingWriter(target), 0
     try:
         with store.open(path) as source:
             while chunk := source.read(CHUNK_BYTES):
-                size += writer.write(chunk)
+                with naming_full_disk():
+                    size += writer.write(chunk)
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"The store holds no file {path!r} ({error}).") from error
     if digest is not None and writer.digest != digest:

@@ -19,7 +19,7 @@ from hvd_estimators._util.temp_files import folder_prefix
 from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.registry import scheme_of
-from hvd_estimators.store.retries import typed_errors, with_retries
+from hvd_estimators.store.retries import TruncatedResponse, typed_errors, with_retries
 
 
 class RemoteFile(io.RawIOBase):
@@ -89,7 +89,9 @@ class RemoteFile(io.RawIOBase):
             try:
                 if self._file is None:
                     self._open()
-                return bytes_of(self._file.read(-1 if size is None else size))
+                content = bytes_of(self._file.read(-1 if size is None else size))
+                self._check_length(len(content), size)
+                return content
             except Exception:
                 self._discard()
                 raise
@@ -125,6 +127,16 @@ class RemoteFile(io.RawIOBase):
             )
         self._size = size
         self._file.seek(self._position)
+
+    def _check_length(self, length: int, size: int | None) -> None:
+        """Raise an error if a read returned nothing before the end, or not all remaining bytes."""
+        left = self.size - self._position
+        reads_all = size is None or size < 0
+        if left > 0 and size != 0 and (length < left if reads_all else not length):
+            raise TruncatedResponse(
+                f"the response was cut: it has {length} of {left} bytes at {self._position}, and "
+                f"the file has {self.size} bytes"
+            )
 
     def _discard(self) -> None:
         file, self._file = self._file, None

@@ -581,5 +581,6 @@ class FencingToken:
             )
         if record.details.get(LAUNCH, 0) != self.launch:
             raise StoreError(
-                "the ranks have been launched again in place of this rank, which was slow to end"
+                "the ranks have been launched again in place of this rank, which was slow to end "
+                f"(see {self.path!r})"
             )

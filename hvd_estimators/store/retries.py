@@ -37,6 +37,10 @@ _MOST_CHARACTERS = 400
 """Maximum characters of an error text in messages. HDFS data nodes send very long texts."""
 
 
+class TruncatedResponse(ConnectionError):
+    """Response with fewer bytes than the storage has. A retry may return all of them."""
+
+
 def with_retries(action: Callable[[], T], description: str, secrets: Collection[str] = ()) -> T:
     """Call a function, and retry it while its errors are transient.
 

@@ -120,9 +120,16 @@ def read_history(store: StorePaths, run_path: str) -> list[Row] | None:
     if document is None:
         return None
     try:
-        return [(int(e), str(s), str(n), float(v)) for e, s, n, v in document["rows"]]
+        return [(_epoch(e), str(s), str(n), float(v)) for e, s, n, v in document["rows"]]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(path, error) from error
+
+
+def _epoch(value: Any) -> int:
+    epoch = int(value)
+    if not 0 <= epoch < 2**31:
+        raise ValueError(f"{value!r:.100} is not an epoch")
+    return epoch
 
 
 def history_text(rows: Iterable[Row]) -> str:
@@ -231,6 +238,8 @@ def _check_metadata(document: Mapping[str, Any]) -> None:
     for name, types in (("row_order", _ROW_ORDER), ("error", _ERROR)):
         if name in document:
             check_types(document[name], types, required=types)
+    if document.get("row_order", {}).get("canonical_shards", 1) < 1:
+        raise ValueError("canonical_shards: expected at least 1")
     for fit in document.get("fits", ()):
         check_types(fit, _FIT, required=["state"])
     for name in ("started", "ended"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvd_estimators.torch.collectives import current, reduce_group_async
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import StatedDenominators
+from hvd_estimators.training.step_times import add_waiting
 
 UNUSED_GRADIENTS = (
     "These parameters have gradients, and no optimizer has stepped with them: %s. They are not "
@@ -247,8 +249,10 @@ class GradientAverager:
         if not self._alone:
             while self._launched < len(self._buckets):
                 self._launch()
+            started = time.perf_counter()
             for bucket in self._buckets:
                 bucket.finish()
+            add_waiting(time.perf_counter() - started)
             self._launched = 0
         if self._denominators is not None:
             self._denominators.divide(self._bucket_of)

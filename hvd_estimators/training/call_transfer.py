@@ -27,6 +27,7 @@ from hvd_estimators.launch.rank.directory import use_own_temporary_folder
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.files import CHUNK_BYTES, HashingWriter, copy_from, fetch
+from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.leases import FencingToken
 from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult, TrainSpec
@@ -74,7 +75,17 @@ def train_stored(call: StoredCall) -> TrainResult:
     -------
     TrainResult
         The trainer's result, with the digest of the state's file instead of the state.
+
+    Raises
+    ------
+    StoreError
+        If a disk is full, beside the errors of the trainer and the store.
     """
+    with naming_full_disk():
+        return _train_stored(call)
+
+
+def _train_stored(call: StoredCall) -> TrainResult:
     use_own_temporary_folder()
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)

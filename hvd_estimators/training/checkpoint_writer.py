@@ -28,6 +28,7 @@ from hvd_estimators.store.checkpoints import (
     write_manifest,
 )
 from hvd_estimators.store.files import CHUNK_BYTES
+from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.paths import Position, manifest_of, orphans, with_manifest
 from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
 from hvd_estimators.training.object_collectives import ObjectExchange
@@ -172,7 +173,11 @@ class CheckpointWriter:
             try:
                 write_archive(noting, state, write_model)
             except Exception as error:
-                raise (noting.error or error) from error.__cause__
+                if noting.error is not None:
+                    raise noting.error from error.__cause__
+                # A temporary file of the framework, not the target, may have no space.
+                with naming_full_disk():
+                    raise
             return _Written(stack.pop_all(), file, target)
 
     def _publish(
@@ -281,7 +286,8 @@ class _NotingErrors:
 def _as_store_error(path: str) -> Iterator[None]:
     """Convert errors that prevent a checkpoint from being written to a `StoreError`."""
     try:
-        yield
+        with naming_full_disk():
+            yield
     except OSError as error:
         cause = f"{error}" if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
         is_temporary = isinstance(error, StoreUnavailableError)

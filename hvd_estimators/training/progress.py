@@ -23,6 +23,7 @@ from hvd_estimators.launch.rank.hang_detection import (
 )
 from hvd_estimators.launch.service.events import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
+from hvd_estimators.training.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,11 @@ class Progress:
         The training job; if its ``verbose`` is 0, only epoch records are sent.
     rank : int
         This rank.
+
+    Attributes
+    ----------
+    step_times : StepTimes
+        Times of the steps, and of waiting for other ranks.
     """
 
     def __init__(self, spec: TrainSpec, rank: int) -> None:
@@ -121,6 +127,7 @@ class Progress:
         self._started = self._reported = 0.0
         self._rows_after = spec.data.rows_after
         self._train_seconds: float | None = None
+        self.step_times = StepTimes(rank)
 
     def __enter__(self) -> Self:
         if self._sender is not None:
@@ -140,10 +147,12 @@ class Progress:
         self._epoch, self._steps_before = epoch, steps_before
         self._started = self._reported = time.monotonic()
         self._train_seconds = None
+        self.step_times.resume()
 
     def end_training(self) -> None:
         """Record the time at which the epoch's last step ended, before any validation."""
         self._train_seconds = time.monotonic() - self._started
+        self.step_times.pause()
 
     @property
     def rows_per_second(self) -> float:
@@ -162,6 +171,7 @@ class Progress:
         this property after each step.
         """
         made_progress()
+        self.step_times.step()
         if self._sender is None or not self._is_shown:
             return False
         return time.monotonic() - self._reported > _REPORT_SECONDS

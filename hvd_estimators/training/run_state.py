@@ -22,6 +22,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.training.spec import EpochMetrics
 
 _REGISTERED = 2
@@ -243,7 +244,8 @@ def describing_damage(
         The suggested fix, for the message.
     """
     try:
-        yield
+        with naming_full_disk():
+            yield
     except StoreError:
         raise
     except _UNREADABLE as error:
@@ -286,8 +288,11 @@ def _document(archive: zipfile.ZipFile) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(archive.read(names[0]))
     if document["format"] != _FORMAT:
         raise ValueError(f"its format is {document['format']}, expected {_FORMAT}")
+    count = document["arrays"]
+    if not isinstance(count, int) or not 0 <= count < len(archive.namelist()):
+        raise ValueError(f"it has {count!r:.100} arrays in {len(archive.namelist())} members")
     folder = names[0].removesuffix(_STATE)
-    document["members"] = [folder + _ARRAY.format(n) for n in range(document["arrays"])]
+    document["members"] = [folder + _ARRAY.format(n) for n in range(count)]
     if not {*document["members"]} <= {*archive.namelist()}:
         raise ValueError("some of its arrays are missing")
     return document

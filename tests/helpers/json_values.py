@@ -1,8 +1,15 @@
-"""Strategy of JSON values, for property tests of documents that are read back."""
+"""Strategies of JSON values and damaged documents, for property tests of documents read back."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from hvd_estimators.exceptions import ParamError, StoreError
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -10,3 +17,74 @@ JSON_VALUES = st.recursive(
     max_leaves=6,
 )
 """Any value; NaN and infinity are included, as Python writes and reads them."""
+
+MORE_EXAMPLES = 10
+"""Factor of the number of examples in soak."""
+
+
+@st.composite
+def edited_anywhere(draw: Any, document: Any) -> Any:
+    """Return a copy of a document after up to three edits at any place."""
+    document = copy.deepcopy(document)
+    for _ in range(draw(st.integers(1, 3))):
+        place: Any = {"whole": document}
+        key: Any = "whole"
+        while isinstance(place[key], (dict, list)) and place[key] and draw(st.booleans()):
+            place = place[key]
+            keys = list(place) if isinstance(place, dict) else range(len(place))
+            key = draw(st.sampled_from(keys))
+        if isinstance(place, list) and draw(st.booleans()):
+            place.append(place[key])
+        elif key != "whole" and isinstance(place, dict) and draw(st.booleans()):
+            del place[key]
+        elif isinstance(place, dict) and place.keys() != {"whole"} and draw(st.booleans()):
+            place[draw(st.text(min_size=1, max_size=8))] = draw(JSON_VALUES)
+        else:
+            place[key] = draw(JSON_VALUES)
+            document = place["whole"] if key == "whole" else document
+    return document
+
+
+@st.composite
+def damaged_bytes(draw: Any, content: bytes) -> bytes:
+    """Return bytes after up to four changes: some other bytes, a missing part, or a missing end."""
+    damaged = bytearray(content)
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, max(len(damaged) - 1, 0)))
+        change = draw(st.sampled_from(["replace", "delete", "truncate"]))
+        if change == "replace":
+            new = draw(st.binary(min_size=1, max_size=8))
+            damaged[start : start + len(new)] = new
+        elif change == "delete":
+            del damaged[start : start + draw(st.integers(1, 20))]
+        else:
+            del damaged[start:]
+    return bytes(damaged)
+
+
+NO_JSON = [b"", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000]
+"""Contents that no document has, among them ones that are nested deeply."""
+
+
+def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int) -> None:
+    """Call a check with examples of a strategy."""
+    health = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    limited = settings(max_examples=examples, deadline=None, suppress_health_check=health)
+    limited(given(strategy)(check))()
+
+
+def typed_outcome(action: Callable[[], Any], *names: str) -> Any:
+    """Return an action's value, or None if it raises a typed error that contains a name."""
+    try:
+        return action()
+    except (StoreError, ParamError) as error:
+        found = str(error)
+    assert any(name in found for name in names), found
+    return None
+
+
+def fuzz_sizes(number: int) -> list[Any]:
+    """Return the numbers of examples of a test: one for CI, and a larger one for soak."""
+    import pytest
+
+    return [number, pytest.param(MORE_EXAMPLES * number, marks=pytest.mark.soak)]

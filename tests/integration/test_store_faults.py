@@ -19,6 +19,7 @@ import pytest
 from checkpoint_saves import KIB, newest, save
 from servers.fault_proxy import FaultProxy
 from store_runs import (
+    FRAMEWORKS,
     epochs_begun,
     make_estimator,
     make_rows,
@@ -153,19 +154,6 @@ def test_a_truncated_response_is_read_to_its_end(
     fault = proxy.fault("cut answer", matches=lambda method, path: ".ckpt" in path, times=3)
     assert newest(store_behind_proxy) == 1
     assert fault.happened == 3
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Filesystem of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this process may not mount a filesystem: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_full_disk_is_reported_and_the_previous_checkpoint_is_kept(small_disk: Path) -> None:
@@ -346,25 +334,58 @@ def test_training_survives_faults_of_s3(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_resumes_after_space_is_freed_on_a_full_disk(
-    small_disk: Path, tmp_path: Path
+    small_disk: Path, tmp_path: Path, framework: str
 ) -> None:
     store = Store.create(str(small_disk / "store"))
-    features = prepare(store)
+    prepare(store)
     filler = small_disk / "filler"
-
-    def fill() -> None:
-        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(KIB))
-        (tmp_path / "go on").touch()
-
-    filling = while_ranks_wait(store, tmp_path, fill)
-    with pytest.raises((WorkerFailedError, StoreError), match="no space left"):
-        fit(store, tmp_path)
+    settings: dict[str, Any] = {"validation": 0.5, "backend": LocalBackend(2), "run_id": "run"}
+    filling = while_ranks_wait(store, tmp_path, lambda: fill(filler, tmp_path / "go on"))
+    waiting = {**settings, "callbacks": [stopping_callback(framework, tmp_path)]}
+    with pytest.raises(StoreError, match=r"Rank 0 .*checkpoint-000002.*no space left") as caught:
+        make_estimator(framework, store=store, **waiting).fit_on_parquet()
     filling.join()
+    assert isinstance(caught.value, WorkerFailedError)
+    assert caught.value.rank == 0
     assert newest(store) == 1
     filler.unlink()
-    model = fit(store, tmp_path)
-    check_predictions(model, features)
+    make_estimator(framework, store=store, **settings).fit_on_parquet()
     assert newest(store) == 3
+
+
+def fill(filler: Path, then: Path) -> None:
+    """Fill a disk with a file, and create another file."""
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(KIB))
+    then.touch()
+
+
+@pytest.mark.soak
+def test_ranks_whose_temporary_folder_is_full_name_it(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(str(tmp_path / "store"))
+    prepare(store)
+    monkeypatch.setenv("TMPDIR", str(small_disk))
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    with pytest.raises(StoreError, match=rf"No space is left .*{small_disk}.*TMPDIR") as caught:
+        make_estimator(
+            "torch",
+            **{"store": store, "validation": 0.5, "callbacks": [SavesTensors()]},
+            backend=LocalBackend(2),
+        ).fit_on_parquet()
+    assert isinstance(caught.value, WorkerFailedError)
+
+
+class SavesTensors:
+    """Callback that saves more than a small disk of temporary files holds."""
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        import tempfile
+
+        import torch
+
+        torch.save(torch.zeros(10**6), f"{tempfile.gettempdir()}/tensors")

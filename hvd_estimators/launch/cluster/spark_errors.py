@@ -18,6 +18,7 @@ from hvd_estimators.exceptions import (
     JobCancelledError,
     ResultsError,
     SlotsError,
+    StoreError,
     WorkerFailedError,
 )
 from hvd_estimators.launch import timeouts
@@ -56,6 +57,11 @@ _KINDS = [
         r"barrier stage that requires more slots",
         SlotsError,
         "The cluster has fewer task slots than ranks.",
+    ),
+    _Kind(
+        r"StoreError: No space is left on a disk",
+        StoreError,
+        "The disk of temporary files is full on a machine that should start a rank.",
     ),
     _Kind(
         r"Cannot run program",

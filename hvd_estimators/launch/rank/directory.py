@@ -30,11 +30,24 @@ _INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def make_rank_folder() -> str:
-    """Create a directory for a rank, and delete abandoned directories of earlier ranks."""
+    """Create a directory for a rank, and delete abandoned directories of earlier ranks.
+
+    Raises
+    ------
+    StoreError
+        If the disk is full.
+    """
     parent = tempfile.gettempdir()
     _sweep_once(parent)
-    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-    Path(folder, _OWNER_FILE).write_text(json.dumps(asdict(this_process())))
+    try:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        Path(folder, _OWNER_FILE).write_text(json.dumps(asdict(this_process())))
+    except OSError:
+        # Processes that start ranks otherwise do not need the store's modules.
+        from hvd_estimators.store.full_disk import naming_full_disk
+
+        with naming_full_disk():
+            raise
     return folder
 
 

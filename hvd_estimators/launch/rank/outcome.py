@@ -16,8 +16,10 @@ from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import (
     DependencyError,
     GpuError,
+    StoreError,
     UnreachableError,
     WorkerFailedError,
+    WorkerStoreError,
 )
 from hvd_estimators.launch.gpus import gpu_hint
 from hvd_estimators.launch.rank.hang_detection import stalled_ranks
@@ -54,12 +56,15 @@ class ErrorReport:
         The traceback without the frames of this package, PySpark and Py4J; of bounded length.
     full_traceback : str
         The traceback with all frames; of bounded length.
+    is_storage : bool
+        Whether the exception is a `StoreError`.
     """
 
     error_type: str
     headline: str
     traceback: str
     full_traceback: str
+    is_storage: bool = False
 
 
 def report_error(error: BaseException) -> ErrorReport:
@@ -71,7 +76,8 @@ def report_error(error: BaseException) -> ErrorReport:
     where = f" ({frame.filename}:{frame.lineno}, in {frame.name})" if frame else ""
     # The message may contain a whole batch or model.
     full = shortened("".join(traceback.format_exception(error)))
-    return ErrorReport(name, f"{headline}{where}", fold_frames(full), full)
+    is_storage = isinstance(error, StoreError)
+    return ErrorReport(name, f"{headline}{where}", fold_frames(full), full, is_storage)
 
 
 def fold_frames(text: str) -> str:
@@ -161,7 +167,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     Raises
     ------
     WorkerFailedError
-        If a rank failed. It describes the failure of the rank that most likely failed first.
+        If a rank failed. It describes the failure of the rank that most likely failed first. It is
+        a `WorkerStoreError` if that rank raised a `StoreError`.
     DependencyError
         If a machine lacks a dependency of the rank, or the Python executable.
     UnreachableError
@@ -203,7 +210,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         lines.append(f"Horovod is not installed on {first.host}. Run there: {BUILD_HOROVOD}")
     if first.output_tail.strip():
         lines += ["The end of its output:", first.output_tail.rstrip()]
-    raise WorkerFailedError(
+    is_storage = first.report is not None and first.report.is_storage
+    raise (WorkerStoreError if is_storage else WorkerFailedError)(
         "\n".join(line for line in lines if line),
         rank=first.rank,
         host=first.host,

@@ -28,6 +28,9 @@ OUTCOME_FILE = "outcome.pkl"
 CALLED_FILE = "called"
 """Name of the empty file in the rank's directory that exists once the function was called."""
 
+_RESERVED_BYTES = 2**18
+"""Space that a rank reserves at its start, so that it can report an error if the disk is full."""
+
 
 def main(directory: str) -> int:
     """Run the call from standard input, and write its outcome to a directory.
@@ -41,7 +44,9 @@ def main(directory: str) -> int:
         The exit status: 0, or 1 if the function raised.
     """
     outcome: tuple[str, bytes | ErrorReport]
+    partial = Path(directory) / f"{OUTCOME_FILE}.partial"
     try:
+        partial.write_bytes(bytes(_RESERVED_BYTES))
         with open(0, "rb", closefd=False) as file:
             call = file.read()
         empty_stdin()
@@ -51,10 +56,31 @@ def main(directory: str) -> int:
         outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
         outcome = ("error", report_error(error))
-    partial = Path(directory) / f"{OUTCOME_FILE}.partial"
-    partial.write_bytes(pickle.dumps(outcome))
+    try:
+        _overwrite(partial, pickle.dumps(outcome))
+    except OSError as error:
+        outcome = ("error", report_error(_named(error, directory)))
+        _overwrite(partial, pickle.dumps(outcome))
     os.replace(partial, Path(directory) / OUTCOME_FILE)
     return 0 if outcome[0] == "result" else 1
+
+
+def _overwrite(file: Path, content: bytes) -> None:
+    """Replace a file's content, in the space that the file has already."""
+    with open(file, "r+b" if file.exists() else "wb") as opened:
+        opened.write(content)
+        opened.truncate()
+
+
+def _named(error: OSError, directory: str) -> Exception:
+    """Return the error to report instead of one of writing the outcome."""
+    from hvd_estimators.store.full_disk import naming_full_disk
+
+    try:
+        with naming_full_disk():
+            raise OSError(error.errno, error.strerror, f"{directory}/{OUTCOME_FILE}") from error
+    except Exception as named:
+        return named
 
 
 def _exit(status: int) -> NoReturn:

@@ -153,7 +153,34 @@ class RankStage:
     stage: int
 
 
-Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage
+@dataclass(frozen=True)
+class RankWaiting:
+    """Step times of a rank; each rank reports them once per minute of training.
+
+    Attributes
+    ----------
+    rank : int
+        The rank.
+    host : str
+        Name of the rank's machine.
+    steps : int
+        Number of steps since the previous report.
+    seconds : float
+        Time of these steps.
+    waited : float
+        Part of that time in which the rank waited for other ranks.
+    """
+
+    kind: ClassVar[str] = "waiting"
+
+    rank: int
+    host: str
+    steps: int
+    seconds: float
+    waited: float
+
+
+Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage | RankWaiting
 
 
 Handler = Callable[[Event], None]
@@ -161,7 +188,8 @@ Handler = Callable[[Event], None]
 
 
 _KINDS: dict[str, Callable[..., Event]] = {
-    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput, RankMessage, RankStage)
+    kind.kind: kind
+    for kind in (RankProgress, RankEpoch, RankOutput, RankMessage, RankStage, RankWaiting)
 }
 
 

@@ -16,7 +16,13 @@ from tqdm import tqdm
 
 from hvd_estimators.fitting import progress as displays
 from hvd_estimators.fitting.progress import StageRow, format_size, show_progress
-from hvd_estimators.launch.service.events import RankMessage, RankOutput, RankProgress, RankStage
+from hvd_estimators.launch.service.events import (
+    RankMessage,
+    RankOutput,
+    RankProgress,
+    RankStage,
+    RankWaiting,
+)
 from hvd_estimators.launch.service.stages import LaunchWatch
 from hvd_estimators.launch.stage import PHASES, Stage
 from hvd_estimators.store.paths import Position
@@ -100,6 +106,20 @@ def test_epochs_are_shown_until_complete(place: str) -> None:
             assert re.fullmatch(f"Launched 2 ranks in 0.. s.\n{epochs}", shown())
         if place == "notebook":
             assert sys.stdout.getvalue() == epochs  # type: ignore[attr-defined]
+
+
+def test_the_line_of_a_minute_has_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(displays, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    with showing_in("file"):
+        with show_progress(spec(epochs=1)) as handle:
+            handle(RankWaiting(0, "a", 5, 60.0, 27.0))
+            handle(RankWaiting(1, "b", 5, 60.0, 3.0))
+            clock.now = 61.0
+            handle(progress(0, 3, epochs=1))
+        # Rank 0 waits for 27 of 60 seconds, and rank 1, for which it waits, does not count.
+        expected = "12 s per step, 45 % of it waiting for other ranks"
+        assert f"Epoch 1/1: step 3 of 4, {expected}, 1,234 rows/s, loss=" in shown()
 
 
 def test_a_long_epoch_has_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:

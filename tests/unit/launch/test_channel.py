@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_values import fuzz, fuzz_sizes
 
 from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, new_secret
 
@@ -219,3 +220,29 @@ def test_a_handshake_sent_byte_by_byte_times_out():
         assert time.monotonic() - started < 2
         stopped.set()
         thread.join()
+
+
+@pytest.mark.parametrize("examples", fuzz_sizes(30))
+def test_any_bytes_of_a_stranger_only_end_its_connection(examples):
+    def check(content):
+        for meet in (Channel.accept, Channel.connect):
+            left, right = socket.socketpair()
+            with left, right:
+                left.sendall(content)
+                left.shutdown(socket.SHUT_WR)
+                with pytest.raises((ConnectionError, TimeoutError)):
+                    meet(right, SECRET, 5.0)
+
+    fuzz(check, st.binary(max_size=300), examples)
+
+
+@pytest.mark.parametrize("examples", fuzz_sizes(30))
+def test_any_bytes_after_the_handshake_are_no_message(examples):
+    def check(content):
+        with pair() as (client, server):
+            client._connection.sendall(content)
+            client._connection.shutdown(socket.SHUT_WR)
+            with pytest.raises((ConnectionError, TimeoutError)):
+                server.receive(1, 1)
+
+    fuzz(check, st.binary(max_size=300), examples)

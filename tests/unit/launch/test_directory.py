@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from json_values import NO_JSON, damaged_bytes, edited_anywhere, fuzz, fuzz_sizes
 
+from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.launch.rank import directory as rank_folder
 from hvd_estimators.launch.rank.directory import make_rank_folder, sweep, use_own_temporary_folder
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
@@ -101,3 +105,26 @@ def test_directories_set_by_the_user_are_kept(
     monkeypatch.setenv(DIRECTORY_VARIABLE, own)
     assert used() == (f"{own}/tmp", f"{own}/tmp")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+OWNER = {**vars(this_process())}
+
+
+@pytest.mark.parametrize("examples", fuzz_sizes(100))
+def test_folders_with_damaged_owners_are_kept_and_do_not_stop_a_sweep(
+    examples: int, folder: Path
+) -> None:
+    dead = {**OWNER, "pid": 2**22 + 1}
+    text = json.dumps(dead).encode()
+    edited = edited_anywhere(dead).map(lambda found: json.dumps(found).encode())
+
+    def check(content: bytes) -> None:
+        damaged, abandoned = (folder / f"hvd-estimators-rank-{name}" for name in ("a", "b"))
+        for path, owner in ((damaged, content), (abandoned, text)):
+            path.mkdir(exist_ok=True)
+            (path / "owner.json").write_bytes(owner)
+        sweep(str(folder))
+        assert not abandoned.exists()
+        sweep(str(folder))
+
+    fuzz(check, edited | damaged_bytes(text) | st.sampled_from(NO_JSON), examples)

@@ -1,6 +1,7 @@
 """The process of one rank, seen from its parent."""
 
 import argparse
+import contextlib
 import os
 import pickle
 import signal
@@ -14,11 +15,12 @@ import cloudpickle
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
+from hvd_estimators.exceptions import DependencyError, ParamError, StoreError, WorkerFailedError
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.worker import of_first_rank
+from hvd_estimators.launch.relaunch import final_error
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -63,7 +65,8 @@ def test_a_call_is_not_written_to_any_file():
 
     call = run(look, "mark")
 
-    assert pickle.loads(call.result) == ("mark", ["called", "owner.json", "rank.pid"], False, "")
+    files = ["called", "outcome.pkl.partial", "owner.json", "rank.pid"]
+    assert pickle.loads(call.result) == ("mark", files, False, "")
 
 
 def test_ranks_get_the_drivers_command_line_arguments(monkeypatch):
@@ -265,3 +268,42 @@ def test_an_unpicklable_call_is_an_error_on_the_driver_that_names_it():
     # The name is that of the user's function, not that of its wrapper.
     with pytest.raises(ParamError, match="holds_a_lock and its arguments are sent"):
         pickle_call(of_first_rank, (holds_a_lock, {}), {})
+
+
+def fill_temporary_folder():
+    """Fill the disk of the rank's directory."""
+    file = Path(os.environ[DIRECTORY_VARIABLE], "filler")
+    with contextlib.suppress(OSError), open(file, "wb", buffering=0) as opened:
+        while True:
+            opened.write(bytes(1024))
+
+
+@pytest.mark.parametrize("result", ["error", "large"])
+def test_a_rank_on_a_full_disk_reports_a_store_error(small_disk, monkeypatch, result):
+    def main():
+        fill_temporary_folder()
+        if result == "error":
+            raise StoreError("The checkpoint could not be written.")
+        return os.urandom(2**20)
+
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    monkeypatch.setenv("TMPDIR", str(small_disk))
+    outcome = run(main)
+
+    says = "could not be written" if result == "error" else rf"No space is left.*{small_disk}"
+    with pytest.raises(StoreError, match=f"Rank 3 on here .*{says}") as caught:
+        results_in_order([outcome])
+    assert isinstance(caught.value, WorkerFailedError)
+    assert (caught.value.rank, caught.value.cause) == (3, "raised")
+    again = final_error(caught.value, [], "")
+    assert isinstance(again, StoreError)
+    assert pickle.loads(pickle.dumps(again)).rank == 3
+
+
+def test_a_rank_that_cannot_start_on_a_full_disk_names_the_folder(small_disk, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    with pytest.raises(StoreError, match=rf"No space is left.*{small_disk}.*TMPDIR"):
+        run(os.getpid)

@@ -14,6 +14,7 @@ from hvd_estimators.exceptions import (
     JobCancelledError,
     ResultsError,
     SlotsError,
+    StoreError,
     WorkerFailedError,
 )
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
@@ -49,6 +50,12 @@ BARRIER = (
             "Job 3 cancelled because SparkContext was shut down",
             JobCancelledError,
             "The Spark application has ended.*shut down",
+        ),
+        (
+            "hvd_estimators.exceptions.StoreError: No space is left on a disk, or a quota is used "
+            "up (OSError: [Errno 28]). Temporary files are in '/tmp'",
+            StoreError,
+            "a machine that should start a rank.*Temporary files are in '/tmp'",
         ),
         (
             "Total size of serialized results of 1 tasks (5.1 MiB) is bigger than "

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from json_values import NO_JSON
 from prepared_sets import Writer, folders, use
 
 from hvd_estimators import clear_prepared_data, list_prepared_data
@@ -50,6 +51,16 @@ def test_datasets_of_failed_writers_are_deleted(store):
     with pytest.raises(OSError, match="the disk is full"):
         use(store, Writer(store, failures=1))
     assert folders(store) == []
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", *NO_JSON])
+def test_a_damaged_manifest_is_an_error_that_names_the_file(store, content):
+    with acquire(store, Writer(store)) as index:
+        path = manifest_path(store, index)
+        Path(path).write_bytes(content)
+        with pytest.raises(StoreError, match=f"is damaged .*{path}"):
+            load_manifest(store, index)
+        list_prepared_data(store)
 
 
 def test_clearing_keeps_datasets_in_use(store):

@@ -13,7 +13,7 @@ import pytest
 from prepared_sets import Writer, folders, names, use
 
 from hvd_estimators import clear_prepared_data, clear_training_cache, list_prepared_data
-from hvd_estimators.prepare.datasets import acquire, dataset_paths
+from hvd_estimators.prepare.datasets import acquire, dataset_paths, load_manifest
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
@@ -161,4 +161,18 @@ def test_datasets_that_others_read_outlive_their_writer(store):
     use(store, Writer(store))
     assert index not in [d.index for d in list_prepared_data(store)]
     clear_prepared_data(store)
+    assert folders(store) == []
+
+
+def test_two_applications_prepare_the_same_data_at_once(store):
+    processes = [start(store, "kept") for _ in range(2)]
+    indices = [process.stdout.readline().strip() for process in processes]
+    assert len(set(indices)) == 2
+    assert {dataset.index for dataset in list_prepared_data(store)} == set(indices)
+    for position, process in enumerate(processes):
+        process.communicate("\n", timeout=60)
+        # The rows of one application do not end with the other.
+        left = indices[position + 1 :]
+        assert [dataset.index for dataset in list_prepared_data(store)] == left
+        assert [load_manifest(store, index).train.rows for index in left] == [5] * len(left)
     assert folders(store) == []

@@ -10,9 +10,11 @@ import ssl
 import aiohttp
 import botocore.exceptions
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
-from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError, StoreError, StoreUnavailableError
 from hvd_estimators.store import retries
 from hvd_estimators.store.filesystem import RemoteFile
 from hvd_estimators.store.redaction import redacted, secret_values
@@ -247,3 +249,57 @@ def test_a_file_replaced_between_retries_is_an_error(monkeypatch):
 def test_missing_files_are_reported_at_open():
     with pytest.raises(FileNotFoundError):
         RemoteFile(failing(FileNotFoundError("a")), "s3://b/a")
+
+
+class Cutting(MemoryFileSystem):
+    """Filesystem in memory whose next responses have only half of the bytes asked for."""
+
+    cachable = False
+    cuts = 0
+
+    def cat_file(self, path, start=None, end=None, **options):
+        content = super().cat_file(path, start, end, **options)
+        if not self.cuts:
+            return content
+        self.cuts -= 1
+        return content[: len(content) // 2]
+
+
+@pytest.fixture
+def cutting(monkeypatch):
+    """Return a store of a file of 100 bytes, and the filesystem that cuts its responses."""
+    fs = Cutting()
+    store = Store.create("memory://cut")
+    fs.pipe_file("/cut/file", bytes(range(100)))
+    monkeypatch.setattr(type(store), "fs", property(lambda self: fs))
+    return store, fs
+
+
+@pytest.mark.parametrize("ranges", [[(10, 30)], [(10, 30), (90, 200), (100, 300)]])
+def test_cut_responses_are_asked_for_again(cutting, ranges):
+    store, fs = cutting
+    fs.cuts = 5
+    assert store.read_ranges("memory://cut/file", ranges) == [
+        bytes(range(start, min(stop, 100))) for start, stop in ranges
+    ]
+    assert fs.cuts == 0
+
+
+def test_a_store_that_cuts_all_responses_is_unavailable_and_not_damaged(cutting):
+    store, fs = cutting
+    fs.cuts = 10**6
+    with pytest.raises(StoreUnavailableError, match="the response was cut: it has 10 of 20 bytes"):
+        store.read_ranges("memory://cut/file", [(10, 30)])
+
+
+def test_reads_of_open_files_do_not_end_early():
+    responses = [b"", b"12", b""]
+
+    class Ending(io.BytesIO):
+        def read(self, size=-1):
+            return responses.pop(0) if responses else super().read(size)
+
+    file = RemoteFile(lambda: Ending(b"123456"), "file")
+    assert file.read(4) == b"12"
+    assert file.read(4) == b"3456"
+    assert file.read(4) == b""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,10 +14,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
+from json_values import (
+    JSON_VALUES,
+    NO_JSON,
+    damaged_bytes,
+    edited_anywhere,
+    fuzz,
+    fuzz_sizes,
+    typed_outcome,
+)
 
+from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.torch.shard_state import TorchStreams
 from hvd_estimators.training.run_state import (
+    _STATE,
     RunState,
     check_state,
     encode,
@@ -201,3 +216,49 @@ def test_random_streams_continue_across_swapped_shards() -> None:
             states[shard] = streams.capture()
     assert taken == alone
     assert [*of_shards([{1: states[1]}, {0: states[0]}], 2)] == [states[0], states[1]]
+
+
+def written_state() -> bytes:
+    """Return a checkpoint of a small model with a state."""
+    file = io.BytesIO()
+    state = RunState(1, 0, 2, (EpochMetrics(0, {"loss": 0.5}),), ({"a": np.arange(3)}, {}))
+    write_archive(file, state, lambda target: torch.save({"weight": torch.ones(2)}, target))
+    return file.getvalue()
+
+
+def with_document(content: bytes, edit: Any) -> bytes:
+    """Return a checkpoint whose state's document is replaced."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            is_state = name.endswith(_STATE)
+            new.writestr(name, edit if is_state else old.read(name))
+    return target.getvalue()
+
+
+def document_of(content: bytes) -> Any:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(_STATE)]
+        return json.loads(archive.read(name))
+
+
+@pytest.mark.parametrize("examples", fuzz_sizes(100))
+def test_a_damaged_checkpoint_is_an_error_that_names_the_file(
+    examples: int, tmp_path: Path
+) -> None:
+    store = Store.create(str(tmp_path))
+    path = tmp_path / "mine.ckpt"
+    content = written_state()
+    document = document_of(content)
+    edited = edited_anywhere(document).map(lambda found: json.dumps(found).encode())
+    arrays = JSON_VALUES.map(lambda value: json.dumps({**document, "arrays": value}).encode())
+    documents = edited | arrays | st.sampled_from(NO_JSON)
+
+    def check(damaged: bytes) -> None:
+        path.write_bytes(damaged)
+        for read in (check_state, read_state):
+            typed_outcome(partial(read, store, str(path)), str(path))
+
+    fuzz(check, documents.map(lambda text: with_document(content, text)), examples)
+    fuzz(check, damaged_bytes(content), examples)
+    check(with_document(content, json.dumps({**document, "arrays": 10**12}).encode()))

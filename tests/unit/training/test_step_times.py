@@ -1,0 +1,59 @@
+"""Times of a rank's steps and of its waiting."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+from hvd_estimators.launch.service.events import RankWaiting
+from hvd_estimators.training import step_times
+from hvd_estimators.training.step_times import StepTimes, add_waiting
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[RankWaiting]]:
+    """Return a clock, and the reports that were sent."""
+    clock, reports = types.SimpleNamespace(now=1000.0), []
+    monkeypatch.setattr(step_times, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    sender = types.SimpleNamespace(send=reports.append, close=lambda: None)
+    monkeypatch.setattr(step_times, "EventSender", lambda: sender)
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    return clock, reports
+
+
+def test_a_minute_of_steps_is_reported_without_validation(
+    sent: tuple[Any, list[RankWaiting]],
+) -> None:
+    clock, reports = sent
+    times = StepTimes(1)
+    for _ in range(3):
+        times.resume()
+        for _ in range(3):
+            clock.now += 8.0
+            add_waiting(6.0)
+            times.step()
+        times.pause()
+        clock.now += 500.0
+        add_waiting(100.0)
+        times.step()
+    # Eight steps of 8 s are the first that take at least a minute; one is left.
+    (report,) = reports
+    assert (report.rank, report.steps, report.seconds, report.waited) == (1, 8, 64.0, 48.0)
+    times.resume()
+    clock.now += 60.0
+    times.step()
+    assert (reports[1].steps, reports[1].seconds, reports[1].waited) == (2, 68.0, 6.0)
+
+
+def test_a_single_rank_reports_nothing(
+    sent: tuple[Any, list[RankWaiting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, reports = sent
+    monkeypatch.setenv("HOROVOD_SIZE", "1")
+    times = StepTimes(0)
+    times.resume()
+    clock.now += 100.0
+    times.step()
+    assert reports == []
