@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import wait_until
 
 from hvd_estimators import Store
 from hvd_estimators.launch import LocalBackend
@@ -82,6 +83,10 @@ def train(spec: Any) -> TrainResult:
     hvd.init()
     for number in range(3):
         hvd.allreduce(torch.ones(2), name=f"numbers-{number}")
+    # Horovod's writer drops the events that it has not written when Horovod shuts down.
+    timeline = Path(os.environ["HOROVOD_TIMELINE"])
+    if os.environ["HOROVOD_RANK"] == "0":
+        wait_until(lambda: "numbers-2" in timeline.read_text(), 30)
     return TrainResult("", None, ())
 
 
