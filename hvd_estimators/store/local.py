@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,14 @@ import fsspec
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.base import Store
-from hvd_estimators.store.files import CHUNK_BYTES
+from hvd_estimators.store.files import CHUNK_BYTES, ListedFile
 from hvd_estimators.store.registry import dbfs_path, scheme_of
 from hvd_estimators.store.retries import typed_errors
+
+
+def _listed(path: str, status: os.stat_result) -> ListedFile:
+    regular = stat.S_ISREG(status.st_mode)
+    return ListedFile(path, regular, status.st_size, str(status.st_mtime_ns))
 
 
 class LocalStore(Store):
@@ -61,6 +67,28 @@ class LocalStore(Store):
     def exists(self, path: str) -> bool:
         """Return whether a file or directory exists."""
         return os.path.exists(path)
+
+    def _list_files(self, path: str) -> list[ListedFile]:
+        # Walks the tree itself: fsspec's walk takes several times as long per file.
+        try:
+            if not stat.S_ISDIR(os.stat(path).st_mode):
+                return [_listed(path, os.stat(path))]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        files, folders = [], [path]
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                        continue
+                    try:
+                        files.append(_listed(entry.path, entry.stat()))
+                    except FileNotFoundError:
+                        # A link to a missing file is listed. Another file was deleted meanwhile.
+                        if entry.is_symlink():
+                            files.append(ListedFile(entry.path))
+        return files
 
     def delete(self, path: str) -> None:
         """Delete a file or directory; see `Store.delete`."""
