@@ -6,6 +6,7 @@ imports neither PySpark nor a framework, so that the driver and the ranks can re
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ import numpy as np
 from hvd_estimators.store.documents import parse_object
 
 MANIFEST_FILE = "_manifest.json"
+
+_itemsize = functools.lru_cache(lambda dtype: np.dtype(dtype).itemsize)
 
 Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text", "matrix"]
 
@@ -67,7 +70,7 @@ class ColumnSpec:
     @property
     def row_bytes(self) -> int:
         """Size of one row in memory; for text, that of the pointers to it."""
-        return self.width * np.dtype(self.dtype).itemsize
+        return self.width * _itemsize(self.dtype)
 
 
 @dataclass(frozen=True)

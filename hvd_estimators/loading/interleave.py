@@ -312,6 +312,8 @@ class _Interleaver(Generic[T]):
 
     def __init__(self, group: InterleaveGroup, read: Callable[[RangeRead], _Stream[T]]) -> None:
         self._waiting = deque(read(slices) for slices in group)
+        # A range without slices ends with its first slice; asking a thread for another takes time.
+        self._one_slice = all(slices.rows is None for slices in group)
         self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
 
     def read_ahead(self, pool: ThreadPoolExecutor, most: int) -> int:
@@ -329,7 +331,9 @@ class _Interleaver(Generic[T]):
         if result is None:
             return None
         part, ends_slice = result
-        if ends_slice:
+        if ends_slice and self._one_slice:
+            stream.close()
+        elif ends_slice:
             self._waiting.append(stream)
         else:
             self.ahead.appendleft((stream, pool.submit(next, stream, None)))
