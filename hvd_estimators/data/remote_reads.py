@@ -11,12 +11,13 @@ import bisect
 import contextlib
 import inspect
 import io
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -26,6 +27,8 @@ from hvd_estimators.data.footers import FileFooter, FooterCache, Range, damage_i
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
+
+S = TypeVar("S")
 
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
@@ -379,11 +382,23 @@ class RangeFiles:
             return {}
         return dict(zip(remote, self._running().map(self.footers.tail, remote), strict=True))
 
-    def ahead(self, groups: Iterator[tuple[RangeRead, ...]]) -> Iterator[tuple[RangeRead, ...]]:
-        """Yield groups of ranges unchanged, and announce upcoming ranges before they are opened."""
-        waiting: deque[tuple[RangeRead, ...]] = deque()
+    def ahead(
+        self,
+        groups: Iterator[tuple[S, ...]],
+        ranges: Callable[[S], Iterable[RangeRead]] = lambda element: [element],  # type: ignore[list-item]
+    ) -> Iterator[tuple[S, ...]]:
+        """Yield groups unchanged, and announce upcoming ranges before they are opened.
+
+        Parameters
+        ----------
+        groups : iterator of tuple
+            Groups of ranges, or of other elements. Consumed a few elements ahead.
+        ranges : callable
+            Returns the ranges of an element. Default: the element is a range.
+        """
+        waiting: deque[tuple[S, ...]] = deque()
         for group in groups:
-            for read in group:
+            for read in itertools.chain.from_iterable(map(ranges, group)):
                 self.announce(read)
             waiting.append(group)
             if sum(map(len, waiting)) > _AHEAD_RANGES:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 from typing_extensions import Self
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
@@ -29,7 +30,9 @@ from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
     Prefetch,
+    RangeRun,
     interleave,
+    join_small_ranges,
     mixed,
     one_per_group,
     range_tables,
@@ -309,7 +312,8 @@ class PlannedDataModule(ChunkedDataModule):
         Yields
         ------
         dict
-            Columns of one or more tables of each slice. No dict contains rows of two ranges.
+            Columns of one or more tables of each slice. No dict contains rows of two ranges if the
+            rows are cached.
         """
 
     def train_chunks(self) -> Iterator[Chunk]:
@@ -500,17 +504,40 @@ class ArrowDataModule(PlannedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def read(slices: RangeRead) -> Generator[tuple[Columns, bool], None, None]:
+        def tables(slices: RangeRead) -> Iterator[tuple[pa.Table, bool]]:
             with files.open(slices) as file:
-                for table, ends_slice in range_tables(file, slices, self.columns):
-                    yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
+                yield from range_tables(file, slices, self.columns)
 
-        groups = (group for of_pass in passes for group in of_pass)
+        def read(run: RangeRun) -> Generator[tuple[Columns, bool], None, None]:
+            if len(run) == 1:
+                file = run[0].row_range.file
+                for table, ends_slice in tables(run[0]):
+                    yield table_to_columns(table, self.columns, file), ends_slice
+                return
+            found = [table for slices in run for table, _ in tables(slices)]
+            # Files may have different types, such as large lists and lists.
+            for _, alike in itertools.groupby(found, key=lambda table: table.schema):
+                yield table_to_columns(pa.concat_tables(alike), self.columns), False
+
+        # Text can be large, a file's path has its partitions, and a cache holds single ranges.
+        joins = not self.inmemory_cache_all and all(
+            spec.kind not in ("text", "partition") for spec in self.columns
+        )
+        row_bytes = sum(spec.row_bytes for spec in self.columns)
+        groups: Iterator[tuple[RangeRun, ...]] = (
+            group
+            for of_pass in passes
+            for group in (join_small_ranges(of_pass, row_bytes) if joins else map(_apart, of_pass))
+        )
         with RangeFiles(self.store, self.columns, self.footers) as files:
             if self.reader_pool_type == "dummy":
                 yield from interleave(groups, read, 0)
             else:
-                yield from interleave(files.ahead(groups), read, workers)
+                yield from interleave(files.ahead(groups, iter), read, workers)
+
+
+def _apart(group: InterleaveGroup) -> tuple[RangeRun, ...]:
+    return tuple((read,) for read in group)
 
 
 class CheckedDataModule(ChunkedDataModule):
