@@ -38,6 +38,7 @@ PARTS: Mapping[str, str] = {
     "lightning": "--rows 4096 --epochs 2 --repeats 1",
     "scaling": "--quick",
     "stores": "--rows 200000 --repeats 1",
+    "files": "--files 100 --s3-files 10 --repeats 1",
     "launch": "--repeats 1",
     "collectives": "--repeats 1",
     "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
