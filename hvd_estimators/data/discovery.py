@@ -186,7 +186,7 @@ def _row_groups(footer: FileFooter, specs: Sequence[ColumnSpec]) -> list[RowGrou
             statistics = chunk.statistics
             if statistics is not None and statistics.has_null_count and statistics.null_count:
                 nulls[position] += statistics.null_count
-        groups.append(RowGroup(footer.file, index, group.num_rows, size))
+        groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
     if nulls:
         for spec in specs:
             _reject_nulls(footer, spec, nulls)

@@ -15,6 +15,7 @@ import itertools
 import posixpath
 import threading
 import time
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -265,11 +266,16 @@ def read_tail(store: Store, path: str) -> bytes:
     (tail,) = store.read_ranges(path, [(-TAIL_BYTES, None)])
     if len(tail) < TAIL_BYTES:
         return tail
-    length = int.from_bytes(tail[-_MAGIC_BYTES:-4], "little") + _MAGIC_BYTES
+    length = _footer_bytes(tail)
     if not tail.endswith(_MAGIC) or length <= len(tail):
         return tail[-length:]
     (tail,) = store.read_ranges(path, [(-length, None)])
     return tail
+
+
+def _footer_bytes(tail: bytes) -> int:
+    """Return the size of a footer and the bytes after it."""
+    return int.from_bytes(tail[-_MAGIC_BYTES:-4], "little") + _MAGIC_BYTES
 
 
 def leaf_positions(schema: pa.Schema) -> dict[str, range]:
@@ -350,6 +356,9 @@ class FileFooter:
         The columns of the file.
     tail : bytes
         The whole file, or only its footer and the bytes after it; see `read_tail`.
+    checksum : int
+        Checksum of the footer. It also changes with the rows of a replaced file, because a footer
+        has the statistics and sizes of all columns.
     partitions : mapping of str to str
         Partition values in the path, relative to the dataset's path.
     """
@@ -358,6 +367,7 @@ class FileFooter:
     metadata: parquet.FileMetaData
     columns: FileColumns
     tail: bytes
+    checksum: int
     partitions: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -371,7 +381,8 @@ class FileFooter:
         """Parse the end of a file. Without its tail, a footer needs less memory."""
         metadata = parquet.read_metadata(pa.BufferReader(tail))
         kept = tail if keep_tail else b""
-        return FileFooter(file, metadata, _columns_of(metadata), kept, partitions or {})
+        checksum = zlib.crc32(tail[-_footer_bytes(tail) :])
+        return FileFooter(file, metadata, _columns_of(metadata), kept, checksum, partitions or {})
 
     @property
     def content(self) -> bytes | None:

@@ -110,22 +110,29 @@ class RowGroup:
         Number of rows, at least 1.
     open_bytes : int
         Approximate memory for reading the row group page by page; 0 if irrelevant.
+    footer : int
+        Checksum of the file's footer, by which readers notice a replaced file; 0 if unknown.
     """
 
     file: str
     index: int
     rows: int
     open_bytes: int = 0
+    footer: int = 0
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group."""
+    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group.
+
+    ``footer`` is `RowGroup.footer`.
+    """
 
     file: str
     row_group: int
     start: int
     stop: int
+    footer: int = 0
 
     @property
     def rows(self) -> int:
@@ -239,7 +246,7 @@ def _check(manifest: DatasetManifest) -> None:
     _check_unique("columns", [column.name for column in manifest.columns])
     for split in filter(None, (manifest.train, manifest.validation)):
         for group in split.row_groups:
-            counts: tuple[object, ...] = (group.index, group.rows, group.open_bytes)
+            counts: tuple[object, ...] = (group.index, group.rows, group.open_bytes, group.footer)
             if any(type(count) is not int for count in counts) or (
                 group.index < 0 or group.rows < 1 or group.open_bytes < 0
             ):
@@ -254,7 +261,7 @@ def _check_unique(kind: str, values: Sequence[object]) -> None:
 
 def _split(document: dict[str, Any]) -> Split:
     groups = tuple(
-        RowGroup(str(g["file"]), g["index"], g["rows"], g.get("open_bytes", 0))
+        RowGroup(str(g["file"]), g["index"], g["rows"], g.get("open_bytes", 0), g.get("footer", 0))
         for g in document["row_groups"]
     )
     return Split(str(document["path"]), groups)

@@ -336,12 +336,17 @@ class RangeFiles:
         Raises
         ------
         StoreError
-            If the file is missing or no Parquet file.
+            If the file is missing, was replaced, or is not a Parquet file.
         """
         path = read.row_range.file
         announced = self._take(read)
         with damage_is_store_error(path):
             footer = self.footers.get(path) if announced is None else announced.footer.result()
+        if read.row_range.footer not in (0, footer.checksum):
+            raise StoreError(
+                f"{path!r} was replaced after training had been planned: its footer has other "
+                "contents. Train again, and leave the files as they are."
+            )
         options = {**self._options, "metadata": footer.metadata}
         if footer.content is not None:
             self._advance()

@@ -264,7 +264,7 @@ def plan_shards(
             while offset == bounds[current + 1]:
                 current += 1
             stop = min(group.rows, start + bounds[current + 1] - offset)
-            shards[current].append(RowRange(group.file, group.index, start, stop))
+            shards[current].append(RowRange(group.file, group.index, start, stop, group.footer))
             offset += stop - start
             start = stop
     if seed is not None:

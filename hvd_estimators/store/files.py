@@ -9,7 +9,7 @@ import io
 import os
 import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 
@@ -38,17 +38,10 @@ class ListedFile(NamedTuple):
         Full path.
     is_regular : bool
         False for pipes, sockets and devices, and for links to folders.
-    size : int or None
-        Size in bytes; None if the listing lacks it.
-    version : str or None
-        Value that changes when the file is replaced: its ETag or modification time; None if the
-        listing has neither.
     """
 
     path: str
     is_regular: bool = True
-    size: int | None = None
-    version: str | None = None
 
 
 def is_missing(error: BaseException | None) -> bool:
@@ -288,8 +281,7 @@ class Files(ABC):
             if not file.endswith("/"):
                 # A listing has the type of a link, not that of its target.
                 regular = info.get("type") != "other" or fs.info(file)["type"] == "file"
-                listed = self.full_path(file), regular, info.get("size"), _version(info)
-                files.append(ListedFile(*listed))
+                files.append(ListedFile(self.full_path(file), regular))
         return files
 
     def names(self, path: str) -> list[str]:
@@ -417,14 +409,6 @@ def _read_fully(file: int, start: int, size: int) -> bytes:
     ):
         content += more  # a system call returns at most 2 GiB
     return content
-
-
-def _version(info: Mapping[str, Any]) -> str | None:
-    """Return what the listing has of a file that changes when it is replaced."""
-    for name in ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created"):
-        if info.get(name):
-            return str(info[name])
-    return None
 
 
 class HashingWriter(io.RawIOBase):

@@ -22,11 +22,6 @@ from hvd_estimators.store.registry import dbfs_path, scheme_of
 from hvd_estimators.store.retries import typed_errors
 
 
-def _listed(path: str, status: os.stat_result) -> ListedFile:
-    regular = stat.S_ISREG(status.st_mode)
-    return ListedFile(path, regular, status.st_size, str(status.st_mtime_ns))
-
-
 class LocalStore(Store):
     """Store in a directory that the driver and all executors share.
 
@@ -69,25 +64,23 @@ class LocalStore(Store):
         return os.path.exists(path)
 
     def _list_files(self, path: str) -> list[ListedFile]:
-        # Walks the tree itself: fsspec's walk takes several times as long per file.
+        # Walks the tree itself: fsspec asks for the status of each file, which takes much longer.
         try:
-            if not stat.S_ISDIR(os.stat(path).st_mode):
-                return [_listed(path, os.stat(path))]
+            mode = os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return []
+        if not stat.S_ISDIR(mode):
+            return [ListedFile(path, stat.S_ISREG(mode))]
         files, folders = [], [path]
         while folders:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-                        continue
-                    try:
-                        files.append(_listed(entry.path, entry.stat()))
-                    except FileNotFoundError:
-                        # A link to a missing file is listed. Another file was deleted meanwhile.
-                        if entry.is_symlink():
-                            files.append(ListedFile(entry.path))
+                    else:
+                        # Reading a link to a missing file raises an error that names it.
+                        is_lost = entry.is_symlink() and not os.path.exists(entry.path)
+                        files.append(ListedFile(entry.path, is_lost or entry.is_file()))
         return files
 
     def delete(self, path: str) -> None:

@@ -364,6 +364,38 @@ def test_truncated_files_are_reported(counted, manifest):
             list(range_tables(file, RangeRead(part), manifest.columns))
 
 
+@pytest.mark.parametrize("between", [SMALL, NEAR])
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_replaced_file_of_the_same_length_is_reported(tmp_path, reader, remote, between):
+    """Also if the driver and the ranks read it within the resolution of its modification time."""
+    store = counted_reads.make_store(tmp_path)[0] if remote else Store.create(str(tmp_path))
+    path = f"{store.prefix_path}/data/a.parquet"
+    local = Path(store.local(path) if remote else path)
+    write(local, first=0, between=between)
+    size = local.stat().st_size
+    manifest = read_manifest(store, f"{store.prefix_path}/data", None, ["id", "twice"])
+    options = {
+        "train_dir": manifest.train.path,
+        "val_dir": None,
+        "columns": manifest.columns,
+        "train_plan": plan_shards(manifest.train.row_groups, 1),
+        "store": store,
+    }
+    write(local, first=0, between=between)  # the same content
+    with READERS[reader](**options) as module:
+        assert len(next(module.train_data())["id"])
+    write(local, first=1, between=between)
+    assert local.stat().st_size == size
+    with (
+        READERS[reader](**options) as module,
+        pytest.raises(
+            StoreError, match=r"a\.parquet' was replaced after training had been planned"
+        ),
+    ):
+        next(module.train_data())
+
+
 def test_the_size_is_requested_without_suffix_requests(counted, manifest, monkeypatch):
     store, requests = counted
     path = manifest.train.row_groups[0].file
