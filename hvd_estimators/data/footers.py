@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import posixpath
+import socket
 import threading
 import time
 import zlib
@@ -28,7 +29,7 @@ from pyarrow import parquet
 from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import ColumnError, DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
-from hvd_estimators.store.files import ListedFile
+from hvd_estimators.store.files import ListedFile, is_missing
 
 
 def _data_files(
@@ -225,6 +226,11 @@ def damage_is_store_error(file: str, row_group: int | None = None) -> Iterator[N
     except HvdEstimatorsError:
         raise
     except (OSError, pa.ArrowException) as error:
+        if is_missing(error):
+            raise StoreError(
+                f"There is no file {file!r} on the machine {socket.gethostname()} ({error}). Keep "
+                "the files, until training ends, on storage that the driver and all executors see."
+            ) from error
         if row_group is not None:
             raise StoreError(
                 f"Row group {row_group} of {file!r} cannot be read ({error}). The file is damaged: "

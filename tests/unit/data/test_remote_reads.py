@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -394,6 +395,24 @@ def test_a_replaced_file_of_the_same_length_is_reported(tmp_path, reader, remote
         ),
     ):
         next(module.train_data())
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_files_that_only_the_driver_sees_are_reported(tmp_path, remote):
+    store = counted_reads.make_store(tmp_path)[0] if remote else Store.create(str(tmp_path))
+    path = f"{store.prefix_path}/data/a.parquet"
+    local = Path(store.local(path) if remote else path)
+    write(local)
+    manifest = read_manifest(store, f"{store.prefix_path}/data", None, ["id"])
+    local.unlink()
+    (part, *_) = plan_shards(manifest.train.row_groups, 1).shards[0]
+    told = rf"no file .*a\.parquet' on the machine {socket.gethostname()}.*driver and all executors"
+    with (
+        RangeFiles(store, manifest.columns) as files,
+        pytest.raises(StoreError, match=told),
+        files.open(RangeRead(part)),
+    ):
+        pass
 
 
 def test_the_size_is_requested_without_suffix_requests(counted, manifest, monkeypatch):
