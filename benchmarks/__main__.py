@@ -38,6 +38,7 @@ PARTS: Mapping[str, str] = {
     "lightning": "--rows 4096 --epochs 2 --repeats 1",
     "scaling": "--repeats 1 --steps 3 --ranks 2 --gigabits 1",
     "stores": "--rows 200000 --repeats 1",
+    "files": "--files 100 --s3-files 10 --repeats 1",
     "launch": "--repeats 1",
     "ranks": "--repeats 1 --ranks 2 3 --simulated 20",
     "collectives": "--repeats 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_columns
 from hvd_estimators.data.footers import (
+    FileColumns,
     FileFooter,
     damage_is_store_error,
     read_footers,
@@ -92,7 +94,7 @@ def read_manifest(
         if the types of two files differ.
     """
     train_paths, val_paths = _listed(train_path), _listed(val_path or ())
-    train, validation = _read(store, train_paths), _read(store, val_paths)
+    train, validation = read_footers(store, *train_paths), read_footers(store, *val_paths)
     with_rows = [footer for footer in [*train, *validation] if footer.metadata.num_rows]
     if not any(footer.metadata.num_rows for footer in train):
         raise DataError(
@@ -107,26 +109,6 @@ def read_manifest(
 
 def _listed(paths: str | Sequence[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else list(paths)
-
-
-def _read(store: Store, paths: Sequence[str]) -> list[FileFooter]:
-    """Read the footers of all files under some paths.
-
-    Raises
-    ------
-    DataError
-        If a file is under two of the paths.
-    """
-    found: dict[str, FileFooter] = {}
-    for path in paths:
-        for footer in read_footers(store, path):
-            if footer.file in found:
-                raise DataError(
-                    f"The file {footer.file!r} is under two of the paths {', '.join(paths)}: its "
-                    "rows would be read twice. Pass each file once."
-                )
-            found[footer.file] = footer
-    return list(found.values())
 
 
 def complete_shapes(
@@ -164,27 +146,68 @@ def _split(
     specs: Sequence[ColumnSpec],
     first: FileFooter | None = None,
 ) -> Split:
-    groups = []
+    groups: list[RowGroup] = []
+    checked: set[FileColumns] = set()
+    partitions = [spec for spec in specs if spec.kind == "partition"]
     for footer in footers:
         if not footer.metadata.num_rows:
             continue  # writers may choose other column types for an empty frame
-        for spec in specs:
-            _check(footer, spec, first)
-        for index in range(footer.metadata.num_row_groups):
-            group = footer.metadata.row_group(index)
-            if group.num_rows:
-                chunks = [group.column(i) for i in _positions(footer, specs)]
-                size = sum(map(open_bytes, chunks))
-                groups.append(RowGroup(footer.file, index, group.num_rows, size))
+        if footer.columns not in checked:
+            checked.add(footer.columns)
+            for spec in specs:
+                _check_columns(footer, spec, first)
+        for spec in partitions:
+            check_partition(spec, footer.partitions, footer.file)
+        groups += _row_groups(footer, specs)
     return Split(path, tuple(groups))
 
 
-def _positions(footer: FileFooter, specs: Sequence[ColumnSpec]) -> list[int]:
-    """Return the positions of the Parquet columns that store the given columns."""
-    return [position for name in stored_names(specs) for position in footer.leaves[name]]
+def _row_groups(footer: FileFooter, specs: Sequence[ColumnSpec]) -> list[RowGroup]:
+    """Return the row groups of a file that have rows.
+
+    Raises
+    ------
+    DataError
+        If a column contains nulls, as far as the writer recorded them.
+    """
+    leaves = footer.columns.leaves
+    # The positions of the Parquet columns that store the given columns.
+    positions = [position for name in stored_names(specs) for position in leaves[name]]
+    nulls: Counter[int] = Counter()
+    groups = []
+    for index in range(footer.metadata.num_row_groups):
+        group = footer.metadata.row_group(index)
+        if not group.num_rows:
+            continue
+        size = 0
+        for position in positions:
+            chunk = group.column(position)
+            size += open_bytes(chunk)
+            statistics = chunk.statistics
+            if statistics is not None and statistics.has_null_count and statistics.null_count:
+                nulls[position] += statistics.null_count
+        groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
+    if nulls:
+        for spec in specs:
+            _reject_nulls(footer, spec, nulls)
+    return groups
 
 
-def _check(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> None:
+def _reject_nulls(footer: FileFooter, spec: ColumnSpec, nulls: Mapping[int, int]) -> None:
+    """Raise an error if a column has nulls; ``nulls`` has their number by Parquet column."""
+    if spec.kind == "sparse":
+        return  # An empty list of a sparse column counts as a null of its leaf.
+    for name in spec.stored_names:
+        count = sum(nulls.get(position, 0) for position in footer.columns.leaves[name])
+        if count:
+            kind = "nulls or empty lists" if spec.shape else "nulls"
+            raise DataError(
+                f"Column {spec.name!r} holds {count} {kind} in {footer.file!r}; fill or drop them "
+                "before training."
+            )
+
+
+def _check_columns(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> None:
     """Check that a file has a column of the same type as the first file."""
     if spec.kind == "partition":
         if footer.has_column(spec.name):
@@ -192,24 +215,16 @@ def _check(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> No
                 f"The file {footer.file!r} holds a column {spec.name!r}, which other files have in "
                 "their path only. Write it into all of them, or into none."
             )
-        check_partition(spec, footer.partitions, footer.file)
         return
     for name in spec.stored_names:
         if not footer.has_column(name):
             raise ColumnError(
                 f"The file {footer.file!r} has no column {spec.name!r}; its columns are "
-                f"{', '.join(footer.schema.names)}. Write the file again with it, or move it away."
+                f"{', '.join(footer.columns.schema.names)}. Write the file again with it, or move "
+                "it away."
             )
         if first is not None and footer.type(name) != first.type(name):
             _check_type(footer, spec, first)
-        # An empty list of a sparse column counts as a null of its leaf.
-        nulls = footer.nulls(name) if spec.kind != "sparse" else 0
-        if nulls:
-            kind = "nulls or empty lists" if spec.shape else "nulls"
-            raise DataError(
-                f"Column {spec.name!r} holds {nulls} {kind} in {footer.file!r}; fill or drop them "
-                "before training."
-            )
 
 
 def _check_type(footer: FileFooter, spec: ColumnSpec, first: FileFooter) -> None:
@@ -236,7 +251,8 @@ def _spec(
     if name not in first.partitions:
         raise ColumnError(
             f"The Parquet files have no column {name!r}; their columns are "
-            f"{', '.join([*first.schema.names, *first.partitions])} (read from {first.file!r})."
+            f"{', '.join([*first.columns.schema.names, *first.partitions])} "
+            f"(read from {first.file!r})."
         )
     # `check_partition` later reports files without a value.
     values = {f.file: f.partitions[name] for f in footers if name in f.partitions}
@@ -252,11 +268,14 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
         source: Any = store.local_path(first.file)
         if source is None:
             footer = FileFooter.of(first.file, read_tail(store, first.file))
-            pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
-            chunks = footer.chunks(first.index, names)
-            source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
-            stack.enter_context(contextlib.closing(source))
             options["metadata"] = footer.metadata
+            if footer.content is not None:
+                source = pa.BufferReader(footer.content)
+            else:
+                pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
+                chunks = footer.chunks(first.index, names)
+                source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
+                stack.enter_context(contextlib.closing(source))
         file = stack.enter_context(parquet.ParquetFile(source, **options))
         batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
         return pa.Table.from_batches([next(batches)])

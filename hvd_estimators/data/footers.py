@@ -11,29 +11,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import posixpath
+import socket
 import threading
-from collections import OrderedDict
+import time
+import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 
 from hvd_estimators.data.types import num_leaves, partition_values
-from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, StoreError
+from hvd_estimators.exceptions import ColumnError, DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.files import ListedFile, is_missing
 
 
-def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
+def _data_files(
+    store: Store, path: str, looked_at: set[str]
+) -> list[tuple[ListedFile, dict[str, str]]]:
     """Return the data files under a path, or the file itself, sorted by name.
 
-    Each file's full path maps to the partition values in its path, relative to the dataset's path.
+    Each file comes with the partition values in its path, relative to the dataset's path.
 
     Files and folders whose names begin with ``_`` or ``.`` and ``.crc`` files are ignored.
+
+    Parameters
+    ----------
+    store : Store
+        The store of the files.
+    path : str
+        The dataset's path, or one of several.
+    looked_at : set of str
+        Folders that are known not to be tables; extended by this function.
 
     Raises
     ------
@@ -42,11 +57,16 @@ def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
         Iceberg or Hudi table. Only the table's log says which of its files are current.
     """
     root = store.get_full_path(path)
-    below = {file: file.removeprefix(root).strip("/") for file in store.find(root)}
-    _reject_tables(store, root, list(below.values()))
-    files = {file: partition_values(inner) for file, inner in below.items() if _is_data(inner)}
+    below = [(file.path.removeprefix(root).strip("/"), file) for file in store.list_files(root)]
+    _reject_tables(store, root, [inner for inner, _ in below], looked_at)
+    files = [(file, partition_values(inner)) for inner, file in below if _is_data(inner)]
+    for file, _ in files:
+        if not file.is_regular:
+            raise StoreError(
+                f"{file.path!r} is not a regular file but a pipe, a socket or a device. Move it "
+                "away, or begin its name with '_', if it is not part of the dataset."
+            )
     if files:
-        _reject_special_files(store, files)
         return files
     if below or store.exists(root):
         raise StoreError(f"There are no Parquet files under {path!r}.")
@@ -57,19 +77,7 @@ def _data_files(store: Store, path: str) -> dict[str, dict[str, str]]:
     )
 
 
-def _reject_special_files(store: Store, files: Iterable[str]) -> None:
-    """Reject pipes, sockets and devices among local files: reading a pipe would never end."""
-    if not isinstance(store.fs, LocalFileSystem):
-        return
-    for file in files:
-        if store.fs.info(file)["type"] != "file":
-            raise StoreError(
-                f"{file!r} is not a regular file but a pipe, a socket or a device. Move it away, "
-                "or begin its name with '_', if it is not part of the dataset."
-            )
-
-
-def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
+def _reject_tables(store: Store, root: str, below: Sequence[str], looked_at: set[str]) -> None:
     """Reject table formats, whose folders also contain files that the table has removed."""
     for name in below:
         table_format = _table_format(name.split("/"))
@@ -77,6 +85,9 @@ def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
             kind, depth = table_format
             raise _belongs_to_table(kind, "/".join([root, *name.split("/")[:depth]]), root)
     for parent in _possible_tables(root, is_file="" in below):
+        if parent in looked_at:
+            continue
+        looked_at.add(parent)
         for mark in ("_delta_log", ".hoodie", _ICEBERG):
             names: list[str] = []
             # A process may have access to the files but not to their parent folders.
@@ -139,23 +150,62 @@ def _is_data(below: str) -> bool:
 
 _THREADS = 16
 
+_FILES_PER_TASK = 64
+"""Maximum number of footers that a thread reads per task; handing over a task takes a while."""
 
-def read_footers(store: Store, path: str) -> list[FileFooter]:
-    """Read the footers of all files under a path, as listed by `_data_files`.
+_FAST_SECONDS = 1e-3
+"""Maximum time per file at which one thread reads the footers of local files.
+
+Reading then hardly waits, and several threads take longer because they compete for the GIL.
+"""
+
+_TIMED_FILES = 16
+
+
+def read_footers(store: Store, *paths: str) -> list[FileFooter]:
+    """Read the footers of all files under some paths, as listed by `_data_files`.
 
     Raises
     ------
     StoreError
-        If there are no Parquet files, or if a file is not Parquet.
+        If there are no Parquet files under a path, or if a file is not Parquet.
+    DataError
+        If a file is under two of the paths.
     """
-    files = _data_files(store, path)
+
+    def read(some: Sequence[tuple[ListedFile, dict[str, str]]]) -> list[FileFooter]:
+        return [_read(store, file, partitions) for file, partitions in some]
+
+    looked_at: set[str] = set()
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(functools.partial(_read, store), files, files.values()))
+        listed = pool.map(lambda path: _data_files(store, path, looked_at), paths)
+        files = list(itertools.chain.from_iterable(listed))
+        _reject_duplicates(paths, [file.path for file, _ in files])
+        footers: list[FileFooter] = []
+        if files and store.local_path(files[0][0].path) is not None:
+            started = time.perf_counter()
+            footers += read(files[:_TIMED_FILES])
+            if time.perf_counter() - started < len(footers) * _FAST_SECONDS:
+                return footers + read(files[len(footers) :])
+        rest = files[len(footers) :]
+        size = min(-(-len(rest) // _THREADS), _FILES_PER_TASK) or 1
+        tasks = [rest[first : first + size] for first in range(0, len(rest), size)]
+        return footers + list(itertools.chain.from_iterable(pool.map(read, tasks)))
 
 
-def _read(store: Store, file: str, partitions: Mapping[str, str]) -> FileFooter:
-    with damage_is_store_error(file):
-        return FileFooter.of(file, read_tail(store, file), partitions)
+def _reject_duplicates(paths: Sequence[str], files: Sequence[str]) -> None:
+    if len(set(files)) < len(files):
+        file = next(file for file, count in Counter(files).items() if count > 1)
+        raise DataError(
+            f"The file {file!r} is under two of the paths {', '.join(paths)}: its rows would be "
+            "read twice. Pass each file once."
+        )
+
+
+def _read(store: Store, file: ListedFile, partitions: Mapping[str, str]) -> FileFooter:
+    with damage_is_store_error(file.path):
+        # Plans need no bytes, and the tails of many files would fill the memory.
+        return FileFooter.of(file.path, read_tail(store, file.path), partitions, keep_tail=False)
 
 
 @contextlib.contextmanager
@@ -176,6 +226,11 @@ def damage_is_store_error(file: str, row_group: int | None = None) -> Iterator[N
     except HvdEstimatorsError:
         raise
     except (OSError, pa.ArrowException) as error:
+        if is_missing(error):
+            raise StoreError(
+                f"There is no file {file!r} on the machine {socket.gethostname()} ({error}). Keep "
+                "the files, until training ends, on storage that the driver and all executors see."
+            ) from error
         if row_group is not None:
             raise StoreError(
                 f"Row group {row_group} of {file!r} cannot be read ({error}). The file is damaged: "
@@ -193,6 +248,10 @@ TAIL_BYTES = 2**16
 """Bytes fetched from a file's end to get its footer; longer footers need a second request."""
 
 
+_MAGIC = b"PAR1"
+"""First and last bytes of a Parquet file. A footer cannot begin with them."""
+
+
 _MAGIC_BYTES = 8
 """Bytes after a footer: its length and the magic number."""
 
@@ -206,17 +265,23 @@ _UNPARSED_BYTES = 2**26
 
 
 def read_tail(store: Store, path: str) -> bytes:
-    """Return the end of a file, starting at its footer if the file is Parquet.
+    """Return a whole small file, or the end of a large one, starting at its footer.
 
-    This takes one request, or two if the footer is longer than `TAIL_BYTES`.
+    A small file has at most `TAIL_BYTES`. This takes one request, or two if the footer is longer.
     """
     (tail,) = store.read_ranges(path, [(-TAIL_BYTES, None)])
-    length = int.from_bytes(tail[-_MAGIC_BYTES:-4], "little") + _MAGIC_BYTES
-    if not tail.endswith(b"PAR1") or length <= len(tail):
+    if len(tail) < TAIL_BYTES:
+        return tail
+    length = _footer_bytes(tail)
+    if not tail.endswith(_MAGIC) or length <= len(tail):
         return tail[-length:]
-    if len(tail) == TAIL_BYTES:
-        (tail,) = store.read_ranges(path, [(-length, None)])
+    (tail,) = store.read_ranges(path, [(-length, None)])
     return tail
+
+
+def _footer_bytes(tail: bytes) -> int:
+    """Return the size of a footer and the bytes after it."""
+    return int.from_bytes(tail[-_MAGIC_BYTES:-4], "little") + _MAGIC_BYTES
 
 
 def leaf_positions(schema: pa.Schema) -> dict[str, range]:
@@ -228,6 +293,55 @@ def leaf_positions(schema: pa.Schema) -> dict[str, range]:
         leaves[name] = range(start, start + num_leaves(data_type))
         start = leaves[name].stop
     return leaves
+
+
+class FileColumns:
+    """The columns of files with equal schemas.
+
+    Parameters
+    ----------
+    schema : pyarrow.Schema
+        Arrow types of the columns.
+
+    Attributes
+    ----------
+    schema : pyarrow.Schema
+        Arrow types of the columns.
+    leaves : mapping of str to range
+        See `leaf_positions`.
+    counts : mapping of str to int
+        Number of columns with each name.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+        self.leaves = leaf_positions(schema)
+        self.counts = Counter(schema.names)
+
+
+_ARROW_SCHEMA = b"ARROW:schema"
+"""Metadata of a file in which Arrow stores types that Parquet lacks."""
+
+_known_columns: tuple[tuple[parquet.ParquetSchema, bytes | None, FileColumns], ...] = ()
+"""The last schemas: files of a dataset mostly have one, which takes a while to convert."""
+
+_MOST_KNOWN = 16
+
+
+def _columns_of(metadata: parquet.FileMetaData) -> FileColumns:
+    """Return the columns of a file: one object for all files with an equal schema."""
+    global _known_columns
+    schema, arrow_schema = metadata.schema, (metadata.metadata or {}).get(_ARROW_SCHEMA)
+    for known_schema, known_arrow_schema, columns in _known_columns:
+        if arrow_schema == known_arrow_schema and schema.equals(known_schema):
+            return columns
+    converted = schema.to_arrow_schema()
+    # pandas puts the number of rows into Arrow's schema.
+    equal = (columns for _, _, columns in _known_columns if columns.schema.equals(converted))
+    columns = next(equal, None) or FileColumns(converted)
+    # Threads may replace each other's entry, which is then converted again.
+    _known_columns = ((schema, arrow_schema, columns), *_known_columns[: _MOST_KNOWN - 1])
+    return columns
 
 
 Range = tuple[int, int]
@@ -244,34 +358,46 @@ class FileFooter:
         Full path of the file in the store.
     metadata : pyarrow.parquet.FileMetaData
         The parsed footer.
-    schema : pyarrow.Schema
-        Arrow types of the columns.
-    leaves : mapping of str to range
-        See `leaf_positions`.
-    tail_bytes : int
-        Size of the footer and the bytes after it.
+    columns : FileColumns
+        The columns of the file.
+    tail : bytes
+        The whole file, or only its footer and the bytes after it; see `read_tail`.
+    checksum : int
+        Checksum of the footer. It also changes with the rows of a replaced file, because a footer
+        has the statistics and sizes of all columns.
     partitions : mapping of str to str
         Partition values in the path, relative to the dataset's path.
     """
 
     file: str
     metadata: parquet.FileMetaData
-    schema: pa.Schema
-    leaves: Mapping[str, range]
-    tail_bytes: int
+    columns: FileColumns
+    tail: bytes
+    checksum: int
     partitions: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(file: str, tail: bytes, partitions: Mapping[str, str] | None = None) -> FileFooter:
-        """Parse the end of a file."""
+    def of(
+        file: str,
+        tail: bytes,
+        partitions: Mapping[str, str] | None = None,
+        *,
+        keep_tail: bool = True,
+    ) -> FileFooter:
+        """Parse the end of a file. Without its tail, a footer needs less memory."""
         metadata = parquet.read_metadata(pa.BufferReader(tail))
-        schema = metadata.schema.to_arrow_schema()
-        leaves = leaf_positions(schema)
-        return FileFooter(file, metadata, schema, leaves, len(tail), partitions or {})
+        kept = tail if keep_tail else b""
+        checksum = zlib.crc32(tail[-_footer_bytes(tail) :])
+        return FileFooter(file, metadata, _columns_of(metadata), kept, checksum, partitions or {})
+
+    @property
+    def content(self) -> bytes | None:
+        """The whole file, if it is small; see `read_tail`."""
+        return self.tail if self.tail.startswith(_MAGIC) else None
 
     def has_column(self, name: str) -> bool:
         """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
-        count = len(self.schema.get_all_field_indices(name))
+        count = self.columns.counts[name]
         if count > 1:
             raise ColumnError(
                 f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
@@ -281,28 +407,19 @@ class FileFooter:
 
     def type(self, name: str) -> pa.DataType:
         """Return a column's Arrow type."""
-        return self.schema.field(name).type
-
-    def nulls(self, name: str) -> int:
-        """Return the number of nulls in a column, as far as the writer recorded them."""
-        return sum(
-            statistics.null_count
-            for group in range(self.metadata.num_row_groups)
-            for leaf in self.leaves[name]
-            if (statistics := self.metadata.row_group(group).column(leaf).statistics) is not None
-            and statistics.has_null_count
-        )
+        return self.columns.schema.field(name).type
 
     def chunks(self, row_group: int, names: Iterable[str]) -> list[Range]:
         """Return the byte ranges of some columns in a row group, in file order."""
-        return self._ranges(row_group, {leaf for n in names for leaf in self.leaves.get(n, ())})
+        leaves = self.columns.leaves
+        return self._ranges(row_group, {leaf for n in names for leaf in leaves.get(n, ())})
 
     @functools.cached_property
     def end(self) -> int:
         """Offset of the end of the file, or slightly less."""
         leaves = range(self.metadata.num_columns)
         groups = (self._ranges(group, leaves) for group in range(self.metadata.num_row_groups))
-        return max((ranges[-1][1] for ranges in groups if ranges), default=0) + self.tail_bytes
+        return max((ranges[-1][1] for ranges in groups if ranges), default=0) + len(self.tail)
 
     def _ranges(self, row_group: int, leaves: Iterable[int]) -> list[Range]:
         group = self.metadata.row_group(row_group)

@@ -6,6 +6,7 @@ imports neither PySpark nor a framework, so that the driver and the ranks can re
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ import numpy as np
 from hvd_estimators.store.documents import parse_object
 
 MANIFEST_FILE = "_manifest.json"
+
+_itemsize = functools.lru_cache(lambda dtype: np.dtype(dtype).itemsize)
 
 Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text", "matrix"]
 
@@ -67,7 +70,7 @@ class ColumnSpec:
     @property
     def row_bytes(self) -> int:
         """Size of one row in memory; for text, that of the pointers to it."""
-        return self.width * np.dtype(self.dtype).itemsize
+        return self.width * _itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -107,22 +110,29 @@ class RowGroup:
         Number of rows, at least 1.
     open_bytes : int
         Approximate memory for reading the row group page by page; 0 if irrelevant.
+    footer : int
+        Checksum of the file's footer, by which readers notice a replaced file; 0 if unknown.
     """
 
     file: str
     index: int
     rows: int
     open_bytes: int = 0
+    footer: int = 0
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group."""
+    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group.
+
+    ``footer`` is `RowGroup.footer`.
+    """
 
     file: str
     row_group: int
     start: int
     stop: int
+    footer: int = 0
 
     @property
     def rows(self) -> int:
@@ -236,7 +246,7 @@ def _check(manifest: DatasetManifest) -> None:
     _check_unique("columns", [column.name for column in manifest.columns])
     for split in filter(None, (manifest.train, manifest.validation)):
         for group in split.row_groups:
-            counts: tuple[object, ...] = (group.index, group.rows, group.open_bytes)
+            counts: tuple[object, ...] = (group.index, group.rows, group.open_bytes, group.footer)
             if any(type(count) is not int for count in counts) or (
                 group.index < 0 or group.rows < 1 or group.open_bytes < 0
             ):
@@ -251,7 +261,7 @@ def _check_unique(kind: str, values: Sequence[object]) -> None:
 
 def _split(document: dict[str, Any]) -> Split:
     groups = tuple(
-        RowGroup(str(g["file"]), g["index"], g["rows"], g.get("open_bytes", 0))
+        RowGroup(str(g["file"]), g["index"], g["rows"], g.get("open_bytes", 0), g.get("footer", 0))
         for g in document["row_groups"]
     )
     return Split(str(document["path"]), groups)

@@ -11,13 +11,15 @@ import bisect
 import contextlib
 import inspect
 import io
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import pyarrow as pa
 from pyarrow import parquet
 from typing_extensions import Self
 
@@ -25,6 +27,8 @@ from hvd_estimators.data.footers import FileFooter, FooterCache, Range, damage_i
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
+
+S = TypeVar("S")
 
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
@@ -293,12 +297,15 @@ class RangeFiles:
         self.footers = footers or FooterCache(store)
         self._store = store
         self._names = stored_names(specs)
-        # Keep text dictionary-encoded, because many rows may share a few values.
-        self._text = [spec.name for spec in specs if spec.kind == "text"]
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._announced: deque[_Announced] = deque()
-        self._ahead: deque[tuple[RangeRead, FetchedFile]] = deque()
+        self._options: dict[str, Any] = {
+            # Keep text dictionary-encoded, because many rows may share a few values.
+            "read_dictionary": [spec.name for spec in specs if spec.kind == "text"],
+            "pre_buffer": False,
+            **_VERIFY_PAGES,
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open files and threads stay in the process that created them.
@@ -314,11 +321,11 @@ class RangeFiles:
         """Stop fetching and release prefetched bytes."""
         with self._lock:
             pool, self._pool = self._pool, None
+            announced = list(self._announced)
             self._announced.clear()
-            ahead = list(self._ahead)
-            self._ahead.clear()
-        for _, file in ahead:
-            file.close()
+        for each in announced:
+            if each.file is not None:
+                each.file.close()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -329,23 +336,30 @@ class RangeFiles:
         Raises
         ------
         StoreError
-            If the file is missing or no Parquet file.
+            If the file is missing, was replaced, or is not a Parquet file.
         """
         path = read.row_range.file
+        announced = self._take(read)
         with damage_is_store_error(path):
-            footer = self.footers.get(path)
-        options = {
-            "metadata": footer.metadata,
-            "read_dictionary": self._text,
-            "pre_buffer": False,
-            **_VERIFY_PAGES,
-        }
+            footer = self.footers.get(path) if announced is None else announced.footer.result()
+        if read.row_range.footer not in (0, footer.checksum):
+            raise StoreError(
+                f"{path!r} was replaced after training had been planned: its footer has other "
+                "contents. Train again, and leave the files as they are."
+            )
+        options = {**self._options, "metadata": footer.metadata}
+        if footer.content is not None:
+            self._advance()
+            content = pa.BufferReader(footer.content)
+            yield parquet.ParquetFile(content, **options)
+            return
         local = self._store.local_path(path)
         if local is not None:
             with parquet.ParquetFile(local, buffer_size=FETCHED_BYTES, **options) as file:
                 yield file
             return
-        with contextlib.closing(self._fetched(read, footer)) as source:
+        source = (announced and announced.file) or self._fetch(read, footer)
+        with contextlib.closing(source):
             self._advance()
             # Not used as a context manager, because PyArrow does not close a file that it did not
             # open.
@@ -373,46 +387,57 @@ class RangeFiles:
             return {}
         return dict(zip(remote, self._running().map(self.footers.tail, remote), strict=True))
 
-    def ahead(self, groups: Iterator[tuple[RangeRead, ...]]) -> Iterator[tuple[RangeRead, ...]]:
-        """Yield groups of ranges unchanged, and announce upcoming ranges before they are opened."""
-        waiting: deque[tuple[RangeRead, ...]] = deque()
+    def ahead(
+        self,
+        groups: Iterator[tuple[S, ...]],
+        ranges: Callable[[S], Iterable[RangeRead]] = lambda element: [element],  # type: ignore[list-item]
+    ) -> Iterator[tuple[S, ...]]:
+        """Yield groups unchanged, and announce upcoming ranges before they are opened.
+
+        Parameters
+        ----------
+        groups : iterator of tuple
+            Groups of ranges, or of other elements. Consumed a few elements ahead.
+        ranges : callable
+            Returns the ranges of an element. Default: the element is a range.
+        """
+        waiting: deque[tuple[S, ...]] = deque()
         for group in groups:
-            for read in group:
+            for read in itertools.chain.from_iterable(map(ranges, group)):
                 self.announce(read)
             waiting.append(group)
             if sum(map(len, waiting)) > _AHEAD_RANGES:
                 yield waiting.popleft()
         yield from waiting
 
-    def _fetched(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
-        """Return the prefetched file of a range, or start to fetch it."""
+    def _take(self, read: RangeRead) -> _Announced | None:
+        """Return the announced range and forget it; None if it was not announced."""
         with self._lock:
-            for entry in self._ahead:
-                if entry[0] == read:
-                    self._ahead.remove(entry)
-                    return entry[1]
             for announced in self._announced:
                 if announced.read == read:
                     self._announced.remove(announced)
-                    break
-        return self._fetch(read, footer)
+                    return announced
+        return None
 
     def _advance(self) -> None:
         """Fetch announced ranges in order, within the prefetch limit."""
         with self._lock:
-            while self._announced and self._pool is not None:
-                read, footer = self._announced[0].read, self._announced[0].footer
-                if not footer.done():
+            bytes_ahead = sum(each.file.max_bytes for each in self._announced if each.file)
+            for announced in self._announced:
+                if announced.file is not None:
+                    continue
+                read, footer = announced.read, announced.footer
+                if not footer.done() or self._pool is None:
                     return
-                if not footer.cancelled() and footer.exception() is None:
-                    bytes_ahead = sum(file.max_bytes for _, file in self._ahead)
-                    chunks = self._chunks(read, footer.result())
-                    needed = min(sum(stop - start for start, stop in chunks), _share(read))
-                    if bytes_ahead and bytes_ahead + needed > AHEAD_BYTES:
-                        return
-                    self._ahead.append((read, self._fetch(read, footer.result())))
                 # If the footer cannot be read, opening the file raises the error.
-                self._announced.popleft()
+                if footer.cancelled() or footer.exception() or footer.result().content is not None:
+                    continue
+                chunks = self._chunks(read, footer.result())
+                needed = min(sum(stop - start for start, stop in chunks), _share(read))
+                if bytes_ahead and bytes_ahead + needed > AHEAD_BYTES:
+                    return
+                announced.file = self._fetch(read, footer.result())
+                bytes_ahead += announced.file.max_bytes
 
     def _fetch(self, read: RangeRead, footer: FileFooter) -> FetchedFile:
         return FetchedFile(
@@ -436,12 +461,23 @@ class RangeFiles:
             return self._pool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Announced:
-    """A range that will be opened, and the pending footer of its file."""
+    """A range that will be opened.
+
+    Attributes
+    ----------
+    read : RangeRead
+        The range.
+    footer : Future
+        The footer of its file; the whole file if it is small.
+    file : FetchedFile or None
+        The range's columns, once they are being fetched; None for a small file.
+    """
 
     read: RangeRead
     footer: Future[FileFooter]
+    file: FetchedFile | None = None
 
 
 def _share(read: RangeRead) -> int:

@@ -55,14 +55,18 @@ def find_files(own: Store, path: Paths | None, validation_path: Paths | None) ->
     validation = [] if validation_path is None else _listed("validation_path", validation_path)
     store = store_of(train[0], own)
     named = [*(("path", each) for each in train), *(("validation_path", v) for v in validation)]
-    full = []
+    full: list[str] = []
     for name, each in named:
-        if store_of(each, store, name) is not store:
+        try:
+            checked = store.checked_path(name, each)
+        except ParamError:
+            as_store(each, name)  # If no store can open the path, the error says why.
             raise ParamError(
                 f"{name}: found {each!r}, which is on another filesystem than {train[0]!r}. Copy "
                 "the files to one filesystem."
-            )
-        full.append(store.get_full_path(each))
+            ) from None
+        assert checked is not None
+        full.append(checked)
     return ParquetFiles(store, tuple(full[: len(train)]), tuple(full[len(train) :]))
 
 

@@ -25,6 +25,7 @@ from hvd_estimators.data.remote_reads import RangeRead
 from hvd_estimators.exceptions import StoreError
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 _END = object()
@@ -258,19 +259,65 @@ def mixed(
     return result
 
 
-def interleave(
-    groups: Iterator[InterleaveGroup],
-    read: Callable[[RangeRead], _Stream[T]],
-    threads: int,
-) -> Generator[T, None, None]:
-    """Read groups one after another; within a group, read one slice of each range in turn.
+_JOINED_RANGES = 16
+"""Maximum number of small ranges that are read as one."""
+
+_JOINED_BYTES = 2**20
+"""Maximum size in memory of the rows of ranges that are read as one."""
+
+
+RangeRun = tuple[RangeRead, ...]
+"""Ranges that are read one after another, as one."""
+
+
+def join_small_ranges(
+    groups: Iterable[InterleaveGroup], row_bytes: int
+) -> Iterator[tuple[RangeRun, ...]]:
+    """Join small ranges that follow each other, so that threads exchange fewer tables.
 
     Parameters
     ----------
-    groups : iterator of InterleaveGroup
-        The groups; may be infinite. Consumed lazily.
+    groups : iterable of InterleaveGroup
+        The groups of a pass. Consumed lazily.
+    row_bytes : int
+        Size of a row in bytes.
+
+    Yields
+    ------
+    tuple of RangeRun
+        A group for `interleave`. Its elements have one range each, or it has one element.
+    """
+    run: list[RangeRead] = []
+    rows = 0
+    for group in groups:
+        added = sum(read.row_range.rows for read in group)
+        joins = len(group) == 1 and group[0].rows is None
+        fits = len(run) < _JOINED_RANGES and (rows + added) * row_bytes <= _JOINED_BYTES
+        if run and not (joins and fits):
+            yield (tuple(run),)
+            run, rows = [], 0
+        if joins:
+            run += group
+            rows += added
+        else:
+            yield tuple((read,) for read in group)
+    if run:
+        yield (tuple(run),)
+
+
+def interleave(
+    groups: Iterator[Sequence[S]],
+    read: Callable[[S], _Stream[T]],
+    threads: int,
+) -> Generator[T, None, None]:
+    """Read groups one after another; within a group, read one slice of each element in turn.
+
+    Parameters
+    ----------
+    groups : iterator of sequence
+        Groups of ranges, or of anything else that ``read`` takes; may be infinite. Consumed lazily.
     read : callable
-        Reads a range. Yields its tables, each with a flag for the last table of a slice.
+        Reads an element. Yields its tables, each with a flag for the last table of a slice.
     threads : int
         Number of threads that read ahead; each has at most one unconsumed table. With 0, the
         calling thread reads on demand.
@@ -310,8 +357,8 @@ def interleave(
 class _Interleaver(Generic[T]):
     """The ranges of a group while they are read."""
 
-    def __init__(self, group: InterleaveGroup, read: Callable[[RangeRead], _Stream[T]]) -> None:
-        self._waiting = deque(read(slices) for slices in group)
+    def __init__(self, group: Sequence[S], read: Callable[[S], _Stream[T]]) -> None:
+        self._waiting = deque(map(read, group))
         self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
 
     def read_ahead(self, pool: ThreadPoolExecutor, most: int) -> int:

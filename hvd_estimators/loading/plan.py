@@ -8,6 +8,7 @@ is therefore needed to know the number of rows of other ranks in a step.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,16 +98,20 @@ class ShardPlan:
 
     def rows(self, shard: int) -> int:
         """Return the number of rows of a shard."""
-        return sum(row_range.rows for row_range in self.shards[shard])
+        return self._rows[shard]
 
     @property
     def total_rows(self) -> int:
         """Number of rows of all shards."""
-        return sum(map(self.rows, range(self.num_shards)))
+        return sum(self._rows)
 
     def steps(self, batch_size: int) -> int:
         """Return the number of steps in one pass, which is the same for all shards."""
-        return -(-max(map(self.rows, range(self.num_shards))) // batch_size)
+        return -(-max(self._rows) // batch_size)
+
+    @functools.cached_property
+    def _rows(self) -> list[int]:
+        return [sum(row_range.rows for row_range in shard) for shard in self.shards]
 
     def batch_sizes(self, shards: Iterable[int], batch_size: int) -> BatchSizes:
         """Return the number of rows in each step of a pass, over some shards."""
@@ -259,7 +264,7 @@ def plan_shards(
             while offset == bounds[current + 1]:
                 current += 1
             stop = min(group.rows, start + bounds[current + 1] - offset)
-            shards[current].append(RowRange(group.file, group.index, start, stop))
+            shards[current].append(RowRange(group.file, group.index, start, stop, group.footer))
             offset += stop - start
             start = stop
     if seed is not None:

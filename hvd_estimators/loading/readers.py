@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 from typing_extensions import Self
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
@@ -29,7 +30,9 @@ from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
     Prefetch,
+    RangeRun,
     interleave,
+    join_small_ranges,
     mixed,
     one_per_group,
     range_tables,
@@ -223,6 +226,9 @@ class PlannedDataModule(ChunkedDataModule):
         Determines the row order, together with the rank and the pass.
     skip_train_steps : int
         Number of training batches to skip. A resumed run starts after them.
+    total_train_steps : int, optional
+        Number of training batches of the whole run, including skipped ones. Passes after them are
+        read only on demand. Default: unknown, so that any pass is read ahead.
     reader_pool_type : {"thread", "process", "dummy"}
         Type of the worker pool.
     train_reader_worker_count, val_reader_worker_count : int
@@ -250,6 +256,7 @@ class PlannedDataModule(ChunkedDataModule):
         val_plan: ShardPlan | None = None,
         random_seed: int = 0,
         skip_train_steps: int = 0,
+        total_train_steps: int | None = None,
         reader_pool_type: str = "thread",
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
@@ -268,6 +275,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.val_plan = val_plan
         self.random_seed = random_seed
         self.skip_train_steps = skip_train_steps
+        self.total_train_steps = total_train_steps
         self.reader_pool_type = reader_pool_type
         self.train_reader_worker_count = train_reader_worker_count
         self.val_reader_worker_count = val_reader_worker_count
@@ -304,25 +312,37 @@ class PlannedDataModule(ChunkedDataModule):
         Yields
         ------
         dict
-            Columns of one or more tables of each slice. No dict contains rows of two ranges.
+            Columns of one or more tables of each slice. No dict contains rows of two ranges if the
+            rows are cached.
         """
 
     def train_chunks(self) -> Iterator[Chunk]:
         """Return the training batches in chunks, pass after pass, each in its own order."""
-        return self._ahead(self._train_chunks(), "training rows")
+        start, total = self.skip_train_steps, self.total_train_steps
+        if total is None or (self.shuffle and self.inmemory_cache_all):
+            yield from self._ahead(self._train_chunks(start), "training rows")
+            return
+        # Reading ahead ends with the run's last pass.
+        per_pass = self.train_plan.steps(self.train_batch_size)
+        passes = max(-(-total // per_pass), start // per_pass + 1)
+        yield from self._ahead(self._train_chunks(start, passes), "training rows")
+        yield from self._ahead(self._train_chunks(passes * per_pass), "further training rows")
 
     def val_chunks(self) -> Iterator[Chunk]:
         """Return the validation batches of one pass in chunks, in stored order."""
         return self._ahead(self._val_chunks(), "validation rows")
 
-    def _train_chunks(self) -> Generator[Chunk, None, None]:
+    def _train_chunks(
+        self, start: int, stop_pass: int | None = None
+    ) -> Generator[Chunk, None, None]:
+        """Return the training batches from a step of the run on, before a pass, or without end."""
         sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
-        first_pass, skip = divmod(self.skip_train_steps, len(sizes))
+        first_pass, skip = divmod(start, len(sizes))
         in_memory = self.shuffle and self.inmemory_cache_all
         with contextlib.closing(
             self._chunks_in_memory(sizes, first_pass)
             if in_memory
-            else self._read_chunks(sizes, first_pass)
+            else self._read_chunks(sizes, first_pass, stop_pass)
         ) as chunks:
             for chunk in chunks:
                 skipped = min(skip, len(chunk.sizes))
@@ -330,13 +350,13 @@ class PlannedDataModule(ChunkedDataModule):
                 if skipped < len(chunk.sizes):
                     yield chunk.skip(skipped) if skipped else chunk
 
-    def _read_chunks(self, sizes: Sequence[int], first_pass: int) -> Generator[Chunk, None, None]:
+    def _read_chunks(
+        self, sizes: Sequence[int], first_pass: int, stop_pass: int | None
+    ) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files in each pass."""
-        rngs = (
-            self._rng(pass_number, "rows") if self.shuffle else None
-            for pass_number in itertools.count(first_pass)
-        )
-        passes = self._train_passes(first_pass)
+        numbers = _numbers(first_pass, stop_pass)
+        rngs = (self._rng(number, "rows") if self.shuffle else None for number in numbers)
+        passes = self._train_passes(_numbers(first_pass, stop_pass))
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
@@ -429,7 +449,7 @@ class PlannedDataModule(ChunkedDataModule):
                         _make_read_only(self._cache[row_range])
                     yield from self._cache[row_range]
 
-    def _train_passes(self, first_pass: int) -> Iterator[Sequence[InterleaveGroup]]:
+    def _train_passes(self, numbers: Iterable[int]) -> Iterator[Sequence[InterleaveGroup]]:
         ranges = self.train_plan.shards[self.cur_shard]
         row_bytes = sum(spec.row_bytes for spec in self.columns)
         open_groups = self.train_plan.open_groups
@@ -437,7 +457,7 @@ class PlannedDataModule(ChunkedDataModule):
         is_known = self.transformation is None and all(c.kind != "text" for c in self.columns)
         if is_known and total * row_bytes <= self.shuffle_buffer_bytes:
             open_groups = 1  # the buffer mixes all rows
-        for pass_number in itertools.count(first_pass):
+        for pass_number in numbers:
             if self.shuffle:
                 rng = self._rng(pass_number, "row groups")
                 yield mixed(ranges, open_groups, row_bytes, self.shuffle_buffer_bytes, rng)
@@ -447,6 +467,10 @@ class PlannedDataModule(ChunkedDataModule):
     def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
         salt = {"row groups": 0, "rows": 1}[purpose]
         return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
+
+
+def _numbers(first: int, stop: int | None) -> Iterable[int]:
+    return itertools.count(first) if stop is None else range(first, stop)
 
 
 def _make_read_only(parts: Iterable[Columns]) -> None:
@@ -480,17 +504,40 @@ class ArrowDataModule(PlannedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def read(slices: RangeRead) -> Generator[tuple[Columns, bool], None, None]:
+        def tables(slices: RangeRead) -> Iterator[tuple[pa.Table, bool]]:
             with files.open(slices) as file:
-                for table, ends_slice in range_tables(file, slices, self.columns):
-                    yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
+                yield from range_tables(file, slices, self.columns)
 
-        groups = (group for of_pass in passes for group in of_pass)
+        def read(run: RangeRun) -> Generator[tuple[Columns, bool], None, None]:
+            if len(run) == 1:
+                file = run[0].row_range.file
+                for table, ends_slice in tables(run[0]):
+                    yield table_to_columns(table, self.columns, file), ends_slice
+                return
+            found = [table for slices in run for table, _ in tables(slices)]
+            # Files may have different types, such as large lists and lists.
+            for _, alike in itertools.groupby(found, key=lambda table: table.schema):
+                yield table_to_columns(pa.concat_tables(alike), self.columns), False
+
+        # Text can be large, a file's path has its partitions, and a cache holds single ranges.
+        joins = not self.inmemory_cache_all and all(
+            spec.kind not in ("text", "partition") for spec in self.columns
+        )
+        row_bytes = sum(spec.row_bytes for spec in self.columns)
+        groups: Iterator[tuple[RangeRun, ...]] = (
+            group
+            for of_pass in passes
+            for group in (join_small_ranges(of_pass, row_bytes) if joins else map(_apart, of_pass))
+        )
         with RangeFiles(self.store, self.columns, self.footers) as files:
             if self.reader_pool_type == "dummy":
                 yield from interleave(groups, read, 0)
             else:
-                yield from interleave(files.ahead(groups), read, workers)
+                yield from interleave(files.ahead(groups, iter), read, workers)
+
+
+def _apart(group: InterleaveGroup) -> tuple[RangeRun, ...]:
+    return tuple((read,) for read in group)
 
 
 class CheckedDataModule(ChunkedDataModule):

@@ -345,9 +345,11 @@ def open_data_module(
     ParamError
         See `check_shards`.
     """
-    skip_steps = epoch * data.train_steps_per_epoch + data.batches_before(epoch, rows)
+    per_epoch = data.train_steps_per_epoch
+    first = epoch * per_epoch + data.batches_before(epoch, rows)
+    steps = range(first, (epoch + epochs) * per_epoch)
     if size == data.num_shards:
-        return _open_shard(data, rank, skip_steps, epochs, memory)
+        return _open_shard(data, rank, steps, epochs, memory)
     check_shards(data.data_module, data.num_shards, size, None)
     shards = virtual_shards(data.num_shards, rank, size)
     workers = {
@@ -355,7 +357,7 @@ def open_data_module(
         for name in ("train_reader_worker_count", "val_reader_worker_count")
     }
     data = replace(data, options=replace(data.options, **workers))
-    opened = [_open_shard(data, shard, skip_steps, epochs, memory) for shard in shards]
+    opened = [_open_shard(data, shard, steps, epochs, memory) for shard in shards]
     modules = [module for module in opened if isinstance(module, PlannedDataModule)]
     for module in modules:
         module.footers = modules[0].footers
@@ -363,9 +365,9 @@ def open_data_module(
 
 
 def _open_shard(
-    data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: BufferPool | None
+    data: DataSpec, shard: int, steps: range, epochs: int, memory: BufferPool | None
 ) -> DataModule:
-    """Create the data module of one shard, without the first steps of the run."""
+    """Create the data module of one shard, for some steps of the run."""
     module = _module_class(data.data_module)(
         train_dir=data.train_path,
         val_dir=data.val_path,
@@ -382,7 +384,8 @@ def _open_shard(
         train_plan=data.train_plan,
         val_plan=data.val_plan,
         random_seed=data.random_seed,
-        skip_train_steps=skip_steps,
+        skip_train_steps=steps.start,
+        total_train_steps=steps.stop,
         label_cols=data.label_cols,
         **data.options.as_arguments(),
     )
@@ -393,7 +396,7 @@ def _open_shard(
         module,
         rank=shard,
         steps=data.train_steps_per_epoch,
-        skip_steps=skip_steps,
+        skip_steps=steps.start,
         has_val_rows=data.val_plan is not None and data.val_plan.rows(shard) > 0,
         inputs=data.inputs,
     )

@@ -6,11 +6,12 @@ import contextlib
 import datetime
 import hashlib
 import io
+import os
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, ClassVar, TypeVar
+from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 
 import fsspec
 
@@ -27,6 +28,21 @@ _REQUESTS = 8
 """Maximum parallel requests for ranges of one file."""
 
 T = TypeVar("T")
+
+
+class ListedFile(NamedTuple):
+    """A file as the storage lists it.
+
+    Attributes
+    ----------
+    path : str
+        Full path.
+    is_regular : bool
+        False for pipes, sockets and devices, and for links to folders.
+    """
+
+    path: str
+    is_regular: bool = True
 
 
 def is_missing(error: BaseException | None) -> bool:
@@ -177,6 +193,9 @@ class Files(ABC):
         return self._retried(lambda: self._ranges(path, ranges), f"reading {path!r}")
 
     def _ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
+        local = self.local_path(path)
+        if local is not None:
+            return _local_ranges(local, ranges)
         fs = self.fs
         starts = [start for start, _ in ranges]
         if min(starts, default=0) < 0 and not self._takes_suffixes():
@@ -245,7 +264,11 @@ class Files(ABC):
         return True
 
     def find(self, path: str) -> list[str]:
-        """Return the full paths of all files below a path, sorted.
+        """Return the full paths of all files below a path, sorted; see `list_files`."""
+        return [file.path for file in self.list_files(path)]
+
+    def list_files(self, path: str) -> list[ListedFile]:
+        """Return all files below a path, sorted by their full paths.
 
         A file is below itself. The list is empty if the path does not exist.
 
@@ -254,22 +277,28 @@ class Files(ABC):
         StoreError
             If the storage cannot be queried.
         """
+        return sorted(self._retried(lambda: self._list_files(path), f"listing {path!r}"))
+
+    def _list_files(self, path: str) -> list[ListedFile]:
         fs = self.fs
         # When fsspec walks a tree, it skips directories that it cannot list by default.
         walks = type(fs).find is fsspec.AbstractFileSystem.find
         options = {"on_error": "raise"} if walks else {}
-
-        def list_files() -> list[str]:
-            self._forget_listings(path)
-            try:
-                # Hadoop's connectors mark directories with empty objects.
-                return [file for file in fs.find(path, **options) if not file.endswith("/")]
-            except (FileNotFoundError, NotADirectoryError):
-                if self._info(path) is None:
-                    return []
-                raise
-
-        return sorted(map(self.full_path, self._retried(list_files, f"listing {path!r}")))
+        self._forget_listings(path)
+        try:
+            found = fs.find(path, detail=True, **options)
+        except (FileNotFoundError, NotADirectoryError):
+            if self._info(path) is None:
+                return []
+            raise
+        files = []
+        for file, info in found.items():
+            # Hadoop's connectors mark directories with empty objects.
+            if not file.endswith("/"):
+                # A listing has the type of a link, not that of its target.
+                regular = info.get("type") != "other" or fs.info(file)["type"] == "file"
+                files.append(ListedFile(self.full_path(file), regular))
+        return files
 
     def names(self, path: str) -> list[str]:
         """Return the names of the entries of a directory, sorted.
@@ -371,6 +400,31 @@ class Files(ABC):
 
     def _retried(self, action: Callable[[], T], description: str) -> T:
         return with_retries(action, description, self.secrets)
+
+
+def _local_ranges(path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
+    """Read byte ranges of a local file; see `Files.read_ranges`."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(file).st_size
+        parts = []
+        for start, stop in ranges:
+            first = start if start >= 0 else max(size + start, 0)
+            last = size if stop is None else min(stop, size)
+            parts.append(_read_fully(file, first, max(last - first, 0)))
+        return parts
+    finally:
+        os.close(file)
+
+
+def _read_fully(file: int, start: int, size: int) -> bytes:
+    """Read some bytes of an open file, less at its end."""
+    content = os.pread(file, size, start)
+    while len(content) < size and (
+        more := os.pread(file, size - len(content), start + len(content))
+    ):
+        content += more  # a system call returns at most 2 GiB
+    return content
 
 
 class HashingWriter(io.RawIOBase):

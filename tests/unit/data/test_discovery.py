@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import threading
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from hvd_estimators.data import footers
 from hvd_estimators.data.discovery import first_rows, read_manifest, read_split
+from hvd_estimators.data.footers import read_footers
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.store import LocalStore, Store
@@ -313,3 +316,72 @@ def test_folders_that_only_resemble_tables_are_read(store, folder):
     assert manifest(store, folder, "x").train.rows == 2
     assert manifest(store, folder / "data" / "day=1", "x").train.rows == 1
     assert manifest(store, folder / "data", "x").train.rows == 1
+
+
+def test_links_to_files_are_read_and_others_are_errors(store, folder, tmp_path):
+    write(tmp_path / "target.parquet", x=[1.0, 2.0])
+    (folder / "link.parquet").symlink_to(tmp_path / "target.parquet")
+    assert manifest(store, folder, "x").train.rows == 2
+
+    (folder / "lost.parquet").symlink_to(tmp_path / "missing.parquet")
+    with pytest.raises(StoreError, match=r"lost\.parquet"):
+        manifest(store, folder, "x")
+
+    (folder / "lost.parquet").unlink()
+    (folder / "folder.parquet").symlink_to(tmp_path)
+    with pytest.raises(StoreError, match=r"folder\.parquet' is not a regular file"):
+        manifest(store, folder, "x")
+
+
+def test_files_with_equal_schemas_share_their_columns(store, folder):
+    """pandas also stores the number of rows; Arrow's types may differ for equal Parquet types."""
+    pd.DataFrame({"x": [1.0, 2.0]}).to_parquet(folder / "a.parquet", index=True)
+    pd.DataFrame({"x": [1.0, 2.0, 3.0]}).to_parquet(folder / "b.parquet", index=True)
+    for name, data_type in (("c", pa.list_), ("d", pa.large_list), ("e", pa.list_)):
+        write(folder / f"{name}.parquet", x=pa.array([[1.0]], data_type(pa.float64())))
+
+    a, b, c, d, e = (footer.columns for footer in read_footers(store, str(folder)))
+
+    assert a is b
+    assert c is e
+    assert c is not d
+    assert [columns.schema.field("x").type for columns in (a, c, d)] == [
+        pa.float64(),
+        pa.list_(pa.float64()),
+        pa.large_list(pa.float64()),
+    ]
+
+
+def test_types_are_compared_with_each_schema_once_and_nulls_in_each_file(store, folder):
+    for number in range(40):
+        values = pa.array([None if number == 37 else 2.0], pa.float64())
+        write(folder / f"{number:02}.parquet", x=[1.0], y=values)
+    assert manifest(store, folder, "x").train.rows == 40
+    with pytest.raises(DataError, match=r"'y' holds 1 null.*37\.parquet"):
+        manifest(store, folder, "x", "y")
+    write(folder / "38.parquet", x=[1.0], y=[[2.0]])
+    (folder / "37.parquet").unlink()
+    with pytest.raises(ColumnError, match=r"'y' has type list<.*38\.parquet"):
+        manifest(store, folder, "x", "y")
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_footers_keep_the_order_of_the_files_with_and_without_threads(
+    store, folder, slow, monkeypatch
+):
+    """Files on a slow mount are read in threads."""
+    monkeypatch.setattr(footers, "_FAST_SECONDS", 0 if slow else 60)
+    monkeypatch.setattr(footers, "_FILES_PER_TASK", 3)
+    threads = set()
+    read = footers.read_tail
+
+    def read_and_note(store, path):
+        threads.add(threading.current_thread())
+        return read(store, path)
+
+    monkeypatch.setattr(footers, "read_tail", read_and_note)
+    for number in range(60):
+        write(folder / f"{number:02}.parquet", x=[1.0] * (number + 1))
+    found = read_split(store, str(folder), [X])
+    assert [group.rows for group in found.row_groups] == list(range(1, 61))
+    assert (threads == {threading.current_thread()}) is not slow

@@ -43,8 +43,19 @@ def test_the_document_is_plain_json():
         "index": 3,
         "rows": 5,
         "open_bytes": 0,
+        "footer": 0,
     }
     assert document["validation"] is None
+
+
+def test_documents_of_earlier_versions_lack_checksums_of_footers():
+    group = RowGroup("/a", 0, 10, 400, 123)
+    written = DatasetManifest(COLUMNS, Split("/", (group,)))
+    assert DatasetManifest.from_json(written.to_json()) == written
+    document = json.loads(written.to_json())
+    del document["train"]["row_groups"][0]["footer"]
+    (found,) = DatasetManifest.from_json(json.dumps(document)).train.row_groups
+    assert found == RowGroup("/a", 0, 10, 400)
 
 
 def test_columns_know_their_width_and_stored_names():

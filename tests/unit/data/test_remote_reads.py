@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,20 +37,33 @@ with contextlib.suppress(ImportError):  # it cannot be installed with today's Py
 FILES, GROUPS, ROWS = 3, 4, 50
 """Number of files, of row groups per file, and of rows per row group."""
 
+SMALL, NEAR, FAR_APART = 8, 400, 2 * remote_reads.HOLE_BYTES // ROWS
+"""Bytes per row between two columns.
 
-def write(path, first=0, rows=GROUPS * ROWS, group_rows=ROWS, between=8, **options):
+With few, the whole file lies in its end, which is fetched for the footer. With many, both columns
+are not fetched in one request.
+"""
+
+
+def write(path, first=0, rows=GROUPS * ROWS, group_rows=ROWS, between=NEAR, **options):
     """Write numbered rows: two requested columns with an unrequested one between them."""
     ids = np.arange(first, first + rows)
     table = pa.table({"id": ids, "between": [bytes(between)] * rows, "twice": 2 * ids})
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = {"compression": "none", "use_dictionary": False, **options}
+    # Statistics would be between the columns as well.
+    options = {
+        "compression": "none",
+        "use_dictionary": False,
+        "write_statistics": ["id", "twice"],
+        **options,
+    }
     parquet.write_table(table, path, row_group_size=group_rows, **options)
 
 
 @pytest.fixture
 def between():
     """Bytes per row between the requested columns."""
-    return 8
+    return NEAR
 
 
 @pytest.fixture
@@ -88,12 +102,9 @@ def test_adjacent_ranges_are_fetched_together(ranges, hole, runs):
     assert joined(ranges, hole) == runs
 
 
-FAR_APART = 2 * remote_reads.HOLE_BYTES // ROWS
-"""Bytes per row between columns, too many to fetch both columns in one request."""
-
 # Petastorm's pool processes take seconds to start.
 WAYS = [
-    *itertools.product(READERS, ["thread", "dummy"], [8, FAR_APART]),
+    *itertools.product(READERS, ["thread", "dummy"], [NEAR, FAR_APART]),
     *(("petastorm", "process", FAR_APART) for _ in range("petastorm" in READERS)),
 ]
 
@@ -125,7 +136,7 @@ def test_requests_per_row_group_and_file(counted, manifest, reader, pool, betwee
             assert ids.tolist() == list(range(len(groups) * ROWS))
             assert sum(len(batch["id"]) for batch in module.val_data()) == len(groups) * ROWS
     found = requests.take()
-    runs = 1 if between == 8 else 2
+    runs = 1 if between == NEAR else 2
     footers = [name for name, start, _ in found if start < 0]
     assert sorted(footers) == [f"{number}.parquet" for number in range(FILES)]
     chunks = [size for _, start, size in found if start >= 0]
@@ -136,6 +147,75 @@ def test_requests_per_row_group_and_file(counted, manifest, reader, pool, betwee
     # PyArrow writes some extra bytes after each chunk.
     size = 2 * epochs * sum(c.total_compressed_size for c in wanted)
     assert size <= sum(chunks) <= size + 2 * epochs * len(groups) * 2 * 100
+
+
+@pytest.mark.parametrize("between", [SMALL])
+@pytest.mark.parametrize(("pool", "cached"), [("thread", True), ("dummy", True), ("dummy", False)])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_small_file_takes_one_request(counted, manifest, reader, pool, cached, monkeypatch):
+    """One for all its row groups; over all epochs and validation if the files fit in the cache."""
+    store, requests = counted
+    if not cached:
+        monkeypatch.setattr(footers, "_UNPARSED_BYTES", 0)
+        monkeypatch.setattr(footers, "_PARSED", 1)
+    assert first_rows(store, manifest, 2)["twice"].tolist() == [0, 2]
+    assert len(requests.take()) == 1
+    plan = plan_shards(manifest.train.row_groups, 1)
+    epochs, rows = 2, FILES * GROUPS * ROWS
+    with READERS[reader](
+        train_dir=manifest.train.path,
+        val_dir=manifest.train.path,
+        columns=manifest.columns,
+        train_plan=plan,
+        val_plan=plan,
+        train_batch_size=rows,
+        val_batch_size=rows,
+        shuffle=False,
+        reader_pool_type=pool,
+        train_reader_worker_count=1,
+        total_train_steps=epochs,
+        store=store,
+    ) as module:
+        for batch in itertools.islice(module.train_data(), epochs):
+            assert batch["id"].tolist() == list(range(rows))
+        for batch in module.val_data():
+            assert batch["twice"].tolist() == list(range(0, 2 * rows, 2))
+    passes = 1 if cached else epochs + 1
+    sizes = [Path(store.local(path)).stat().st_size for path in store.find(manifest.train.path)]
+    assert sorted(size for _, _, size in requests.take()) == sorted(passes * sizes)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+@pytest.mark.parametrize("reader", READERS)
+def test_no_pass_is_read_ahead_after_the_last_step(counted, manifest, reader, pool, shuffle):
+    store, requests = counted
+    rows, batch, passes = FILES * GROUPS * ROWS, 60, 2
+    ids = {}
+    # The run ends in the middle of the second pass. Without an end, requests outlast the reader.
+    for total in (3 * rows // batch // 2, None):
+        with READERS[reader](
+            train_dir=manifest.train.path,
+            val_dir=None,
+            columns=manifest.columns,
+            train_plan=plan_shards(manifest.train.row_groups, 1, seed=3 if shuffle else None),
+            train_batch_size=batch,
+            shuffle=shuffle,
+            reader_pool_type=pool,
+            total_train_steps=total,
+            store=store,
+        ) as module:
+            batches = module.train_data()
+            of_passes = list(itertools.islice(batches, passes * rows // batch))
+            if total is not None:
+                chunks = [start for _, start, _ in requests.take() if start >= 0]
+                assert len(chunks) == passes * FILES * GROUPS
+            of_passes += itertools.islice(batches, rows // batch)
+        ids[total] = np.concatenate([columns["id"] for columns in of_passes]).tolist()
+    limited, unlimited = ids.values()
+    assert limited == unlimited
+    for first in range(0, len(limited), rows):
+        assert sorted(limited[first : first + rows]) == list(range(rows))
 
 
 def test_a_long_footer_needs_two_requests_shared_by_all_threads(counted, monkeypatch):
@@ -283,6 +363,56 @@ def test_truncated_files_are_reported(counted, manifest):
             files.open(RangeRead(part)) as file,
         ):
             list(range_tables(file, RangeRead(part), manifest.columns))
+
+
+@pytest.mark.parametrize("between", [SMALL, NEAR])
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_replaced_file_of_the_same_length_is_reported(tmp_path, reader, remote, between):
+    """Also if the driver and the ranks read it within the resolution of its modification time."""
+    store = counted_reads.make_store(tmp_path)[0] if remote else Store.create(str(tmp_path))
+    path = f"{store.prefix_path}/data/a.parquet"
+    local = Path(store.local(path) if remote else path)
+    write(local, first=0, between=between)
+    size = local.stat().st_size
+    manifest = read_manifest(store, f"{store.prefix_path}/data", None, ["id", "twice"])
+    options = {
+        "train_dir": manifest.train.path,
+        "val_dir": None,
+        "columns": manifest.columns,
+        "train_plan": plan_shards(manifest.train.row_groups, 1),
+        "store": store,
+    }
+    write(local, first=0, between=between)  # the same content
+    with READERS[reader](**options) as module:
+        assert len(next(module.train_data())["id"])
+    write(local, first=1, between=between)
+    assert local.stat().st_size == size
+    with (
+        READERS[reader](**options) as module,
+        pytest.raises(
+            StoreError, match=r"a\.parquet' was replaced after training had been planned"
+        ),
+    ):
+        next(module.train_data())
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_files_that_only_the_driver_sees_are_reported(tmp_path, remote):
+    store = counted_reads.make_store(tmp_path)[0] if remote else Store.create(str(tmp_path))
+    path = f"{store.prefix_path}/data/a.parquet"
+    local = Path(store.local(path) if remote else path)
+    write(local)
+    manifest = read_manifest(store, f"{store.prefix_path}/data", None, ["id"])
+    local.unlink()
+    (part, *_) = plan_shards(manifest.train.row_groups, 1).shards[0]
+    told = rf"no file .*a\.parquet' on the machine {socket.gethostname()}.*driver and all executors"
+    with (
+        RangeFiles(store, manifest.columns) as files,
+        pytest.raises(StoreError, match=told),
+        files.open(RangeRead(part)),
+    ):
+        pass
 
 
 def test_the_size_is_requested_without_suffix_requests(counted, manifest, monkeypatch):

@@ -84,3 +84,22 @@ def test_reads_from_hdfs(hdfs, reader):
     manifest = make_dataset(store)
     ids = read_epochs(reader, store, manifest)
     assert ids == 2 * EPOCHS * list(range(FILES * GROUPS * ROWS))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_s3_gets_one_request_per_small_file(s3, reader):
+    """One when the driver plans, and one when a rank reads, over all epochs."""
+    store = Store.create(f"{s3.new_bucket()}/data", storage_options=s3.storage_options)
+    folder, files = f"{store.prefix_path}/data", 5
+    for number in range(files):
+        ids = np.arange(number * ROWS, (number + 1) * ROWS)
+        with store.open_atomic(f"{folder}/{number}.parquet") as file:
+            parquet.write_table(pa.table({"id": ids, "half": ids / 2, "twice": 2 * ids}), file)
+    before = len(s3.requests())
+    manifest = read_manifest(store, folder, None, ["id", "half", "twice"])
+    planned = len(s3.requests())
+    assert read_epochs(reader, store, manifest) == 2 * EPOCHS * list(range(files * ROWS))
+    for requests in (s3.requests()[before:planned], s3.requests()[planned:]):
+        # Listing the folder takes requests as well, but not for each file.
+        paths = [request.path for request in requests if request.path.endswith(".parquet")]
+        assert len(paths) == len(set(paths)) == files

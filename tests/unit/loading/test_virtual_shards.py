@@ -116,6 +116,10 @@ def test_any_number_of_ranks_resumes_at_a_position_in_rows(
     for ranks in (4, 3):
         spec = job(groups, ranks, **settings)
         assert spec.batches_before(epoch, rows) == taken
+        opened = open_data_module(spec, 0, ranks, epoch=epoch, rows=rows, epochs=3)
+        for module in getattr(opened, "modules", [opened]):
+            planned = range(module.skip_train_steps, module.total_train_steps)
+            assert planned == range(first + taken, (epoch + 3) * epoch_steps)
         left = steps(spec, 2, epoch=epoch, rows=rows)
         for (found, _), (same, _) in zip(left, whole[first + taken :], strict=False):
             assert sorted(found) == sorted(same)

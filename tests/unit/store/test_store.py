@@ -1,5 +1,6 @@
 """Stores on a local path: prefixes, the layout below them, and atomic files."""
 
+import os
 import pickle
 import posixpath
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import LocalStore, RunPaths, Store
+from hvd_estimators.store.files import Files, ListedFile
 
 
 @pytest.fixture
@@ -231,3 +233,35 @@ def test_stores_can_be_pickled(store):
 
     assert there.run_paths("r1") == store.run_paths("r1")
     assert there.read(f"{store.prefix_path}/file") == b"text"
+
+
+def test_local_folders_are_listed_as_fsspec_lists_them(store, tmp_path):
+    root = Path(store.prefix_path)
+    for name in ("b/c d/#e?.x", "b/.hidden", "_a", "z"):
+        store.write_text(f"{root}/{name}", name)
+    (root / "empty").mkdir()
+    (root / "link").symlink_to(root / "z")
+    (root / "linked folder").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+
+    found = store.list_files(str(root))
+
+    assert found == sorted(Files._list_files(store, str(root)))
+    assert [Path(file.path) for file in found] == sorted(
+        path for path in root.rglob("*") if path.is_symlink() or not path.is_dir()
+    )
+    irregular = [Path(file.path).name for file in found if not file.is_regular]
+    assert irregular == ["linked folder", "pipe"]
+    assert store.list_files(f"{root}/z") == [ListedFile(f"{root}/z")]
+    assert store.list_files(f"{root}/absent") == store.list_files(f"{root}/z/below") == []
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(0, None)], [(-3, None), (2, 4)], [(5, 99), (-99, 3)], [(99, None), (4, 4)]]
+)
+def test_ranges_of_a_local_file_are_those_of_its_content(store, ranges):
+    path = f"{store.prefix_path}/a"
+    store.write_text(path, "0123456789")
+    assert store.read_ranges(path, ranges) == [b"0123456789"[slice(*each)] for each in ranges]
+    with pytest.raises(FileNotFoundError):
+        store.read_ranges(f"{path}.absent", ranges)

@@ -44,7 +44,11 @@ class Dataset:
             )
             path = folder / f"part-{number:03}.parquet"
             parquet.write_table(table, path, row_group_size=row_group_size)
-        self.manifest = read_manifest(LocalStore(str(folder)), str(folder), None, ["id", "pair"])
+        self.read_manifest()
+
+    def read_manifest(self):
+        folder = str(self.folder)
+        self.manifest = read_manifest(LocalStore(folder), folder, None, ["id", "pair"])
 
     def plan(self, num_shards, **options):
         return plan_shards(self.manifest.train.row_groups, num_shards, **options)
