@@ -340,9 +340,7 @@ class PlannedDataModule(ChunkedDataModule):
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
-    def _chunks_in_memory(
-        self, sizes: BatchSizes, first_pass: int
-    ) -> Generator[Chunk, None, None]:
+    def _chunks_in_memory(self, sizes: BatchSizes, first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files once and shuffle all rows in each pass."""
         groups = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
