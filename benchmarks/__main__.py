@@ -27,6 +27,7 @@ QUOTING = (ROOT / "README.rst",)
 PARTS: Mapping[str, str] = {
     "prepare": "--rows 4000 --repeats 1",
     "transform": "--rows 4000 --images 64 --repeats 1",
+    "columns": "--rows 200 --widths 10 100 --repeats 1",
     "stream": "--rows 800 --batches 8 --repeats 1",
     "loader": "--rows 64000 --repeats 1",
     "loader-tensorflow": "--rows 64000 --repeats 1",

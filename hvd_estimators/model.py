@@ -53,6 +53,7 @@ from hvd_estimators.params.model import (
 from hvd_estimators.prepare.schema import (
     clashing,
     feature_array,
+    fields_by_name,
     quoted,
     require_columns,
     require_frame,
@@ -212,7 +213,7 @@ class HorovodModel(
             if columns:
                 require_columns(dataset, name, columns)
         is_final = not self.getOrDefault("apply_transformation")
-        if weight and is_final and stored_column(dataset, weight).spec.kind != "scalar":
+        if weight and is_final and stored_column(dataset.schema[weight]).spec.kind != "scalar":
             raise ColumnError(
                 f"sample_weight_col: expected a column of numbers, found {weight!r} of type "
                 f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
@@ -226,8 +227,8 @@ class HorovodModel(
         padded = pad_large_rows(rows, inputs.columns, self._known_sizes(), 1)
         frame = rows if padded is None else padded.frame
         given = [
-            self._udf_argument(frame, name).alias(f"c{number}")
-            for number, name in enumerate(inputs.columns)
+            argument.alias(f"c{number}")
+            for number, argument in enumerate(self._udf_arguments(frame, inputs.columns))
         ]
         if padded is not None:
             given.append(padded.is_row.alias("is_row"))
@@ -409,7 +410,7 @@ class HorovodModel(
             dataset = padded.frame
         elif has_arrow_udfs():
             dataset = as_rows(dataset)
-        given = [self._udf_argument(dataset, name) for name in inference.columns]
+        given = self._udf_arguments(dataset, inference.columns)
         if padded is not None:
             given.append(padded.is_row)
         send = functools.partial(self._shared.send, dataset)
@@ -503,17 +504,21 @@ class HorovodModel(
         metadata = self._get_metadata() or {}
         return BatchPredictor.of(inputs, transformation, metadata, available)
 
-    def _udf_argument(self, dataset: DataFrame, name: str) -> Column:
-        """Return an argument of the UDF."""
-        if isinstance(dataset.schema[name].dataType, VectorUDT):
-            # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
-            return vector_parts(F.col(quoted(name)))
-        return self._feature_column(dataset, name)
+    def _udf_arguments(self, dataset: DataFrame, names: Sequence[str]) -> list[Column]:
+        """Return the arguments of the UDF."""
+        fields = fields_by_name(dataset)
+        # Sparse vectors stay sparse in transit, and dense ones need no JVM conversion.
+        return [
+            vector_parts(F.col(quoted(name)))
+            if isinstance(fields[name].dataType, VectorUDT)
+            else self._feature_column(fields[name])
+            for name in names
+        ]
 
-    def _feature_column(self, dataset: DataFrame, name: str) -> Column:
+    def _feature_column(self, field: T.StructField) -> Column:
         """Convert a column to numbers, arrays of numbers, or text."""
-        is_text = self._takes_text() or name in self._text_features()
-        return feature_array(dataset, name, allow_text=is_text)
+        is_text = self._takes_text() or field.name in self._text_features()
+        return feature_array(field, allow_text=is_text)
 
     def _takes_text(self) -> bool:
         """Return whether all columns may be text; a hook for subclasses."""

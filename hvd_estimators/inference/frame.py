@@ -28,7 +28,13 @@ from pyspark.sql import types as T
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.loading.transform import EditedField
-from hvd_estimators.prepare.schema import columns_alike, quoted, stored_column, vector_width
+from hvd_estimators.prepare.schema import (
+    columns_alike,
+    fields_by_name,
+    quoted,
+    stored_column,
+    vector_width,
+)
 
 _ROWS = 2
 """Number of rows of zeros; two rows show which dimension counts the rows."""
@@ -98,12 +104,12 @@ def known_shapes(
             dtypes[field.name] = field.dtype
             if field.shape is not None and None not in field.shape:
                 shapes[field.name] = tuple(size for size in field.shape if size is not None)
+    fields = {} if dataset is None else fields_by_name(dataset)
     for name in columns if dataset is not None else ():
-        assert dataset is not None
-        spec = stored_column(dataset, name, allow_text=allow_text).spec
+        spec = stored_column(fields[name], allow_text=allow_text).spec
         dtypes[name] = spec.dtype
         # The DataFrame's type may be more specific than the training's, or differ from it.
-        width = vector_width(dataset, name)
+        width = vector_width(fields[name])
         if not spec.shape:
             shapes[name] = ()
         elif spec.kind == "vector" and width:
@@ -119,8 +125,9 @@ def without_nulls(dataset: DataFrame, names: Iterable[str]) -> DataFrame:
     Columns that cannot hold nulls by their schema are not checked.
     """
     conditions = []
+    fields = fields_by_name(dataset)
     for name in names:
-        field, column = dataset.schema[name], F.col(quoted(name))
+        field, column = fields[name], F.col(quoted(name))
         if field.nullable:
             conditions.append(column.isNotNull())
         if _may_hold_null(field.dataType):
@@ -213,6 +220,13 @@ BATCH_BYTES = 32 * 2**20
 """Maximum bytes of values in a batch, unless a single row is larger."""
 
 
+NUMBERS_BYTES = 128 * 2**20
+"""The same for rows of plain numbers only.
+
+Empty rows repeat these numbers. With a thousand columns, they cost more than a larger batch.
+"""
+
+
 _ITEM_BYTES = 8
 
 
@@ -295,8 +309,10 @@ def pad_large_rows(
     max_rows = int(str(dataset.sparkSession.conf.get(_MAX_ROWS)))
     if max_rows <= 0:
         return None  # a batch holds all rows of a partition
-    counted_as_one = BATCH_BYTES / max_rows
-    types = {name: dataset.schema[name].dataType for name in columns}
+    fields = fields_by_name(dataset)
+    types = {name: fields[name].dataType for name in columns}
+    are_numbers = not any(map(_may_be_large, types.values()))
+    counted_as_one = (NUMBERS_BYTES if are_numbers else BATCH_BYTES) / max_rows
     sizes = [_known_items(types[name], known_sizes.get(name)) for name in columns]
     if None not in sizes:
         # The size of a plain number is exact.

@@ -31,7 +31,7 @@ from hvd_estimators.lightning.predictor import (
 from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.model import Predictor
 from hvd_estimators.params import boolean, param
-from hvd_estimators.prepare.schema import quoted
+from hvd_estimators.prepare.schema import fields_by_name, quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.onnx import Call
@@ -138,11 +138,10 @@ class LightningModel(LightningModelSignatures):
     def _takes_text(self) -> bool:
         return super()._takes_text() or self._predicts_rows()
 
-    def _feature_column(self, dataset: DataFrame, name: str) -> Column:
-        data_type = dataset.schema[name].dataType
-        if self._predicts_rows() and isinstance(data_type, (T.StringType, T.BinaryType)):
-            return F.col(quoted(name))
-        return super()._feature_column(dataset, name)
+    def _feature_column(self, field: T.StructField) -> Column:
+        if self._predicts_rows() and isinstance(field.dataType, (T.StringType, T.BinaryType)):
+            return F.col(quoted(field.name))
+        return super()._feature_column(field)
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         features = list(self._input_columns().names)
@@ -221,7 +220,8 @@ class LightningModel(LightningModelSignatures):
         load: Callable[[Payload], Predictor],
     ) -> list[tuple[int, ...]]:
         """Return the output shapes for the first row; this computes that row."""
-        columns = [self._feature_column(dataset, name).alias(name) for name in applied.columns]
+        fields = fields_by_name(dataset)
+        columns = [self._feature_column(fields[name]).alias(name) for name in applied.columns]
         usable = without_nulls(dataset, applied.columns)
         first = usable.select(*columns).limit(1).collect()
         if not first:

@@ -22,6 +22,9 @@ _OBJECT_BYTES = 64
 _TILE_BYTES = 2**18
 """Bytes of a block that are filled column by column; small enough for the CPU cache."""
 
+_TILE_ROWS = 2**9
+"""Minimum number of rows that are filled column by column, because each column costs a call."""
+
 _MANY_COLUMNS = 10
 """Number of columns from which transposing is faster than filling a block column by column."""
 
@@ -232,7 +235,7 @@ def row_bytes(columns: Columns) -> int:
 
 
 def _tile_rows(block: Array) -> int:
-    return max(_TILE_BYTES // (block.itemsize * block.shape[1]), 1)
+    return max(_TILE_BYTES // (block.itemsize * block.shape[1]), _TILE_ROWS)
 
 
 def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> None:

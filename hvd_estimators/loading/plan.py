@@ -174,6 +174,11 @@ class BatchSizes(Sequence[int]):
                 left -= min(left, steps)
         return rows
 
+    @property
+    def total(self) -> int:
+        """Number of rows in all steps."""
+        return self.before(self._steps)
+
     def distinct(self) -> set[int]:
         """Return the different sizes of the batches of single shards."""
         return {size for runs, _ in self._shards for size, _ in runs}

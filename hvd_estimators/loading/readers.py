@@ -351,7 +351,7 @@ class PlannedDataModule(ChunkedDataModule):
                     yield chunk.skip(skipped) if skipped else chunk
 
     def _read_chunks(
-        self, sizes: Sequence[int], first_pass: int, stop_pass: int | None
+        self, sizes: BatchSizes, first_pass: int, stop_pass: int | None
     ) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files in each pass."""
         numbers = _numbers(first_pass, stop_pass)
@@ -360,9 +360,7 @@ class PlannedDataModule(ChunkedDataModule):
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
-    def _chunks_in_memory(
-        self, sizes: Sequence[int], first_pass: int
-    ) -> Generator[Chunk, None, None]:
+    def _chunks_in_memory(self, sizes: BatchSizes, first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches; read the files once and shuffle all rows in each pass."""
         groups = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
@@ -395,9 +393,10 @@ class PlannedDataModule(ChunkedDataModule):
             return 0
         return min(len(self._val_sizes(self.val_plan)), self.steps_per_epoch_val)
 
-    def _val_sizes(self, plan: ShardPlan) -> list[int]:
-        # The last steps of a short shard can be empty.
-        return [size for size in plan.batch_sizes([self.cur_shard], self.val_batch_size) if size]
+    def _val_sizes(self, plan: ShardPlan) -> BatchSizes:
+        # A shard with fewer rows than steps has batches of one row. The other steps are left out.
+        rows = plan.rows(self.cur_shard)
+        return BatchSizes([rows], min(plan.steps(self.val_batch_size), rows), self.val_batch_size)
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
         """Produce chunks in a separate thread while earlier ones are used."""

@@ -11,6 +11,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, row_bytes
+from hvd_estimators.loading.plan import BatchSizes
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Default size of the shuffle buffer."""
@@ -65,7 +66,8 @@ def stream_batches(
     parts : iterable of Columns
         The rows of the passes, for example one part per row group. May be infinite.
     sizes : sequence of int
-        Rows of each batch of a pass. Their sum is the number of rows in a pass.
+        Rows of each batch of a pass. Their sum is the number of rows in a pass. `BatchSizes` need
+        no time and memory for each batch.
     rngs : iterable of numpy.random.Generator or None
         Random number generator of each pass; None keeps the order of its rows. Either all passes
         are shuffled or none.
@@ -85,8 +87,8 @@ def stream_batches(
     DataError
         If the number of rows in the parts differs from the sum of the sizes.
     """
-    stream = _Stream(parts, sum(sizes), memory or BufferPool())
-    chunks = list(_chunk_sizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS)))
+    stream = _Stream(parts, _total(sizes), memory or BufferPool())
+    chunks = _ChunkSizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS))
     buffer: _Buffer | None = None
     for rng, is_last in _with_end(rngs):
         if rng is None:
@@ -97,8 +99,9 @@ def stream_batches(
                 buffer_rows = stream.rows_in(
                     buffer_bytes or SHUFFLE_BUFFER_BYTES, most=stream.total
                 )
-                buffer = _Buffer(stream, min(max(buffer_rows, *map(sum, chunks)), stream.total))
-            yield from _shuffled_pass(buffer, chunks, rng, is_last)
+                largest = chunks.largest(least=buffer_rows)
+                buffer = _Buffer(stream, min(max(buffer_rows, largest), stream.total))
+            yield from _shuffled_pass(buffer, chunks, stream.total, rng, is_last)
     stream.end()
 
 
@@ -134,7 +137,7 @@ def shuffle_in_memory(
         See `stream_batches`.
     """
     num_bytes = row_bytes(rows.columns())
-    chunks = list(_chunk_sizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS)))
+    chunks = _ChunkSizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS))
     for rng in rngs:
         order = rng.permutation(len(rows))
         start = 0
@@ -143,18 +146,40 @@ def shuffle_in_memory(
             start += sum(chunk)
 
 
-def _chunk_sizes(sizes: Sequence[int], chunk_rows: int) -> Iterator[tuple[int, ...]]:
-    """Group the batch sizes of a pass into chunks of at least one batch."""
-    chunk: list[int] = []
-    rows = 0
-    for size in sizes:
-        if chunk and rows + size > chunk_rows:
+class _ChunkSizes:
+    """Batch sizes of each chunk of a pass: at least one batch, and otherwise at most some rows.
+
+    The chunks of a pass are computed while it is read. A list of them would have an entry for each
+    of a rank's batches, and a pass may have millions.
+    """
+
+    def __init__(self, sizes: Sequence[int], chunk_rows: int) -> None:
+        self._sizes = sizes
+        self._chunk_rows = chunk_rows
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        chunk: list[int] = []
+        rows = 0
+        for size in self._sizes:
+            if chunk and rows + size > self._chunk_rows:
+                yield tuple(chunk)
+                chunk, rows = [], 0
+            chunk.append(size)
+            rows += size
+        if chunk:
             yield tuple(chunk)
-            chunk, rows = [], 0
-        chunk.append(size)
-        rows += size
-    if chunk:
-        yield tuple(chunk)
+
+    def largest(self, least: int) -> int:
+        """Return the rows of the largest chunk, or ``least`` if that is certainly more."""
+        sizes = self._sizes
+        distinct = sizes.distinct() if isinstance(sizes, BatchSizes) else set(sizes)
+        if max(distinct | {self._chunk_rows}) <= least:
+            return least
+        return max(map(sum, self))
+
+
+def _total(sizes: Sequence[int]) -> int:
+    return sizes.total if isinstance(sizes, BatchSizes) else sum(sizes)
 
 
 def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
@@ -283,10 +308,14 @@ class _Buffer:
 
 
 def _shuffled_pass(
-    buffer: _Buffer, chunks: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
+    buffer: _Buffer,
+    chunks: Iterable[tuple[int, ...]],
+    total: int,
+    rng: np.random.Generator,
+    is_last: bool,
 ) -> Iterator[Chunk]:
     slots = buffer.fill()
-    to_read = sum(map(sum, chunks)) - buffer.size
+    to_read = total - buffer.size
     if not to_read:
         slots = rng.permutation(slots)
     for chunk in chunks:

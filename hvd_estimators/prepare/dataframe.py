@@ -6,7 +6,6 @@ Runs on the driver.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from hvd_estimators.prepare.connectors import check_connector
 from hvd_estimators.prepare.datasets import acquire
 from hvd_estimators.prepare.schema import (
     StoredColumn,
+    fields_by_name,
     is_frame,
     quoted,
     require_columns,
@@ -145,18 +145,18 @@ def prepare_data(
     if is_frame(validation):
         df, validation = _with_validation_rows(df, validation, names)
     columns: list[StoredColumn] = []
-    used_names = set(names)
+    fields, used_names = fields_by_name(df), set(names)
     for name in names:
         text = text_options(allow_text, name)
         column = stored_column(
-            df, name, compress_sparse=compress_sparse, used_names=used_names, **text
+            fields[name], compress_sparse=compress_sparse, used_names=used_names, **text
         )
         columns.append(column)
         used_names.update(column.spec.stored_names)
     if extra and columns[names.index(extra[0])].spec.kind != "scalar":
         raise ColumnError(
             f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "
-            f"{df.schema[extra[0]].dataType.simpleString()}."
+            f"{fields[extra[0]].dataType.simpleString()}."
         )
     seed = random_seed or 0
     split = _validation(df, validation, seed)
@@ -205,8 +205,9 @@ def _with_validation_rows(
         If the second one lacks a column, or has it with another type.
     """
     require_columns(rows, "validation", names)
+    schemas = fields_by_name(df), fields_by_name(rows)
     for name in names:
-        own, other = (frame.schema[name].dataType.simpleString() for frame in (df, rows))
+        own, other = (fields[name].dataType.simpleString() for fields in schemas)
         if own != other:
             raise ColumnError(
                 f"validation: the column {name!r} has type {other}, but type {own} in the training "
@@ -297,18 +298,18 @@ def _keeps_order(plan: Any) -> bool:
     if plan is None:
         return False
     try:
-        nodes = {node["class"].rpartition(".")[2] for node in json.loads(plan.toJSON())}
-        leaves = plan.collectLeaves()
-        rdds = [
-            leaf.rdd()
-            for leaf in map(leaves.apply, range(leaves.size()))
-            if leaf.getClass().getSimpleName() == "LogicalRDD"
-        ]
-        return (
-            nodes <= _ORDERED_NODES
-            and bool(plan.subqueriesAll().isEmpty())
-            and all(rdd.outputDeterministicLevel().toString() == "DETERMINATE" for rdd in rdds)
-        )
+        nodes = [plan]
+        # Not `plan.toJSON()`, which describes each column of each node.
+        for node in nodes:
+            name = node.getClass().getSimpleName()
+            is_random = name == "LogicalRDD" and (
+                node.rdd().outputDeterministicLevel().toString() != "DETERMINATE"
+            )
+            if name not in _ORDERED_NODES or is_random:
+                return False
+            children = node.children()
+            nodes += map(children.apply, range(children.size()))
+        return bool(plan.subqueriesAll().isEmpty())
     except Py4JError:
         # This version of Spark has different internals.
         return False

@@ -6,6 +6,7 @@ ML attributes are read from a column's metadata, in the format of Spark's
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,11 @@ from hvd_estimators.exceptions import ColumnError, ParamError
 def quoted(name: str) -> str:
     """Return a column's name quoted for Spark's functions, preserving dots and backticks."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def fields_by_name(df: DataFrame) -> dict[str, T.StructField]:
+    """Return the fields of a DataFrame's schema; its own look-up by name tries each field."""
+    return {field.name: field for field in df.schema}
 
 
 def unused_name(name: str, used_names: Iterable[str]) -> str:
@@ -172,17 +178,18 @@ def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
     if isinstance(columns, str):
         columns = [columns]
     require_columns(df, "columns", columns)
-    return {name: _cardinality(df, name) for name in columns}
+    fields = fields_by_name(df)
+    return {name: _cardinality(fields[name]) for name in columns}
 
 
-def vector_width(df: DataFrame, name: str) -> int | None:
+def vector_width(field: T.StructField) -> int | None:
     """Return the width of a vector column if an ML transformer recorded it, or None."""
-    width = _noted(df, name).get("num_attrs")
+    width = _noted(field).get("num_attrs")
     return int(width) if width else None
 
 
-def _cardinality(df: DataFrame, name: str) -> int:
-    noted = _noted(df, name)
+def _cardinality(field: T.StructField) -> int:
+    noted, name = _noted(field), field.name
     if "vals" in noted:
         return len(noted["vals"])
     if "num_vals" in noted:
@@ -201,8 +208,8 @@ def _cardinality(df: DataFrame, name: str) -> int:
     )
 
 
-def _noted(df: DataFrame, name: str) -> Mapping[str, Any]:
-    noted: Mapping[str, Any] = df.schema[name].metadata.get("ml_attr", {})
+def _noted(field: T.StructField) -> Mapping[str, Any]:
+    noted: Mapping[str, Any] = field.metadata.get("ml_attr", {})
     return noted
 
 
@@ -260,14 +267,15 @@ class StoredColumn:
     ----------
     spec : ColumnSpec
         The column as readers see it; its shape is ``(-1,)`` until the rows have been measured.
-    expressions : tuple of Column
-        The expressions to write to Parquet, named as ``spec.stored_names``.
+    expressions : tuple of str or Column
+        The expressions to write to Parquet as ``spec.stored_names``. SQL where it suffices, because
+        each Column of a thousand takes several calls of the JVM.
     length : Column or None
         Number of elements of a row's value; null or negative for a null. None for scalars.
     """
 
     spec: ColumnSpec
-    expressions: tuple[Column, ...]
+    expressions: tuple[str | Column, ...]
     length: Column | None = None
 
     def is_not_finite(self) -> Column | None:
@@ -283,9 +291,21 @@ class StoredColumn:
         return condition(F.col(quoted(self.spec.stored_names[-1])))
 
 
+def select_as(df: DataFrame, expressions: Mapping[str, str | Column]) -> DataFrame:
+    """Return a DataFrame of expressions by name: SQL or Columns; see `StoredColumn`."""
+    prefix = f"__{uuid.uuid4().hex}_"
+    columns = [e.alias(prefix + name) for name, e in expressions.items() if not isinstance(e, str)]
+    sql = {
+        name: e if isinstance(e, str) else quoted(prefix + name) for name, e in expressions.items()
+    }
+    df = df.select("*", *columns) if columns else df
+    return df.selectExpr(
+        *(e if e == quoted(name) else f"{e} as {quoted(name)}" for name, e in sql.items())
+    )
+
+
 def stored_column(
-    df: DataFrame,
-    name: str,
+    field: T.StructField,
     *,
     compress_sparse: bool = False,
     allow_text: bool = False,
@@ -296,11 +316,10 @@ def stored_column(
 
     Parameters
     ----------
-    df : DataFrame
-        Contains the column.
-    name : str
-        A vector, an array of numbers (of equal length in all rows), a number or a boolean. Vectors
-        are written as 32-bit floats, and decimals as 64-bit floats. Other values keep their types.
+    field : StructField
+        The column: a vector, an array of numbers (of equal length in all rows), a number or a
+        boolean. Vectors are written as 32-bit floats, and decimals as 64-bit floats. Other values
+        keep their types.
     compress_sparse : bool
         Write vectors as indices and values of the nonzero elements.
     allow_text : bool
@@ -315,23 +334,24 @@ def stored_column(
     ColumnError
         If the type cannot be used for training.
     """
-    data_type = df.schema[name].dataType
-    column = df[quoted(name)]
+    name, data_type = field.name, field.dataType
+    sql = quoted(name)
     if isinstance(data_type, VectorUDT):
+        column = F.col(sql)
         return _sparse(name, column, used_names) if compress_sparse else _dense(name, column)
     if allow_text and isinstance(data_type, (*_TEXT, T.BinaryType) if bytes_as_text else _TEXT):
-        return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
+        return StoredColumn(ColumnSpec(name, "text", "object"), (sql,))
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
         dtype = _dtype(name, element, data_type)
+        length = F.size(sql)
         if isinstance(element, T.DecimalType):
-            column = column.cast("array<" * depth + "double" + ">" * depth)
-        spec = ColumnSpec(name, "array", dtype, (-1,) * depth)
-        return StoredColumn(spec, (column.alias(name),), F.size(column))
+            sql = f"cast({sql} as {'array<' * depth}double{'>' * depth})"
+        return StoredColumn(ColumnSpec(name, "array", dtype, (-1,) * depth), (sql,), length)
     dtype = _dtype(name, data_type, data_type)
     if isinstance(data_type, T.DecimalType):
-        column = column.cast("double")
-    return StoredColumn(ColumnSpec(name, "scalar", dtype), (column.alias(name),))
+        sql = f"cast({sql} as double)"
+    return StoredColumn(ColumnSpec(name, "scalar", dtype), (sql,))
 
 
 def known_columns(
@@ -356,10 +376,11 @@ def known_columns(
         transformer recorded it.
     """
     specs = []
+    fields = fields_by_name(df)
     for name in names:
-        spec = stored_column(df, name, **text_options(allow_text, name)).spec
+        spec = stored_column(fields[name], **text_options(allow_text, name)).spec
         if spec.shape:
-            width = vector_width(df, name)
+            width = vector_width(fields[name])
             if spec.kind != "vector" or not width:
                 return None
             spec = replace(spec, shape=(width,))
@@ -367,7 +388,7 @@ def known_columns(
     return specs
 
 
-def feature_array(df: DataFrame, name: str, allow_text: bool = False) -> Column:
+def feature_array(field: T.StructField, allow_text: bool = False) -> Column:
     """Return a column in the form that a model's UDF accepts: vectors as float arrays.
 
     Raises
@@ -375,7 +396,12 @@ def feature_array(df: DataFrame, name: str, allow_text: bool = False) -> Column:
     ColumnError
         If the type cannot be used for prediction.
     """
-    return stored_column(df, name, allow_text=allow_text).expressions[0]
+    expression = stored_column(field, allow_text=allow_text).expressions[0]
+    if not isinstance(expression, str):
+        return expression
+    # Names are not parsed as SQL, which takes longer.
+    is_name = expression == quoted(field.name)
+    return F.col(expression) if is_name else F.expr(expression)
 
 
 def _dense(name: str, column: Column) -> StoredColumn:
@@ -387,7 +413,7 @@ def _dense(name: str, column: Column) -> StoredColumn:
         .when(column.isNotNull(), vector_to_array(column, "float32"))
     )
     spec = ColumnSpec(name, "vector", "float32", (-1,))
-    return StoredColumn(spec, (array.alias(name),), F.size(array))
+    return StoredColumn(spec, (array,), F.size(array))
 
 
 def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredColumn:
@@ -410,11 +436,7 @@ def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredCol
     )
     # A sparse vector may also contain zeros.
     pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
-    expressions = (
-        pairs[field].alias(stored)
-        for field, stored in zip(("index", "value"), spec.stored_names, strict=True)
-    )
-    return StoredColumn(spec, tuple(expressions), size)
+    return StoredColumn(spec, (pairs["index"], pairs["value"]), size)
 
 
 def _is_not_finite(value: Column) -> Column:

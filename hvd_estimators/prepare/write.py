@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.prepare.connectors import spark_url, storage_errors
 from hvd_estimators.prepare.datasets import manifest_path, split_path
-from hvd_estimators.prepare.schema import StoredColumn, quoted, unused_name
+from hvd_estimators.prepare.schema import StoredColumn, quoted, select_as, unused_name
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import scheme_of
 
@@ -266,27 +266,36 @@ def _frame(
 ) -> tuple[DataFrame, Observation]:
     """Return the frame to write, and the observation that measures its rows."""
     split, key = _own_name(_SPLIT, columns), _own_name("__key", columns)
-    given = [expression for column in columns for expression in column.expressions]
-    lengths = {
-        _own_name(f"__length_{i}", columns): column.length
-        for i, column in enumerate(columns)
-        if column.length is not None
+    given = {
+        name: expression
+        for column in columns
+        for name, expression in zip(column.spec.stored_names, column.expressions, strict=True)
     }
-    given += [length.alias(name) for name, length in lengths.items()]
+    lengths: dict[int, str] = {}
+    for i, column in enumerate(columns):
+        if column.length is not None:
+            lengths[i] = _own_name(f"__length_{i}", columns)
+            given[lengths[i]] = column.length
     drawn: list[Column] = []
-    measures = [*_measures(columns, check_finite), _content(columns, validation is not None)]
+    measures = [
+        *_measures(columns, lengths, check_finite),
+        _content(columns, split if validation is not None else None),
+    ]
     if validation is not None:
-        (drawn if validation.by_position else given).append(validation.condition.alias(split))
+        if validation.by_position:
+            drawn.append(validation.condition.alias(split))
+        else:
+            given[split] = validation.condition
         measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
     if shuffle is not None:
         drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias(key))
-    frame = df.select(*given)
+    frame = select_as(df, given)
     if drawn:
         if not in_order:
-            frame = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
+            frame = frame.sortWithinPartitions(F.expr(_hash(map(quoted, given))))
         frame = frame.select("*", *drawn)
     observation = Observation()
-    frame = frame.observe(observation, *measures).drop(*lengths)
+    frame = frame.observe(observation, *measures).drop(*lengths.values())
     if shuffle is not None:
         # The hash of a row's key selects its file, and the key itself its position in the file.
         frame = frame.repartition(shuffle.files, key).sortWithinPartitions(key).drop(key)
@@ -298,12 +307,14 @@ def _own_name(name: str, columns: Sequence[StoredColumn]) -> str:
     return unused_name(name, [n for column in columns for n in column.spec.stored_names])
 
 
-def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
+def _measures(
+    columns: Sequence[StoredColumn], lengths: Mapping[int, str], check_finite: bool
+) -> list[Column]:
     """Return the aggregates that find nulls, ragged rows and, on request, NaN and infinity."""
     measures = []
     for i, column in enumerate(columns):
-        if column.length is not None:
-            length = F.col(_own_name(f"__length_{i}", columns))
+        if i in lengths:
+            length = F.col(lengths[i])
             # The size of a null is null under ANSI rules, and -1 otherwise.
             measures += [
                 F.min(F.when(length >= 0, length)).alias(f"min_{i}"),
@@ -316,24 +327,28 @@ def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Colum
     return measures
 
 
-def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
+def _content(columns: Sequence[StoredColumn], split: str | None) -> Column:
     """Return the aggregate that identifies the rows, regardless of their order."""
-    parts = [F.col(quoted(_own_name(_SPLIT, columns)))] if is_split else []
+    parts = [] if split is None else [quoted(split)]
     for column in columns:
         depth = len(column.spec.shape)
-        for name in column.spec.stored_names:
-            value = F.col(quoted(name))
+        for value in map(quoted, column.spec.stored_names):
             if not depth:
                 parts.append(value)
                 continue
             # Of long arrays, only the beginning and the middle, because hashing takes as long as
             # writing.
-            middle = F.greatest(F.lit(1), F.floor(F.size(value) / 2).cast("int"))
-            length = F.lit(_HASHED if depth == 1 else 1)
-            parts += [F.slice(value, F.lit(1), length), F.slice(value, middle, length)]
-            parts.append(F.size(value))
+            middle = f"greatest(1, cast(floor(size({value}) / 2) as int))"
+            length = _HASHED if depth == 1 else 1
+            parts += [f"slice({value}, {start}, {length})" for start in (1, middle)]
+            parts.append(f"size({value})")
     # Half of the hash, so that the sum over 2**32 rows does not overflow.
-    return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
+    return F.expr(f"sum(shiftright({_hash(parts)}, 32))").alias("content")
+
+
+def _hash(parts: Iterable[str]) -> str:
+    """Return the hash of some expressions in SQL, which is one call of the JVM for all of them."""
+    return f"xxhash64({', '.join(parts)})"
 
 
 def _measurements(observation: Observation) -> dict[str, Any]:

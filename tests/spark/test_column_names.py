@@ -14,7 +14,8 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import clear_training_cache
 from hvd_estimators.exceptions import ColumnError, DataError
-from hvd_estimators.prepare.schema import _folded
+from hvd_estimators.prepare import write
+from hvd_estimators.prepare.schema import _folded, stored_column
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -185,3 +186,27 @@ def test_validation_columns_with_nulls_or_nan_are_rejected(
         frame = frame.select("id", F.col("id").alias("x"), F.col("held").cast(data_type))
         with pytest.raises(DataError, match="validation: its column holds 1 nulls or NaN"):
             index_of(store, frame, validation="held")
+
+
+def test_a_written_column_takes_one_call_of_the_jvm(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    client = spark.sparkContext._gateway._gateway_client
+    send = client.send_command
+
+    def counted(command: str, *args: Any, **kwargs: Any) -> Any:
+        # Python's garbage collection sends the others whenever it runs.
+        calls.extend([command] * (not command.startswith("m\n")))
+        return send(command, *args, **kwargs)
+
+    def calls_for(width: int) -> int:
+        frame = spark.range(1).selectExpr(*(f"id as c{n}" for n in range(width)))
+        columns = [stored_column(field) for field in frame.schema]
+        calls.clear()
+        write._frame(frame, columns, None, write.Shuffle(0, 1), in_order=False, check_finite=False)
+        return len(calls)
+
+    calls_for(1)
+    monkeypatch.setattr(client, "send_command", counted)
+    assert calls_for(60) - calls_for(10) == 50

@@ -134,13 +134,29 @@ def test_rows_of_known_small_size_are_sent_without_empty_rows(spark: Any, tmp_pa
     ]
     assert ["__empty_" in plan for plan in plans] == [False, False, True, True]
 
-    names = [f"n{number}" for number in range(300)]
+    names = [f"n{number}" for number in range(1000)]
     model = TorchModel(
         model=Noting(notes), feature_columns=names, label_columns=["y"], output_shapes=[[]]
     )
-    numbers = spark.range(1).select(*(F.lit(0.5).alias(name) for name in names))
+    numbers = spark.range(1).selectExpr(*(f"0.5d as {name}" for name in names))
     plan = str(model.transform(numbers)._jdf.queryExecution().optimizedPlan())
-    assert "__empty_" not in plan  # 2,400 bytes, of 3,355 for each of 10,000 rows
+    assert "__empty_" not in plan  # 8,000 bytes, of 13,421 for each of 10,000 rows
+
+
+def test_rows_of_many_numbers_have_a_larger_limit(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 10_000)
+    frame = spark.range(2).selectExpr(*(f"id as c{n}" for n in range(20)))
+    columns = frame.columns
+
+    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * (20 + 4))
+    assert frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1) is None
+
+    monkeypatch.setattr(frames_of_udfs, "NUMBERS_BYTES", 10_000 * 8 * 7)
+    padded = frames_of_udfs.pad_large_rows(frame, columns, {}, output_items=1)
+    assert padded is not None
+    assert padded.frame.count() == 2 * 3  # 21 numbers, of 7 for each
 
 
 @pytest.mark.parametrize("num_columns", others_in_soak(20, 1000))

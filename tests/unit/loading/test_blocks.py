@@ -21,6 +21,7 @@ def make_columns(width, dtype):
 def test_filled_and_put_rows_equal_the_columns(monkeypatch, width, dtype):
     # Several tiles, the last one smaller.
     monkeypatch.setattr(blocks, "_TILE_BYTES", 20 * width * np.dtype(dtype).itemsize)
+    monkeypatch.setattr(blocks, "_TILE_ROWS", 1)
     given = make_columns(width, dtype)
     # A column may be a strided view.
     given["c0"] = np.repeat(given["c0"], 2)[::2]

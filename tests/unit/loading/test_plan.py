@@ -111,6 +111,7 @@ def test_batch_sizes_equal_those_computed_one_by_one(rows, batch_size, spare):
     sizes = BatchSizes(rows, steps, batch_size)
 
     assert len(sizes) == steps
+    assert sizes.total == sum(rows)
     assert list(sizes) == [sizes[step] for step in range(steps)] == sizes[:] == expected
     assert [sizes.before(step) for step in range(steps + 1)] == [
         *itertools.accumulate(expected, initial=0)

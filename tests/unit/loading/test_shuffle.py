@@ -1,6 +1,8 @@
 """Batching and shuffling of one pass over the rows."""
 
+import itertools
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
 from hvd_estimators.loading.blocks import BufferPool
+from hvd_estimators.loading.plan import BatchSizes
 from hvd_estimators.loading.shuffle import stream_batches
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
@@ -270,6 +273,38 @@ def test_two_threads_never_get_the_same_memory(monkeypatch):
 
     (one,), (other,) = held
     assert not np.shares_memory(one, other)
+
+
+@given(PARTS, st.integers(1, 30), st.integers(1, 60), st.integers(1, 60))
+def test_planned_sizes_give_the_batches_of_their_list(lengths, batch_size, buffer, chunk):
+    """Chunks and buffers hold from a single row to more than all rows."""
+    sizes = BatchSizes([sum(lengths)], -(-sum(lengths) // batch_size), batch_size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+        patch.setattr(shuffle, "CHUNK_BYTES", chunk * ROW_BYTES)
+        planned, listed = (
+            list(cut_batches(make_parts(lengths), given, np.random.default_rng(0)))
+            for given in (sizes, list(sizes))
+        )
+
+    assert [len(batch["number"]) for batch in planned] == list(sizes)
+    for one, other in zip(planned, listed, strict=True):
+        np.testing.assert_array_equal(one["number"], other["number"])
+
+
+def test_the_memory_of_a_pass_does_not_depend_on_its_steps():
+    sizes = BatchSizes([10**9 // 8], 10**9 // 8 // 32 + 1, 32)
+    parts = itertools.repeat({"x": np.zeros(2**12, np.uint8)})
+
+    tracemalloc.start()
+    try:
+        for rngs in ([None], [np.random.default_rng(0)]):
+            batches = stream_batches(parts, sizes, rngs, buffer_bytes=2**17)
+            assert sum(next(batches).sizes) == 2**16
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
