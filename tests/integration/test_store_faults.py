@@ -330,7 +330,10 @@ def test_training_survives_faults_of_s3(
     check_predictions(model, features)
     assert newest(direct) == 3
     assert throttled.happened == 10
-    assert epochs_begun(tmp_path) == [[0, 1], [0, 1], [1, 2], [1, 2]]
+    # The ranks have read the small files before. So the first fit may begin another epoch before
+    # the failed write of a checkpoint ends it.
+    begun = [epochs[:2] for epochs in epochs_begun(tmp_path)]
+    assert begun == [[0, 1], [0, 1], [1, 2], [1, 2]]
 
 
 @pytest.mark.soak
