@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.figures import Record, compared, show_result, show_table
 
-# Ranks log an informational line for each connection otherwise.
+# TensorFlow prints notices in each rank that imports it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from hvd_estimators.launch import LocalBackend
@@ -266,13 +266,14 @@ def main() -> None:
         figures["simulated"][ranks] = {"rendezvous": found, "exchange": exchanged}
         taken = {"rendezvous": [one["seconds"] for one in found], "exchange": exchanged}
         records += compared("seconds by simulated ranks", taken, "s", at=ranks, middle=True)
-        for unit, factor in (("messages", 1.0), ("bytes", 1.0)):
-            per_rank = {"rendezvous": [one[unit] * factor / ranks for one in found]}
+        for unit in ("messages", "bytes"):
+            per_rank = {"rendezvous": [one[unit] / ranks for one in found]}
             table = f"{unit} per rank by simulated ranks"
             records += compared(table, per_rank, unit, at=ranks, middle=True)
     for table in dict.fromkeys(record.table for record in records):
-        rows = [[one.at, one.name, one.value] for one in records if one.table == table]
-        show_table(table, ["ranks", "", records[0].unit], rows)
+        of_table = [record for record in records if record.table == table]
+        rows = [[one.at, one.name, one.value] for one in of_table]
+        show_table(table, ["ranks", "", of_table[0].unit], rows)
     settings = {name: value for name, value in vars(options).items() if name != "rows"}
     show_result("ranks", settings, figures, records)
 
