@@ -269,14 +269,24 @@ def read_tail(store: Store, path: str) -> bytes:
 
     A small file has at most `TAIL_BYTES`. This takes one request, or two if the footer is longer.
     """
-    (tail,) = store.read_ranges(path, [(-TAIL_BYTES, None)])
+    tail = _suffix(store, path, TAIL_BYTES)
     if len(tail) < TAIL_BYTES:
         return tail
     length = _footer_bytes(tail)
     if not tail.endswith(_MAGIC) or length <= len(tail):
         return tail[-length:]
-    (tail,) = store.read_ranges(path, [(-length, None)])
-    return tail
+    return _suffix(store, path, length)
+
+
+def _suffix(store: Store, path: str, count: int) -> bytes:
+    """Return the last bytes of a file; read a truncated response again."""
+    (suffix,) = store.read_ranges(path, [(-count, None)])
+    if len(suffix) > _MAGIC_BYTES and suffix.endswith(_MAGIC):
+        return suffix
+    # The store cannot know the length of a suffix, but checks the length of other ranges.
+    size = store.size(path)
+    (suffix,) = store.read_ranges(path, [(max(size - count, 0), size)])
+    return suffix
 
 
 def _footer_bytes(tail: bytes) -> int:

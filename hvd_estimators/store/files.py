@@ -217,14 +217,29 @@ class Files(ABC):
 
     def _check_length(self, path: str, start: int, stop: int, length: int) -> None:
         """Raise an error if a response is shorter than the file's part of a range."""
-        self._forget_listings(path)
-        size = int(self.fs.size(path) or 0)
+        size = self._size(path)
         expected = min(stop, size) - start
         if length < expected:
             raise TruncatedResponse(
                 f"the response was cut: it has {length} of {expected} bytes at {start}, and the "
                 f"file has {size} bytes"
             )
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises
+        ------
+        FileNotFoundError
+            If the file does not exist.
+        StoreError
+            If the storage cannot be queried.
+        """
+        return self._retried(lambda: self._size(path), f"looking for {path!r}")
+
+    def _size(self, path: str) -> int:
+        self._forget_listings(path)
+        return int(self.fs.size(path) or 0)
 
     def _takes_suffixes(self) -> bool:
         """Return whether a request can read the end of a file of unknown size."""

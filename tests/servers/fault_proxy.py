@@ -28,8 +28,9 @@ class Fault:
     ----------
     kind : str
         ``"cut"``: the connection is closed after half of the request's body. ``"cut answer"``: it
-        is closed after half of the answer's body. Otherwise the code of an S3 error to answer with,
-        for example ``SlowDown``.
+        is closed after half of the answer's body. ``"short answer"``: half of the answer's body is
+        a complete answer, as from a faulty gateway. Otherwise the code of an S3 error to answer
+        with, for example ``SlowDown``.
     matches : callable
         Returns whether a method and a path, with the query, are affected.
     after : int
@@ -158,7 +159,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             # Like S3, the server discards incomplete uploads.
             self._end()
             return
-        self._pass_on(b"".join(body), half=kind == "cut answer")
+        self._pass_on(b"".join(body), kind)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 
@@ -178,7 +179,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             yield piece
             left -= len(piece)
 
-    def _pass_on(self, body: bytes, half: bool) -> None:
+    def _pass_on(self, body: bytes, kind: str) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=60)
         try:
             dropped = ("connection", "expect", "transfer-encoding", "content-length")
@@ -191,6 +192,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             connection.endheaders(body or None)
             answer = connection.getresponse()
             content = answer.read()
+            if kind == "short answer":
+                content = content[: len(content) // 2]
             if self.command == "HEAD":
                 length = answer.headers.get("Content-Length", "0")
             else:
@@ -202,7 +205,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     self.send_header(name, value)
             self.send_header("Content-Length", length)
             self.end_headers()
-            if half:
+            if kind == "cut answer":
                 self.wfile.write(content[: len(content) // 2])
                 self._end()
             else:

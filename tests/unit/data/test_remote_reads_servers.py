@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import uuid
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from servers.fault_proxy import FaultProxy
 
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.remote_reads import HOLE_BYTES
+from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
@@ -103,3 +106,34 @@ def test_s3_gets_one_request_per_small_file(s3, reader):
         # Listing the folder takes requests as well, but not for each file.
         paths = [request.path for request in requests if request.path.endswith(".parquet")]
         assert len(paths) == len(set(paths)) == files
+
+
+@pytest.mark.parametrize("rows", [ROWS, 2**15])
+@pytest.mark.parametrize("kind", ["cut answer", "short answer"])
+def test_truncated_ends_of_files_on_s3_are_read_again(s3, kind, rows):
+    """The file is smaller than a footer request, or larger."""
+    bucket = s3.new_bucket()
+    table = pa.table({"id": np.arange(rows)})
+    direct = Store.create(f"{bucket}/data", storage_options=s3.storage_options)
+    with direct.open_atomic(f"{direct.prefix_path}/data/0.parquet") as file:
+        parquet.write_table(table, file, compression="none", use_dictionary=False)
+    with FaultProxy(s3.port) as proxy:
+        options = s3.options(endpoint=proxy.endpoint)
+        store = Store.create(direct.prefix_path, storage_options=options)
+        fault = proxy.fault(
+            kind, matches=lambda method, path: method == "GET" and ".parquet" in path, times=2
+        )
+        (group,) = read_manifest(store, f"{store.prefix_path}/data", None, ["id"]).train.row_groups
+    assert fault.happened == 2
+    assert group.rows == rows
+
+
+def test_a_truncated_file_on_s3_is_damaged(s3):
+    store = Store.create(f"{s3.new_bucket()}/data", storage_options=s3.storage_options)
+    path = f"{store.prefix_path}/data/0.parquet"
+    content = io.BytesIO()
+    parquet.write_table(pa.table({"id": np.arange(ROWS)}), content)
+    with store.open_atomic(path) as file:
+        file.write(content.getvalue()[:-20])
+    with pytest.raises(StoreError, match=path):
+        read_manifest(store, f"{store.prefix_path}/data", None, ["id"])
