@@ -21,7 +21,7 @@ from typing_extensions import TypeIs
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
-from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
 
 
 def quoted(name: str) -> str:
@@ -125,7 +125,7 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
     if missing:
         raise ColumnError(
             f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
-            f"its columns are {', '.join(df.columns)}."
+            f"its columns are {', '.join(df.columns)}.{_in_other_case(df, missing[0])}"
         )
     for name in names:
         alike = alike_columns[name]
@@ -137,6 +137,14 @@ def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
                 f"{param}: the DataFrame has {len(alike)} columns that Spark takes for "
                 f"{name!r}: {', '.join(map(repr, alike))}. {remedy}."
             )
+
+
+def _in_other_case(df: DataFrame, name: str) -> str:
+    """Return a hint for a missing name that Spark itself would resolve, or a similar name."""
+    alike = clashing(df, name, df.columns)
+    if alike:
+        return f" Write {alike[0]!r}: upper and lower case must be those of the DataFrame."
+    return did_you_mean(name, df.columns)
 
 
 def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import logging
 import pickle
 import warnings
@@ -31,7 +32,13 @@ from hvd_estimators.torch.learning_rate import set_optimizer_mode
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
-from hvd_estimators.torch.tensors import Batch, Selected, TensorSpec, require_tensors
+from hvd_estimators.torch.tensors import (
+    NO_COMPLEX_COLUMN,
+    Batch,
+    Selected,
+    TensorSpec,
+    require_tensors,
+)
 
 T = TypeVar("T")
 
@@ -152,6 +159,25 @@ def check_modes(module: torch.nn.Module) -> None:
                 ) from None
 
 
+def check_initialized(module: torch.nn.Module) -> None:
+    """Check that all parameters and buffers have shapes: those of a lazy layer may have none.
+
+    Raises
+    ------
+    ParamError
+        If one has no shape yet.
+    """
+    weights = itertools.chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, weight in weights if torch.nn.parameter.is_lazy(weight)]
+    if lazy:
+        raise ParamError(
+            f"model: {', '.join(map(repr, lazy[:3]))} {'has' if len(lazy) == 1 else 'have'} no "
+            "shape yet, because lazy layers learn it from their first rows. Call the model once "
+            "before fit(), such as model(torch.zeros(2, 3)) for rows of 3 numbers, and make the "
+            "optimizer after that."
+        )
+
+
 def output_shapes(
     module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[int, ...]]:
@@ -269,6 +295,8 @@ def check_fit(
                 f"The model's output {which} has shape {tuple(output.shape)} for {batch.rows} "
                 "rows. Its first dimension must count the rows; outputs can leave out others."
             )
+        if output.is_complex():
+            logger.warning("model: training can go on, but %s", NO_COMPLEX_COLUMN)
     if isinstance(loss, JointLoss):
         _check_joint_loss(loss, raw, batch, tensors)
     elif loss is not None:

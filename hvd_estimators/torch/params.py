@@ -22,7 +22,7 @@ from hvd_estimators.params.class_weight import ClassWeightParams
 from hvd_estimators.params.loggers import LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
-from hvd_estimators.torch.dry_run import check_modes
+from hvd_estimators.torch.dry_run import check_initialized, check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import (
     Loss,
@@ -289,6 +289,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         if not isinstance(get("model"), torch.nn.Module):
             raise ParamError(f"model: expected a torch.nn.Module, found {type(get('model'))}.")
         check_modes(get("model"))
+        check_initialized(get("model"))
         if not isinstance(get("optimizer"), torch.optim.Optimizer):
             raise ParamError(
                 f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."

@@ -15,12 +15,13 @@ import torch
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.tensors import TensorSpec, require_tensors
+from hvd_estimators.torch.tensors import NO_COMPLEX_COLUMN, TensorSpec, require_tensors
 from hvd_estimators.torch.transfer import Copy, cuda_copies
 
 Finish = Callable[[], list[Array]]
@@ -151,7 +152,15 @@ def _arrays(tensors: Sequence[torch.Tensor]) -> Finish:
 
 
 def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as float32 or float64, with the same numbers."""
+    """Return a tensor as float32 or float64, with the same numbers.
+
+    Raises
+    ------
+    ShapeError
+        If the numbers are complex: a conversion would drop their imaginary parts.
+    """
+    if tensor.is_complex():
+        raise ShapeError(f"outputs: {NO_COMPLEX_COLUMN}")
     if tensor.dtype in (torch.float32, torch.float64):
         # The next forward pass may change a tensor that this pass did not create (an input, a
         # buffer).

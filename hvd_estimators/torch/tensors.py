@@ -80,6 +80,12 @@ def select_outputs(
     )
 
 
+NO_COMPLEX_COLUMN = (
+    "transform() has no column for an output of complex numbers. Return "
+    "torch.view_as_real(output), its absolute value or its real part, or leave it out with outputs."
+)
+
+
 def require_tensors(selected: Selected, outputs: Any) -> Selected:
     """Return selected outputs if all of them are tensors.
 

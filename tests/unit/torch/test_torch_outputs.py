@@ -14,6 +14,7 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.torch.dry_run import (
     check_fit,
+    check_initialized,
     check_modes,
     check_own_step,
     copied,
@@ -240,3 +241,11 @@ def test_errors_name_methods_that_shadow_torchs() -> None:
     check_modes(torch.nn.Sequential(Silent()))
     with pytest.raises(ParamError, match=r"Layer.train\(positive.*part '1' .*mode.*Rename it"):
         check_modes(torch.nn.Sequential(Silent(), Layer()))
+
+
+def test_an_error_names_the_weights_of_lazy_layers_that_no_row_has_reached() -> None:
+    net = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(ParamError, match=r"model: '0\.weight', .* have no shape yet.*Call"):
+        check_initialized(net)
+    net(torch.zeros(2, 4))
+    check_initialized(net)

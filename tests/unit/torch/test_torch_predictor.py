@@ -66,6 +66,17 @@ def test_numbers_of_any_type_are_kept() -> None:
         )
 
 
+def test_complex_outputs_are_an_error_instead_of_losing_their_imaginary_parts() -> None:
+    class Spectrum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.fft.rfft(x), x
+
+    with pytest.raises(ShapeError, match=r"outputs: .*complex numbers.*view_as_real"):
+        predictor(Spectrum(), label_columns=[])([ROWS])
+    (found,) = predictor(Spectrum(), label_columns=[], outputs=[1])([ROWS])
+    np.testing.assert_array_equal(found, ROWS)
+
+
 def test_outputs_do_not_change_when_the_module_reuses_its_buffers() -> None:
     class Holding(torch.nn.Module):
         def __init__(self) -> None:
