@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 # Launches of a run whose logs of ranks are kept.
 _LOGGED_LAUNCHES = 10
+_LAUNCH_FOLDER = re.compile(r"\d{8}-\d{6}-\d{6}")
 # A driver that was asked to end may take this long, which is longer than ranks take to end.
 _EXIT_SECONDS = 60.0
 # Half an hour, see `hvd_estimators.launch.rank.hang_detection`.
@@ -140,7 +141,9 @@ class Launch:
         if path is None:
             return None
         try:
-            for name in sorted(store.names(path))[: -(_LOGGED_LAUNCHES - 1)]:
+            # People may keep their own files beside the logs.
+            launches = sorted(filter(_LAUNCH_FOLDER.fullmatch, store.names(path)))
+            for name in launches[: -(_LOGGED_LAUNCHES - 1)]:
                 store.delete(f"{path}/{name}")
         except Exception as error:
             text = redacted(str(error), store.secrets)

@@ -22,8 +22,9 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from typing_extensions import Self
@@ -43,6 +44,29 @@ _MAX_BYTES = 64 * 2**20
 
 class AuthenticationError(ConnectionError):
     """Error for a peer that does not know the job's secret, or for a modified message."""
+
+
+class MessageError(ConnectionError):
+    """Error for an authenticated peer whose message is not one of this version's."""
+
+
+# What code that reads a message raises if values are missing or have other types.
+_VALUE_ERRORS = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    zlib.error,
+)
+
+
+@contextlib.contextmanager
+def reading_message(peer: str) -> Iterator[None]:
+    """Turn errors of values in a peer's message into a `MessageError` that names the peer."""
+    try:
+        yield
+    except _VALUE_ERRORS as e:
+        raise MessageError(
+            f"{peer} sent a message that this version of hvd_estimators does not send "
+            f"({type(e).__name__}: {str(e)[:200]}). Use one version on all machines."
+        ) from e
 
 
 def new_secret() -> bytes:
@@ -194,6 +218,8 @@ class Channel:
         ------
         AuthenticationError
             If the data is not the other end's next message.
+        MessageError
+            If the message is not a dict in JSON.
         OSError
             If the connection ends, or a time limit has passed.
         """
@@ -207,8 +233,19 @@ class Channel:
         tag = receive_exactly(self._connection, _TAG_BYTES, deadline)
         if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
             raise AuthenticationError("A message was changed, or is not the next one.")
-        message, _, body = payload.partition(b"\n")
-        return json.loads(message), body
+        text, _, body = payload.partition(b"\n")
+        with reading_message(self.peer()):
+            message = json.loads(text)
+            if not isinstance(message, dict):
+                raise TypeError(f"expected an object, found {message!r}")
+        return message, body
+
+    def peer(self) -> str:
+        """Return the address and port of the other end."""
+        try:
+            return ":".join(str(part) for part in self._connection.getpeername()[:2])
+        except OSError:  # it has disconnected
+            return "a peer"
 
     def __enter__(self) -> Self:
         return self
@@ -424,9 +461,12 @@ class Listener:
                     self._authenticated.add(connection)
 
         try:
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._serve(connection, mark_authenticated)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._serve(connection, mark_authenticated)
+        except MessageError as error:
+            logger.warning("A message could not be answered: %s", error)
+        except OSError:
+            pass  # the other end has disconnected, or is not part of the job
         except Exception:
             logger.exception("A message could not be answered")
         finally:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import socket
 import threading
 import time
 from typing import Any, Protocol
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, retry
-from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
+from hvd_estimators.launch.rendezvous.channel import (
+    AuthenticationError,
+    Channel,
+    MessageError,
+    reading_message,
+    retry,
+)
+from hvd_estimators.launch.rendezvous.server import INVALID, Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
 # These messages change nothing, so repetitions need no number.
@@ -39,7 +46,7 @@ class RendezvousClient(Protocol):
     """Interface between a rank's task and the rendezvous."""
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
-        """Send a message and return its answer; raises `PeerLostError`."""
+        """Send a message and return its answer; raises `PeerLostError` and `MessageError`."""
 
     def failure(self) -> Failure | None:
         """Return the failure that ends the job, if any, without waiting."""
@@ -142,6 +149,8 @@ class RemoteRendezvousClient:
         ------
         PeerLostError
             If connections were refused, or no answer arrived, for longer than the time limits.
+        MessageError
+            If the server's version of hvd_estimators does not know the message.
         """
         message = {"kind": kind, "rank": self._rank, **values}
         if kind not in _READS:
@@ -171,7 +180,10 @@ class RemoteRendezvousClient:
                 raise self._lost("has not answered the last heartbeat", error) from error
             return False
 
-        return retry(attempt, is_final, self._patience.pause)
+        answer, content = retry(attempt, is_final, self._patience.pause)
+        if answer.get("status") == INVALID:
+            raise MessageError(f"{self._server_host} rejects a message: {answer.get('error')}")
+        return answer, content
 
     def _lost(self, why: str, error: OSError) -> PeerLostError:
         address, port = self._endpoint
@@ -207,9 +219,14 @@ class RemoteRendezvousClient:
         while not self._ended.wait(self._patience.beat):
             try:
                 reply, _ = self.request("alive")
+                with reading_message(f"Rank 0 on {self._server_host}"):
+                    failure = reply["failure"] and Failure(**reply["failure"])
             except PeerLostError as error:
                 if not self._ended.is_set():
                     self._failure = error.failure
                 return
-            if reply["failure"] is not None:
-                self._failure = Failure(**reply["failure"])
+            except MessageError as error:
+                self._failure = Failure(self._rank, socket.gethostname(), f"failed: {error}")
+                return
+            if failure:
+                self._failure = failure

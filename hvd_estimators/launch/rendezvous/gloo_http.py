@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import re
 import secrets
 import socket
@@ -21,7 +22,13 @@ import psutil
 from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly, receive_some
+from hvd_estimators.launch.rendezvous.channel import (
+    Listener,
+    MessageError,
+    reading_message,
+    receive_exactly,
+    receive_some,
+)
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_keys import GlooKeys
 from hvd_estimators.launch.rendezvous.rank_client import (
@@ -52,6 +59,8 @@ _KEYS_KINDS = ("set", "get", "get_all", "add", "append", "compare_set", "wait", 
 _LAST_SCOPE = re.compile("cross_.*_process_set_")
 
 _OK, _BAD_REQUEST, _UNAUTHORIZED, _UNAVAILABLE = 200, 400, 401, 503
+
+logger = logging.getLogger(__name__)
 
 
 class GlooProxy:
@@ -130,7 +139,13 @@ class GlooProxy:
                 status = _BAD_REQUEST
             else:
                 rest = receive_exactly(connection, max(int(length) - len(begun), 0), deadline)
-                status, body = self._reply(method, path, begun + rest)
+                try:
+                    status, body = self._reply(method, path, begun + rest)
+                except PeerLostError:
+                    status = _UNAVAILABLE
+                except MessageError as error:
+                    logger.warning("A request of a rank is rejected: %s", error)
+                    status, body = _BAD_REQUEST, str(error).encode()
         connection.settimeout(timeouts.GLOO_REQUEST)
         head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
@@ -143,13 +158,12 @@ class GlooProxy:
         if kind not in _KEYS_KINDS:
             return _BAD_REQUEST, b""
         values, _, body = content.partition(b"\n")
-        try:
-            self._on_init()
-            answer, body = self._client.request(
-                kind, body, **{**json.loads(values), "scope": KEYS_SCOPE}
-            )
-        except PeerLostError:
-            return _UNAVAILABLE, b""
+        with reading_message("This host's rank"):
+            arguments = {**json.loads(values), "scope": KEYS_SCOPE}
+            if not arguments.keys().isdisjoint(("kind", "rank", "body", "number")):
+                raise ValueError(f"values {sorted(arguments)}")
+        self._on_init()
+        answer, body = self._client.request(kind, body, **arguments)
         return _OK, json.dumps(answer).encode() + b"\n" + body
 
     def _reply(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
@@ -161,11 +175,8 @@ class GlooProxy:
         scope, key = named.groups()
         if scope == KEYS_SCOPE:
             return _BAD_REQUEST, b""
-        try:
-            self._on_init()
-            status, body = self._gloo_keys.request(method, scope, key, content)
-        except PeerLostError:
-            return _UNAVAILABLE, b""
+        self._on_init()
+        status, body = self._gloo_keys.request(method, scope, key, content)
         if method == "DELETE" and _LAST_SCOPE.match(scope):
             self._on_joined()
         return status, body

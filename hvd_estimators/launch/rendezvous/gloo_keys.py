@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvd_estimators.launch.rendezvous.channel import MessageError
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
 
 # The scope that connects all ranks. Horovod connects it first.
@@ -38,7 +39,15 @@ class GlooKeys:
         self._addresses: dict[str, bytes] = {}
 
     def request(self, method: str, scope: str, key: str, content: bytes) -> tuple[int, bytes]:
-        """Answer a request with a status and bytes; raises `PeerLostError`."""
+        """Answer a request with a status and bytes.
+
+        Raises
+        ------
+        PeerLostError
+            If the rendezvous cannot be reached.
+        MessageError
+            If it does not answer as Gloo needs, such as that of another version.
+        """
         if not key.isdecimal():
             return (_NOT_FOUND if method == "GET" else _OK), b""
         if method == "GET":
@@ -67,6 +76,11 @@ class GlooKeys:
             )
             if answer["status"] != _OK:
                 return int(answer["status"]), b""
+            if len(addresses) != length * (count - 1):
+                raise MessageError(
+                    f"Rank 0 sent {len(addresses)} bytes for {count - 1} addresses of {length} "
+                    f"bytes in Gloo's scope {scope!r}."
+                )
             self._addresses[scope] = addresses
         place = length * (key - (key > own))
         address = addresses[place : place + length]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hvd_estimators.launch.rendezvous.channel import MessageError
 from hvd_estimators.launch.timeouts import Patience
 from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
@@ -27,7 +28,7 @@ KEYS_SCOPE = "keys"
 JOINED = "joined"
 """Kind of the request that reports that the rank is connected to the others."""
 
-_OK = 200
+_OK, _BAD_REQUEST = 200, 400
 
 
 class RankClient:
@@ -59,6 +60,8 @@ class RankClient:
 
         Raises
         ------
+        MessageError
+            If the rendezvous does not know the message.
         ConnectionError
             If the task of rank 0 cannot be reached.
         """
@@ -76,6 +79,8 @@ class RankClient:
             raise ConnectionError(f"The rank's parent sent no answer: {error!r}.") from error
         finally:
             connection.close()
+        if answer.status == _BAD_REQUEST and content:
+            raise MessageError(content.decode(errors="replace"))
         if answer.status != _OK:
             raise ConnectionError(
                 f"The rendezvous in the task of rank 0 cannot be reached (status {answer.status})."

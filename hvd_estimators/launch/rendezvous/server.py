@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -13,14 +14,27 @@ from typing import Any
 from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Channel, Listener
+from hvd_estimators.launch.rendezvous.channel import (
+    Channel,
+    Listener,
+    MessageError,
+    reading_message,
+)
 from hvd_estimators.launch.timeouts import Patience
 
 Answer = tuple[dict[str, Any], bytes]
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
 
+INVALID = 400
+"""Status of the answer to a message with other values than this version's."""
+
 _OK, _NOT_FOUND, _CONFLICT = 200, 404, 409
+
+# More ranks than Gloo can connect.
+_MAX_MEMBERS = 2**16
+
+logger = logging.getLogger(__name__)
 
 
 # If the time between two calls of `look` exceeds this multiple of the interval, this process was
@@ -75,8 +89,10 @@ class _Waits:
             return True
         pending = is_met, threading.Condition(self._lock)
         self._pending.setdefault(scope, []).append(pending)
-        pending[1].wait(seconds)
-        self._pending[scope].remove(pending)
+        try:
+            pending[1].wait(seconds)
+        finally:
+            self._pending[scope].remove(pending)
         return is_met()
 
     def notify(self, scope: str) -> None:
@@ -147,12 +163,22 @@ class JobStore:
             self._local.add(rank)
 
     def handle(self, message: Mapping[str, Any], body: bytes = b"") -> Answer:
-        """Answer one message from a rank's task."""
+        """Answer one message from a rank's task.
+
+        Raises
+        ------
+        MessageError
+            If the message has other values than this version's.
+        """
+        with reading_message(f"rank {message.get('rank')}"):
+            return self._handle(message, body)
+
+    def _handle(self, message: Mapping[str, Any], body: bytes) -> Answer:
         arguments = dict(message)
         handler = self._handlers.get(arguments.pop("kind", ""))
         number = arguments.pop("number", None)
         if handler is None:
-            return {"status": _NOT_FOUND}, b""
+            raise ValueError(f"kind {message.get('kind')!r}")
         rank = arguments["rank"]
         with self._lock:
             if rank in self._silent:
@@ -223,6 +249,8 @@ class JobStore:
         equal length, one for each other member, in the order of their numbers.
         """
         own = int(key)
+        if not (0 <= own < count <= _MAX_MEMBERS and count > 1):
+            raise ValueError(f"key {own} among {count} members")
         others = [number for number in range(count) if number != own]
         values = self._values(scope, [str(number) for number in others])
         if values is None:
@@ -386,7 +414,14 @@ class RendezvousServer:
         while True:
             message, body = channel.receive(timeouts.RENDEZVOUS_IDLE, self._patience.attempt)
             with self._counting_unanswered():
-                channel.send(*self.store.handle(message, body), seconds=self._patience.attempt)
+                channel.send(*self._answer(message, body), seconds=self._patience.attempt)
+
+    def _answer(self, message: Mapping[str, Any], body: bytes) -> Answer:
+        try:
+            return self.store.handle(message, body)
+        except MessageError as error:
+            logger.warning("A message could not be answered: %s", error)
+            return {"status": INVALID, "error": str(error)}, b""
 
     @contextlib.contextmanager
     def _counting_unanswered(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Channel, retry
+from hvd_estimators.launch.rendezvous.channel import Channel, reading_message, retry
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.task.job import Job
 
 _KIND = "exchange"
+
+# A task's message has some kilobytes.
+_MAX_BYTES = 2**30
 
 # Applications with tasks that cannot reach the driver.
 _UNREACHABLE_FROM: set[str] = set()
@@ -109,7 +112,8 @@ class Exchange:
                 self._on_sent()
                 left = max(deadline - time.monotonic(), attempt_seconds)
                 reply, body = channel.receive(left, timeouts.EXCHANGE_ANSWER)
-                return json.loads(zlib.decompress(body)) if reply["complete"] else None
+                with reading_message(f"The driver at {channel.peer()}"):
+                    return _unpacked(body) if reply["complete"] else None
 
         def is_final(error: OSError) -> bool:
             is_refused = isinstance(error, ConnectionRefusedError) and not is_heard
@@ -126,6 +130,16 @@ class Exchange:
                 f"{socket.gethostname()} has lost the connection to the driver at {address}, over "
                 f"which tasks exchange their addresses: {error}"
             ) from error
+
+
+def _unpacked(body: bytes) -> list[dict[str, Any]]:
+    """Return the messages of all tasks from the driver's answer."""
+    unpacking = zlib.decompressobj()
+    text = unpacking.decompress(body, _MAX_BYTES)
+    if not unpacking.eof:
+        raise ValueError(f"the messages are cut, or have more than {_MAX_BYTES} bytes")
+    messages: list[dict[str, Any]] = json.loads(text)
+    return messages
 
 
 class ExchangeServer:
@@ -170,7 +184,12 @@ class ExchangeServer:
                 _UNREACHABLE_FROM.add(self._application)
 
     def _reply(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
-        reply = self._gather(request["number"], request["task"], body)
+        with reading_message(channel.peer()):
+            number, task = int(request["number"]), int(request["task"])
+            if number < 0 or not 0 <= task < self._tasks:
+                raise ValueError(f"exchange {number} of task {task}, among {self._tasks} tasks")
+            json.loads(body)
+        reply = self._gather(number, task, body)
         is_complete = reply is not None
         channel.send({"complete": is_complete}, reply or b"", timeouts.EXCHANGE_ANSWER)
 

@@ -14,7 +14,12 @@ from typing import Any
 from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Channel, Listener, new_secret
+from hvd_estimators.launch.rendezvous.channel import (
+    Channel,
+    Listener,
+    new_secret,
+    reading_message,
+)
 
 SERVICE_VARIABLE = "HVD_ESTIMATORS_SERVICE"
 """Environment variable of a rank: the address of its launch's `DriverService`."""
@@ -68,7 +73,9 @@ class DriverService:
         channel = Channel.accept(connection, self._secret, timeouts.SERVICE_CONNECT)
         mark_authenticated()
         message, body = channel.receive(timeouts.SERVICE_CONNECT, timeouts.SERVICE_CONNECT)
-        self._handlers[message["kind"]](channel, message, body)
+        with reading_message(channel.peer()):
+            handler = self._handlers[message["kind"]]
+        handler(channel, message, body)
 
 
 def connect_to_driver(address: str, seconds: float = timeouts.SERVICE_CONNECT) -> Channel:

@@ -227,7 +227,14 @@ class LaunchWatch:
         return handle
 
     def record(self, event: RankStage) -> None:
-        """Record the stage of a task, unless the task is already known to be in a later one."""
+        """Record the stage of a task, unless the task is already known to be in a later one.
+
+        Raises
+        ------
+        ValueError
+            If a task reports a stage that this version does not have.
+        """
+        Stage(event.stage)
         with self._lock:
             before, _ = self._stages.get(event.task, (event, 0.0))
             if event.stage > before.stage:

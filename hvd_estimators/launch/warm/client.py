@@ -310,7 +310,8 @@ class WarmStart:
                     descriptors = [written, *given, files.get("errors", files["output"])]
                     socket.send_fds(connection, [b"fork"], descriptors)
                     answer = connection.recv(4096)
-                    if not answer.isdigit():
+                    # A signal to process 0 would reach this process and its group.
+                    if not answer.isdigit() or int(answer) < 2:
                         raise EOFError(answer.decode(errors="replace") or "it has ended")
                     # The fork waits for this message, so that an abandoned rank never starts.
                     connection.send(GO)
@@ -380,13 +381,14 @@ class WarmStart:
             owner, _, digest = name.rpartition("-")
             if not digest or name == "lock":
                 continue
-            if owner == self._owner_name():
-                own.append((os.stat(name, dir_fd=folder).st_mtime, name))
-            elif not is_alive(owner):
-                with contextlib.suppress(FileNotFoundError):
+            # Others may delete sockets too, or put folders here.
+            with contextlib.suppress(OSError):
+                if owner == self._owner_name():
+                    own.append((os.stat(name, dir_fd=folder).st_mtime, name))
+                elif not is_alive(owner):
                     os.unlink(name, dir_fd=folder)
         for _, name in sorted(own)[: max(len(own) - _MOST_PROCESSES + 1, 0)]:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 # A warm process ends when its socket has been deleted.
                 os.unlink(name, dir_fd=folder)
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rendezvous.channel import MessageError
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
 
@@ -149,8 +150,9 @@ def test_a_late_duplicate_message_changes_nothing():
     assert tell(store, "get", **place)[1] == b"of rank 1"
 
 
-def test_unknown_messages_are_answered_with_404():
-    assert make_store().handle({"kind": "__init__", "rank": 0}) == ({"status": 404}, b"")
+def test_unknown_messages_are_rejected_by_name():
+    with pytest.raises(MessageError, match=r"rank 0 sent a message .*'__init__'"):
+        make_store().handle({"kind": "__init__", "rank": 0})
 
 
 def test_the_first_failure_is_reported_to_all():
