@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import ProgressAcrossLaunches, Restarts, would_recur
+from hvd_estimators.fitting.restarts import Launch, ProgressAcrossLaunches, Restarts, would_recur
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import PATIENCE_VARIABLE
 from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
@@ -311,3 +312,20 @@ def test_progress_is_not_shown_twice() -> None:
     for event in again:
         handle(event)
     assert handled == [*first, *again[3:]]
+
+
+def test_the_oldest_logs_of_ranks_are_deleted_and_other_files_stay(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path))
+    folder = Path(str(store.get_rank_logs_path("a")))
+    launches = [f"202611{day:02d}-101500-000000" for day in range(1, 13)]
+    for name in (*launches, "0 notes", "zz-crash"):
+        (folder / name).mkdir(parents=True)
+    run: Any = SimpleNamespace(store=store, paths=SimpleNamespace(run_id="a"))
+    nothing: Any = SimpleNamespace(put=lambda train: None)
+
+    logs = Launch(run, nothing, nothing, nothing, nothing)._rank_logs()
+
+    # The new launch has the tenth place.
+    assert sorted(os.listdir(folder)) == ["0 notes", *launches[3:], "zz-crash"]
+    assert logs is not None
+    assert Path(logs.folder).parent == folder

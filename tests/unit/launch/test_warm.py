@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -371,3 +372,28 @@ def test_an_abandoned_rank_never_starts(folder: Path, tmp_path: Path) -> None:
         forked = int(connection.recv(99))
     wait_until(lambda: ended(forked))
     assert not mark.exists()
+
+
+def test_folders_among_the_sockets_do_not_prevent_a_warm_start(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "1.1-aa").mkdir()
+    start = WarmStart([], [os.getpid()])
+
+    def name() -> list[str]:
+        return psutil.Process(os.getppid()).cmdline()
+
+    assert "--warm" in value(name, start=start)
+
+
+def test_no_answer_becomes_the_number_of_every_process(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(WarmStart, "_connect", lambda *_: ours)
+    with theirs, open(os.devnull) as file:
+        theirs.send(client.HELLO)
+        theirs.send(b"0")
+        files = dict.fromkeys(("call", "lifeline", "output"), file.fileno())
+        with caplog.at_level(logging.WARNING):
+            assert WarmStart([], [os.getpid()]).fork(sys.executable, {}, "", files) is None
+    assert "starts in a fresh process" in caplog.text
