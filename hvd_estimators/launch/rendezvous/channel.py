@@ -139,12 +139,20 @@ class Channel:
 
     Created by `open`, `connect` and `accept`; used as a context manager or closed. A message
     consists of a flat dict of JSON types and of bytes.
+
+    Attributes
+    ----------
+    peer : str
+        The address and port of the other end.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         self._connection = connection
         self._keys = {"send": sending, "receive": receiving}
         self._counts = {"send": 0, "receive": 0}
+        self.peer = "a peer"
+        with contextlib.suppress(OSError):  # it has disconnected
+            self.peer = ":".join(str(part) for part in connection.getpeername()[:2])
 
     @classmethod
     def open(cls, endpoint: tuple[str, int], secret: bytes, seconds: float) -> Channel:
@@ -234,18 +242,11 @@ class Channel:
         if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
             raise AuthenticationError("A message was changed, or is not the next one.")
         text, _, body = payload.partition(b"\n")
-        with reading_message(self.peer()):
+        with reading_message(self.peer):
             message = json.loads(text)
             if not isinstance(message, dict):
                 raise TypeError(f"expected an object, found {message!r}")
         return message, body
-
-    def peer(self) -> str:
-        """Return the address and port of the other end."""
-        try:
-            return ":".join(str(part) for part in self._connection.getpeername()[:2])
-        except OSError:  # it has disconnected
-            return "a peer"
 
     def __enter__(self) -> Self:
         return self

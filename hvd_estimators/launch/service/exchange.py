@@ -112,7 +112,7 @@ class Exchange:
                 self._on_sent()
                 left = max(deadline - time.monotonic(), attempt_seconds)
                 reply, body = channel.receive(left, timeouts.EXCHANGE_ANSWER)
-                with reading_message(f"The driver at {channel.peer()}"):
+                with reading_message(f"The driver at {channel.peer}"):
                     return _unpacked(body) if reply["complete"] else None
 
         def is_final(error: OSError) -> bool:
@@ -184,7 +184,7 @@ class ExchangeServer:
                 _UNREACHABLE_FROM.add(self._application)
 
     def _reply(self, channel: Channel, request: Mapping[str, Any], body: bytes) -> None:
-        with reading_message(channel.peer()):
+        with reading_message(channel.peer):
             number, task = int(request["number"]), int(request["task"])
             if number < 0 or not 0 <= task < self._tasks:
                 raise ValueError(f"exchange {number} of task {task}, among {self._tasks} tasks")

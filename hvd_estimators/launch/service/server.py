@@ -73,7 +73,7 @@ class DriverService:
         channel = Channel.accept(connection, self._secret, timeouts.SERVICE_CONNECT)
         mark_authenticated()
         message, body = channel.receive(timeouts.SERVICE_CONNECT, timeouts.SERVICE_CONNECT)
-        with reading_message(channel.peer()):
+        with reading_message(channel.peer):
             handler = self._handlers[message["kind"]]
         handler(channel, message, body)
 
