@@ -7,7 +7,8 @@ rendezvous and over torch's own ``TCPStore``.
 
 Simulated ranks are threads of a few processes that send the rendezvous the messages of as many
 real ones, and check the answers. They do not connect to each other. Simulated tasks exchange one
-message per task over the driver.
+message per task over the driver. A real task unpacks the answer with its own core, so here only one
+task per process does, after the exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.figures import Record, compared, show_result, show_table
@@ -37,8 +37,8 @@ from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import RemoteRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_keys import GlooKeys
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
-from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
-from hvd_estimators.launch.service.server import DriverService
+from hvd_estimators.launch.service.exchange import ExchangeServer, unpacked
+from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 
 HOROVOD, OURS, TCP_STORE = "Horovod", "torch", "torch, TCPStore"
 # The scopes that hvd.init() connects on one host: all ranks, twice, and those of the host, twice.
@@ -219,11 +219,16 @@ def rendezvous(ranks: int) -> dict[str, float]:
     return {"seconds": taken, **counts}
 
 
-def exchange_once(task: int, address: str, message: str) -> None:
-    """Take part in an exchange as one task."""
-    context: Any = SimpleNamespace(partitionId=lambda: task, allGather=None)
-    job: Any = SimpleNamespace(service=address, exchanges_over_driver=True)
-    Exchange(context, job)({**json.loads(message), "task": task})
+def exchange_once(task: int, tasks: int, address: str, message: str) -> None:
+    """Take part in an exchange as one task, and check the answer in one task per process."""
+    sent = {**json.loads(message), "task": task}
+    with connect_to_driver(address) as channel:
+        request = {"kind": "exchange", "number": 0, "task": task}
+        channel.send(request, json.dumps(sent).encode())
+        reply, body = channel.receive(LIMIT)
+    assert reply["complete"]
+    if task < PROCESSES:
+        assert unpacked(body) == [{**sent, "task": other} for other in range(tasks)]
 
 
 def exchange(tasks: int) -> float:
@@ -237,7 +242,7 @@ def exchange(tasks: int) -> float:
         DriverService("127.0.0.1", tasks) as service,
         ExchangeServer(service, tasks, "application"),
     ):
-        arguments = service.address, json.dumps(message)
+        arguments = tasks, service.address, json.dumps(message)
         return Simulation(exchange_once, tasks, *arguments).seconds()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +21,19 @@ JSON_VALUES = st.recursive(
 )
 """Any value; NaN and infinity are included, as Python writes and reads them."""
 
-MORE_EXAMPLES = 10
-"""Factor of the number of examples in soak."""
+SOAK_MINUTES = float(os.environ.get("HVD_TEST_FUZZ_MINUTES", "5"))
+"""Minutes in which a test in soak tries examples; there are 13 tests."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Amount of examples: batches of a size, one or as many as begin within some seconds."""
+
+    examples: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g}-seconds" if self.seconds else f"{self.examples}-examples"
 
 
 @st.composite
@@ -66,11 +80,16 @@ NO_JSON = [b"", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
 """Contents that no document has, among them ones that are nested deeply."""
 
 
-def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int) -> None:
+def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], effort: Effort) -> None:
     """Call a check with examples of a strategy."""
     health = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    limited = settings(max_examples=examples, deadline=None, suppress_health_check=health)
-    limited(given(strategy)(check))()
+    limited = settings(max_examples=effort.examples, deadline=None, suppress_health_check=health)
+    deadline = time.monotonic() + effort.seconds
+    while True:
+        # Each call draws other examples.
+        limited(given(strategy)(check))()
+        if time.monotonic() >= deadline:
+            return
 
 
 def typed_outcome(action: Callable[[], Any], *names: str) -> Any:
@@ -83,8 +102,12 @@ def typed_outcome(action: Callable[[], Any], *names: str) -> Any:
     return None
 
 
-def fuzz_sizes(number: int) -> list[Any]:
-    """Return the numbers of examples of a test: one for CI, and a larger one for soak."""
+def efforts(examples: int, calls: int = 1) -> list[Any]:
+    """Return the parameters of a test that calls `fuzz` so often: one for CI, and one for soak."""
     import pytest
 
-    return [number, pytest.param(MORE_EXAMPLES * number, marks=pytest.mark.soak)]
+    long = Effort(1000, 60 * SOAK_MINUTES / calls)
+    return [
+        pytest.param(each, marks=marks, id=str(each))
+        for each, marks in ((Effort(examples), ()), (long, pytest.mark.soak))
+    ]

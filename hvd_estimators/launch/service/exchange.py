@@ -113,7 +113,7 @@ class Exchange:
                 left = max(deadline - time.monotonic(), attempt_seconds)
                 reply, body = channel.receive(left, timeouts.EXCHANGE_ANSWER)
                 with reading_message(f"The driver at {channel.peer}"):
-                    return _unpacked(body) if reply["complete"] else None
+                    return unpacked(body) if reply["complete"] else None
 
         def is_final(error: OSError) -> bool:
             is_refused = isinstance(error, ConnectionRefusedError) and not is_heard
@@ -132,7 +132,7 @@ class Exchange:
             ) from error
 
 
-def _unpacked(body: bytes) -> list[dict[str, Any]]:
+def unpacked(body: bytes) -> list[dict[str, Any]]:
     """Return the messages of all tasks from the driver's answer."""
     unpacking = zlib.decompressobj()
     text = unpacking.decompress(body, _MAX_BYTES)

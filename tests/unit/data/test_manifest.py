@@ -2,10 +2,10 @@
 
 import json
 import pickle
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from json_values import edited_anywhere
+from json_values import Effort, edited_anywhere, efforts, fuzz
 
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 
@@ -94,21 +94,23 @@ def test_the_size_of_a_row_is_the_size_of_its_elements(spec, row_bytes):
 DOCUMENT = json.loads(DatasetManifest(COLUMNS, TRAIN, VALIDATION).to_json())
 
 
-@settings(max_examples=300, deadline=None)
-@given(edited_anywhere(DOCUMENT))
-def test_an_edited_manifest_is_an_error_or_describes_a_dataset(document):
-    try:
-        manifest = DatasetManifest.from_json(json.dumps(document))
-    except ValueError:
-        return
-    assert DatasetManifest.from_json(manifest.to_json()) == manifest
-    names = [column.name for column in manifest.columns]
-    assert len(set(names)) == len(names)
-    for split in filter(None, (manifest.train, manifest.validation)):
-        places = {(group.file, group.index) for group in split.row_groups}
-        assert len(places) == len(split.row_groups)
-        assert all(group.rows >= 1 and group.index >= 0 for group in split.row_groups)
-        assert split.rows == sum(range_of.rows for range_of in split.row_groups)
+@pytest.mark.parametrize("effort", efforts(300))
+def test_an_edited_manifest_is_an_error_or_describes_a_dataset(effort: Effort) -> None:
+    def check(document: Any) -> None:
+        try:
+            manifest = DatasetManifest.from_json(json.dumps(document))
+        except ValueError:
+            return
+        assert DatasetManifest.from_json(manifest.to_json()) == manifest
+        names = [column.name for column in manifest.columns]
+        assert len(set(names)) == len(names)
+        for split in filter(None, (manifest.train, manifest.validation)):
+            places = {(group.file, group.index) for group in split.row_groups}
+            assert len(places) == len(split.row_groups)
+            assert all(group.rows >= 1 and group.index >= 0 for group in split.row_groups)
+            assert split.rows == sum(range_of.rows for range_of in split.row_groups)
+
+    fuzz(check, edited_anywhere(DOCUMENT), effort)
 
 
 @pytest.mark.parametrize(

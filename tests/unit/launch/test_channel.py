@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_values import fuzz, fuzz_sizes
+from json_values import Effort, efforts, fuzz
 
 from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, new_secret
 
@@ -222,8 +222,8 @@ def test_a_handshake_sent_byte_by_byte_times_out():
         thread.join()
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(30))
-def test_any_bytes_of_a_stranger_only_end_its_connection(examples):
+@pytest.mark.parametrize("effort", efforts(30))
+def test_any_bytes_of_a_stranger_only_end_its_connection(effort: Effort) -> None:
     def check(content):
         for meet in (Channel.accept, Channel.connect):
             left, right = socket.socketpair()
@@ -233,11 +233,11 @@ def test_any_bytes_of_a_stranger_only_end_its_connection(examples):
                 with pytest.raises((ConnectionError, TimeoutError)):
                     meet(right, SECRET, 5.0)
 
-    fuzz(check, st.binary(max_size=300), examples)
+    fuzz(check, st.binary(max_size=300), effort)
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(30))
-def test_any_bytes_after_the_handshake_are_no_message(examples):
+@pytest.mark.parametrize("effort", efforts(30))
+def test_any_bytes_after_the_handshake_are_no_message(effort: Effort) -> None:
     def check(content):
         with pair() as (client, server):
             client._connection.sendall(content)
@@ -245,4 +245,4 @@ def test_any_bytes_after_the_handshake_are_no_message(examples):
             with pytest.raises((ConnectionError, TimeoutError)):
                 server.receive(1, 1)
 
-    fuzz(check, st.binary(max_size=300), examples)
+    fuzz(check, st.binary(max_size=300), effort)

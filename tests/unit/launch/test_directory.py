@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from json_values import NO_JSON, damaged_bytes, edited_anywhere, fuzz, fuzz_sizes
+from json_values import NO_JSON, Effort, damaged_bytes, edited_anywhere, efforts, fuzz
 
 from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.launch.rank import directory as rank_folder
@@ -110,9 +110,9 @@ def test_directories_set_by_the_user_are_kept(
 OWNER = {**vars(this_process())}
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(100))
+@pytest.mark.parametrize("effort", efforts(100))
 def test_folders_with_damaged_owners_are_kept_and_do_not_stop_a_sweep(
-    examples: int, folder: Path
+    effort: Effort, folder: Path
 ) -> None:
     dead = {**OWNER, "pid": 2**22 + 1}
     text = json.dumps(dead).encode()
@@ -127,4 +127,4 @@ def test_folders_with_damaged_owners_are_kept_and_do_not_stop_a_sweep(
         assert not abandoned.exists()
         sweep(str(folder))
 
-    fuzz(check, edited | damaged_bytes(text) | st.sampled_from(NO_JSON), examples)
+    fuzz(check, edited | damaged_bytes(text) | st.sampled_from(NO_JSON), effort)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from json_values import JSON_VALUES, NO_JSON, edited_anywhere, fuzz, fuzz_sizes
+from json_values import JSON_VALUES, NO_JSON, Effort, edited_anywhere, efforts, fuzz
 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
@@ -63,8 +63,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "EXCHANGE_LATER", 0.2)
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(300))
-def test_the_rendezvous_answers_or_rejects_any_message(examples: int) -> None:
+@pytest.mark.parametrize("effort", efforts(300))
+def test_the_rendezvous_answers_or_rejects_any_message(effort: Effort) -> None:
     def check(message: dict[str, Any]) -> None:
         store = JobStore(60)
         store.expect(["host-0", "host-1"])
@@ -79,7 +79,7 @@ def test_the_rendezvous_answers_or_rejects_any_message(examples: int) -> None:
         assert store.handle({"kind": "get", "rank": 0, "scope": "s", "key": "k"})[1] == b"v"
 
     edited = st.sampled_from(MESSAGES).flatmap(edited_anywhere)
-    fuzz(check, edited.filter(lambda message: isinstance(message, dict)), examples)
+    fuzz(check, edited.filter(lambda message: isinstance(message, dict)), effort)
 
 
 @pytest.mark.parametrize("text", [*(text for text in NO_JSON if text != b"{}"), b"5", b"[]"])
@@ -170,8 +170,8 @@ def gather(service: DriverService, task: int) -> Any:
     return Exchange(context, job)({"of": task})
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(30))
-def test_the_exchange_ignores_messages_of_no_task(service: DriverService, examples: int) -> None:
+@pytest.mark.parametrize("effort", efforts(30))
+def test_the_exchange_ignores_messages_of_no_task(service: DriverService, effort: Effort) -> None:
     def send(message: Any, body: bytes) -> None:
         with connect_to_driver(service.address) as channel:
             channel.send(message, body)
@@ -182,7 +182,7 @@ def test_the_exchange_ignores_messages_of_no_task(service: DriverService, exampl
         for number, task, body in ((0, 1, b"{}"), (0, -1, b"{}"), (-1, 0, b"{}"), (0, 0, b"{")):
             send({"kind": "exchange", "number": number, "task": task}, body)
         send({"kind": "exchange"}, b"{}")
-        fuzz(lambda kind: send({"kind": kind}, b"{}"), JSON_VALUES, examples)
+        fuzz(lambda kind: send({"kind": kind}, b"{}"), JSON_VALUES, effort)
         assert not server._messages
         assert gather(service, 0) == [{"of": 0}]
 
@@ -223,7 +223,7 @@ def test_json_text_of_a_large_exchange_is_bounded(monkeypatch: pytest.MonkeyPatc
     from hvd_estimators.launch.service import exchange
 
     monkeypatch.setattr(exchange, "_MAX_BYTES", 2**16)
-    unpack: Callable[[bytes], Any] = exchange._unpacked
+    unpack: Callable[[bytes], Any] = exchange.unpacked
     assert unpack(zlib.compress(json.dumps(["a" * 1000]).encode())) == ["a" * 1000]
     with pytest.raises(ValueError, match="more than 65536 bytes"):
         unpack(zlib.compress(json.dumps(["a" * 2**20]).encode()))

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from json_values import (
     JSON_VALUES,
     NO_JSON,
+    Effort,
     damaged_bytes,
     edited_anywhere,
+    efforts,
     fuzz,
-    fuzz_sizes,
     typed_outcome,
 )
 
@@ -36,9 +37,9 @@ METADATA = {
 }
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(150))
+@pytest.mark.parametrize("effort", efforts(150, calls=2))
 def test_damaged_metadata_of_a_saved_model_is_an_error_that_names_the_folder(
-    examples: int, tmp_path: Path
+    effort: Effort, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model" / "metadata"
     folder.mkdir(parents=True)
@@ -61,10 +62,10 @@ def test_damaged_metadata_of_a_saved_model_is_an_error_that_names_the_folder(
                 load_predictor_of(path)
 
     file = folder / "part-00000"
-    fuzz(check, plain, examples)
+    fuzz(check, plain, effort)
     file.unlink()
     file = folder / "part-00000.gz"
-    fuzz(check, compressed, examples)
+    fuzz(check, compressed, effort)
 
 
 def saved_class(content: bytes) -> object:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from json_values import (
     JSON_VALUES,
     NO_JSON,
+    Effort,
     damaged_bytes,
     edited_anywhere,
+    efforts,
     fuzz,
-    fuzz_sizes,
     typed_outcome,
 )
 
@@ -61,9 +62,9 @@ def documents(document: dict[str, Any], *times: str) -> st.SearchStrategy[bytes]
     )
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(150))
+@pytest.mark.parametrize("effort", efforts(150))
 def test_a_run_of_any_metadata_is_resumed_or_the_file_is_named(
-    examples: int, tmp_path: Path
+    effort: Effort, tmp_path: Path
 ) -> None:
     store = Store.create(str(tmp_path))
     paths = store.run_paths("mine")
@@ -81,7 +82,7 @@ def test_a_run_of_any_metadata_is_resumed_or_the_file_is_named(
         assert order is None or isinstance(order.random_seed, int)
         typed_outcome(run.check_fingerprint, "run_id")
 
-    fuzz(check, documents(METADATA, "started", "ended"), examples)
+    fuzz(check, documents(METADATA, "started", "ended"), effort)
 
 
 LEASE = json.loads(
@@ -95,9 +96,9 @@ LEASE = json.loads(
 )
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(100))
+@pytest.mark.parametrize("effort", efforts(100))
 def test_a_lease_of_any_content_is_taken_or_the_fit_is_rejected(
-    examples: int, tmp_path: Path
+    effort: Effort, tmp_path: Path
 ) -> None:
     store = Store.create(str(tmp_path))
     paths = store.run_paths("mine")
@@ -116,15 +117,15 @@ def test_a_lease_of_any_content_is_taken_or_the_fit_is_rejected(
         if typed_outcome(with_lease.__enter__, "mine") is not None:
             with_lease.__exit__()
 
-    fuzz(check, documents(LEASE, "created", "beaten") | pids, examples)
+    fuzz(check, documents(LEASE, "created", "beaten") | pids, effort)
 
 
 HISTORY = {"columns": ["epoch"], "rows": [[0, "train", "loss", 0.5], [0, "train", "acc", "nan"]]}
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(100))
+@pytest.mark.parametrize("effort", efforts(100))
 def test_a_history_of_any_content_is_read_or_the_file_is_named(
-    examples: int, tmp_path: Path
+    effort: Effort, tmp_path: Path
 ) -> None:
     store = Store.create(str(tmp_path))
     path = Path(run_file(store.run_paths("mine").run_path, "history"))
@@ -134,7 +135,7 @@ def test_a_history_of_any_content_is_read_or_the_file_is_named(
         path.write_bytes(content)
         typed_outcome(lambda: load_history(store, "mine"), str(path))
 
-    fuzz(check, documents(HISTORY), examples)
+    fuzz(check, documents(HISTORY), effort)
 
 
 MANIFEST = {
@@ -143,9 +144,9 @@ MANIFEST = {
 }
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(100))
+@pytest.mark.parametrize("effort", efforts(100))
 def test_a_checkpoint_with_any_manifest_is_passed_over_for_the_one_before(
-    examples: int, tmp_path: Path
+    effort: Effort, tmp_path: Path
 ) -> None:
     store = Store.create(str(tmp_path))
     run = store.run_paths("mine")
@@ -165,15 +166,15 @@ def test_a_checkpoint_with_any_manifest_is_passed_over_for_the_one_before(
         assert find_newest_valid(store, run, look) == (good, b"good")
         best_checkpoint(list_checkpoints(store, run))
 
-    fuzz(check, documents(MANIFEST), examples)
+    fuzz(check, documents(MANIFEST), effort)
 
 
 NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1)
 NUMBERS = st.integers() | st.sampled_from([10**30, 0])
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(100))
-def test_files_of_any_name_among_checkpoints_are_ignored(examples: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("effort", efforts(100))
+def test_files_of_any_name_among_checkpoints_are_ignored(effort: Effort, tmp_path: Path) -> None:
     store = Store.create(str(tmp_path))
     run = store.run_paths("mine")
     folder = Path(run.checkpoints_path or "")
@@ -194,4 +195,4 @@ def test_files_of_any_name_among_checkpoints_are_ignored(examples: int, tmp_path
         finally:
             (folder / name).unlink()
 
-    fuzz(check, NAMES | alike, examples)
+    fuzz(check, NAMES | alike, effort)

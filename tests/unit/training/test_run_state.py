@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from json_values import (
     JSON_VALUES,
     NO_JSON,
+    Effort,
     damaged_bytes,
     edited_anywhere,
+    efforts,
     fuzz,
-    fuzz_sizes,
     typed_outcome,
 )
 
@@ -242,9 +243,9 @@ def document_of(content: bytes) -> Any:
         return json.loads(archive.read(name))
 
 
-@pytest.mark.parametrize("examples", fuzz_sizes(100))
+@pytest.mark.parametrize("effort", efforts(100, calls=2))
 def test_a_damaged_checkpoint_is_an_error_that_names_the_file(
-    examples: int, tmp_path: Path
+    effort: Effort, tmp_path: Path
 ) -> None:
     store = Store.create(str(tmp_path))
     path = tmp_path / "mine.ckpt"
@@ -259,6 +260,6 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_file(
         for read in (check_state, read_state):
             typed_outcome(partial(read, store, str(path)), str(path))
 
-    fuzz(check, documents.map(lambda text: with_document(content, text)), examples)
-    fuzz(check, damaged_bytes(content), examples)
+    fuzz(check, documents.map(lambda text: with_document(content, text)), effort)
+    fuzz(check, damaged_bytes(content), effort)
     check(with_document(content, json.dumps({**document, "arrays": 10**12}).encode()))
