@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -56,7 +56,8 @@ def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
         If a column contains nulls. Nulls that the footers do not record are detected when rows are
         read.
     """
-    return _split(path, read_footers(store, path), columns)
+    files = read_footers(store, path, select=_DataFile.selecting(stored_names(columns)))
+    return _split(path, files, columns)
 
 
 def read_manifest(
@@ -94,9 +95,11 @@ def read_manifest(
         if the types of two files differ.
     """
     train_paths, val_paths = _listed(train_path), _listed(val_path or ())
-    train, validation = read_footers(store, *train_paths), read_footers(store, *val_paths)
-    with_rows = [footer for footer in [*train, *validation] if footer.metadata.num_rows]
-    if not any(footer.metadata.num_rows for footer in train):
+    select = _DataFile.selecting(names)
+    train = read_footers(store, *train_paths, select=select)
+    validation = read_footers(store, *val_paths, select=select)
+    with_rows = [file for file in [*train, *validation] if file.rows]
+    if not any(file.rows for file in train):
         raise DataError(
             f"The Parquet files under {', '.join(map(repr, train_paths))} hold no rows."
         )
@@ -140,111 +143,157 @@ def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
     return table_to_columns(table, manifest.columns, manifest.train.row_groups[0].file)
 
 
+@dataclass(frozen=True)
+class _DataFile:
+    """What planning needs of a file's footer.
+
+    Attributes
+    ----------
+    file : str
+        Full path in the store.
+    columns : FileColumns
+        All columns of the file.
+    partitions : mapping of str to str
+        See `FileFooter.partitions`.
+    row_groups : tuple of RowGroup
+        The row groups that have rows.
+    nulls : mapping of str to int
+        Number of nulls by column, of the selected columns that have nulls, as far as the writer
+        recorded them.
+    """
+
+    file: str
+    columns: FileColumns
+    partitions: Mapping[str, str]
+    row_groups: tuple[RowGroup, ...]
+    nulls: Mapping[str, int]
+
+    @staticmethod
+    def selecting(names: Iterable[str]) -> Callable[[FileFooter], _DataFile]:
+        """Return a function that keeps the given stored columns of a footer."""
+        selected = tuple(names)
+
+        def select(footer: FileFooter) -> _DataFile:
+            # The positions of the Parquet columns that store the given columns.
+            leaves = footer.columns.leaves
+            positions = [(name, leaf) for name in selected for leaf in leaves.get(name, ())]
+            nulls: Counter[str] = Counter()
+            groups = []
+            for index in range(footer.metadata.num_row_groups):
+                group = footer.metadata.row_group(index)
+                if not group.num_rows:
+                    continue
+                size = 0
+                for name, position in positions:
+                    chunk = group.column(position)
+                    size += open_bytes(chunk)
+                    statistics = chunk.statistics
+                    if (
+                        statistics is not None
+                        and statistics.has_null_count
+                        and statistics.null_count
+                    ):
+                        nulls[name] += statistics.null_count
+                groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
+            return _DataFile(footer.file, footer.columns, footer.partitions, tuple(groups), nulls)
+
+        return select
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(group.rows for group in self.row_groups)
+
+    def has_column(self, name: str) -> bool:
+        """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
+        count = self.columns.counts[name]
+        if count > 1:
+            raise ColumnError(
+                f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
+                "Rename the others."
+            )
+        return bool(count)
+
+    def type(self, name: str) -> pa.DataType:
+        """Return a column's Arrow type."""
+        return self.columns.schema.field(name).type
+
+
 def _split(
     path: str,
-    footers: Sequence[FileFooter],
+    files: Sequence[_DataFile],
     specs: Sequence[ColumnSpec],
-    first: FileFooter | None = None,
+    first: _DataFile | None = None,
 ) -> Split:
     groups: list[RowGroup] = []
     checked: set[FileColumns] = set()
     partitions = [spec for spec in specs if spec.kind == "partition"]
-    for footer in footers:
-        if not footer.metadata.num_rows:
+    for file in files:
+        if not file.rows:
             continue  # writers may choose other column types for an empty frame
-        if footer.columns not in checked:
-            checked.add(footer.columns)
+        if file.columns not in checked:
+            checked.add(file.columns)
             for spec in specs:
-                _check_columns(footer, spec, first)
+                _check_columns(file, spec, first)
         for spec in partitions:
-            check_partition(spec, footer.partitions, footer.file)
-        groups += _row_groups(footer, specs)
+            check_partition(spec, file.partitions, file.file)
+        if file.nulls:
+            for spec in specs:
+                _reject_nulls(file, spec)
+        groups += file.row_groups
     return Split(path, tuple(groups))
 
 
-def _row_groups(footer: FileFooter, specs: Sequence[ColumnSpec]) -> list[RowGroup]:
-    """Return the row groups of a file that have rows.
-
-    Raises
-    ------
-    DataError
-        If a column contains nulls, as far as the writer recorded them.
-    """
-    leaves = footer.columns.leaves
-    # The positions of the Parquet columns that store the given columns.
-    positions = [position for name in stored_names(specs) for position in leaves[name]]
-    nulls: Counter[int] = Counter()
-    groups = []
-    for index in range(footer.metadata.num_row_groups):
-        group = footer.metadata.row_group(index)
-        if not group.num_rows:
-            continue
-        size = 0
-        for position in positions:
-            chunk = group.column(position)
-            size += open_bytes(chunk)
-            statistics = chunk.statistics
-            if statistics is not None and statistics.has_null_count and statistics.null_count:
-                nulls[position] += statistics.null_count
-        groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
-    if nulls:
-        for spec in specs:
-            _reject_nulls(footer, spec, nulls)
-    return groups
-
-
-def _reject_nulls(footer: FileFooter, spec: ColumnSpec, nulls: Mapping[int, int]) -> None:
-    """Raise an error if a column has nulls; ``nulls`` has their number by Parquet column."""
+def _reject_nulls(file: _DataFile, spec: ColumnSpec) -> None:
+    """Raise an error if a column has nulls."""
     if spec.kind == "sparse":
         return  # An empty list of a sparse column counts as a null of its leaf.
     for name in spec.stored_names:
-        count = sum(nulls.get(position, 0) for position in footer.columns.leaves[name])
+        count = file.nulls.get(name)
         if count:
             kind = "nulls or empty lists" if spec.shape else "nulls"
             raise DataError(
-                f"Column {spec.name!r} holds {count} {kind} in {footer.file!r}; fill or drop them "
+                f"Column {spec.name!r} holds {count} {kind} in {file.file!r}; fill or drop them "
                 "before training."
             )
 
 
-def _check_columns(footer: FileFooter, spec: ColumnSpec, first: FileFooter | None) -> None:
+def _check_columns(file: _DataFile, spec: ColumnSpec, first: _DataFile | None) -> None:
     """Check that a file has a column of the same type as the first file."""
     if spec.kind == "partition":
-        if footer.has_column(spec.name):
+        if file.has_column(spec.name):
             raise ColumnError(
-                f"The file {footer.file!r} holds a column {spec.name!r}, which other files have in "
+                f"The file {file.file!r} holds a column {spec.name!r}, which other files have in "
                 "their path only. Write it into all of them, or into none."
             )
         return
     for name in spec.stored_names:
-        if not footer.has_column(name):
+        if not file.has_column(name):
             raise ColumnError(
-                f"The file {footer.file!r} has no column {spec.name!r}; its columns are "
-                f"{', '.join(footer.columns.schema.names)}. Write the file again with it, or move "
+                f"The file {file.file!r} has no column {spec.name!r}; its columns are "
+                f"{', '.join(file.columns.schema.names)}. Write the file again with it, or move "
                 "it away."
             )
-        if first is not None and footer.type(name) != first.type(name):
-            _check_type(footer, spec, first)
+        if first is not None and file.type(name) != first.type(name):
+            _check_type(file, spec, first)
 
 
-def _check_type(footer: FileFooter, spec: ColumnSpec, first: FileFooter) -> None:
+def _check_type(file: _DataFile, spec: ColumnSpec, first: _DataFile) -> None:
     """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
-    own = column_spec(
-        spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
-    )
+    own = column_spec(spec.name, file.type(spec.name), file.file, allow_text=spec.kind == "text")
     if (own.dtype, len(own.shape)) != (spec.dtype, len(spec.shape)) or any(
         a != b and -1 not in (a, b) for a, b in zip(own.shape, spec.shape, strict=True)
     ):
         raise ColumnError(
-            f"Column {spec.name!r} has type {footer.type(spec.name)} in {footer.file!r}, but type "
+            f"Column {spec.name!r} has type {file.type(spec.name)} in {file.file!r}, but type "
             f"{first.type(spec.name)} in {first.file!r}. Write all files with one type."
         )
 
 
 def _spec(
-    footers: Sequence[FileFooter], name: str, allow_text: bool | Mapping[str, bool]
+    files: Sequence[_DataFile], name: str, allow_text: bool | Mapping[str, bool]
 ) -> ColumnSpec:
-    first = footers[0]
+    first = files[0]
     if first.has_column(name):
         options = text_options(allow_text, name)
         return column_spec(name, first.type(name), first.file, **options)
@@ -255,7 +304,7 @@ def _spec(
             f"(read from {first.file!r})."
         )
     # `check_partition` later reports files without a value.
-    values = {f.file: f.partitions[name] for f in footers if name in f.partitions}
+    values = {f.file: f.partitions[name] for f in files if name in f.partitions}
     return partition_spec(name, values)
 
 

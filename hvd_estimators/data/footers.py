@@ -18,18 +18,20 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.data.types import num_leaves, partition_values
-from hvd_estimators.exceptions import ColumnError, DataError, HvdEstimatorsError, StoreError
+from hvd_estimators.exceptions import DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.files import ListedFile, is_missing
+
+T = TypeVar("T")
 
 
 def _data_files(
@@ -162,8 +164,17 @@ Reading then hardly waits, and several threads take longer because they compete 
 _TIMED_FILES = 16
 
 
-def read_footers(store: Store, *paths: str) -> list[FileFooter]:
+def read_footers(store: Store, *paths: str, select: Callable[[FileFooter], T]) -> list[T]:
     """Read the footers of all files under some paths, as listed by `_data_files`.
+
+    Parameters
+    ----------
+    store : Store
+        Opens the files.
+    *paths : str
+        Folders or files.
+    select : callable
+        Returns what to keep of a footer, because many footers fill the memory.
 
     Raises
     ------
@@ -173,15 +184,15 @@ def read_footers(store: Store, *paths: str) -> list[FileFooter]:
         If a file is under two of the paths.
     """
 
-    def read(some: Sequence[tuple[ListedFile, dict[str, str]]]) -> list[FileFooter]:
-        return [_read(store, file, partitions) for file, partitions in some]
+    def read(some: Sequence[tuple[ListedFile, dict[str, str]]]) -> list[T]:
+        return [select(_read(store, file, partitions)) for file, partitions in some]
 
     looked_at: set[str] = set()
     with ThreadPoolExecutor(_THREADS) as pool:
         listed = pool.map(lambda path: _data_files(store, path, looked_at), paths)
         files = list(itertools.chain.from_iterable(listed))
         _reject_duplicates(paths, [file.path for file, _ in files])
-        footers: list[FileFooter] = []
+        footers: list[T] = []
         if files and store.local_path(files[0][0].path) is not None:
             started = time.perf_counter()
             footers += read(files[:_TIMED_FILES])
@@ -204,8 +215,7 @@ def _reject_duplicates(paths: Sequence[str], files: Sequence[str]) -> None:
 
 def _read(store: Store, file: ListedFile, partitions: Mapping[str, str]) -> FileFooter:
     with damage_is_store_error(file.path):
-        # Plans need no bytes, and the tails of many files would fill the memory.
-        return FileFooter.of(file.path, read_tail(store, file.path), partitions, keep_tail=False)
+        return FileFooter.of(file.path, read_tail(store, file.path), partitions)
 
 
 @contextlib.contextmanager
@@ -387,37 +397,16 @@ class FileFooter:
     partitions: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        file: str,
-        tail: bytes,
-        partitions: Mapping[str, str] | None = None,
-        *,
-        keep_tail: bool = True,
-    ) -> FileFooter:
-        """Parse the end of a file. Without its tail, a footer needs less memory."""
+    def of(file: str, tail: bytes, partitions: Mapping[str, str] | None = None) -> FileFooter:
+        """Parse the end of a file."""
         metadata = parquet.read_metadata(pa.BufferReader(tail))
-        kept = tail if keep_tail else b""
         checksum = zlib.crc32(tail[-_footer_bytes(tail) :])
-        return FileFooter(file, metadata, _columns_of(metadata), kept, checksum, partitions or {})
+        return FileFooter(file, metadata, _columns_of(metadata), tail, checksum, partitions or {})
 
     @property
     def content(self) -> bytes | None:
         """The whole file, if it is small; see `read_tail`."""
         return self.tail if self.tail.startswith(_MAGIC) else None
-
-    def has_column(self, name: str) -> bool:
-        """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
-        count = self.columns.counts[name]
-        if count > 1:
-            raise ColumnError(
-                f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
-                "Rename the others."
-            )
-        return bool(count)
-
-    def type(self, name: str) -> pa.DataType:
-        """Return a column's Arrow type."""
-        return self.columns.schema.field(name).type
 
     def chunks(self, row_group: int, names: Iterable[str]) -> list[Range]:
         """Return the byte ranges of some columns in a row group, in file order."""
