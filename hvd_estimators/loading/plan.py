@@ -7,12 +7,15 @@ is therefore needed to know the number of rows of other ranks in a step.
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
 import itertools
+import pickle
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -81,15 +84,20 @@ class ShardPlan:
 
     Attributes
     ----------
-    shards : tuple of tuple of RowRange
+    shards : sequence of tuple of RowRange
         Row ranges that each shard reads in one pass over the data, in stored order. Together, the
         shards contain every row exactly once. Their sizes differ by at most one row.
     open_groups : int
         Number of row groups of a shard that are interleaved if rows are shuffled.
     """
 
-    shards: tuple[tuple[RowRange, ...], ...]
+    shards: Sequence[tuple[RowRange, ...]]
     open_groups: int = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks receive the plan of all shards, and unpack their own.
+        packed = [_pack(shard) for shard in self.shards]
+        return _unpickled, (packed, self._rows, self.open_groups)
 
     @property
     def num_shards(self) -> int:
@@ -120,6 +128,56 @@ class ShardPlan:
     def global_batch_sizes(self, batch_size: int) -> BatchSizes:
         """Return the number of rows in each step of a pass, over all shards."""
         return self.batch_sizes(range(self.num_shards), batch_size)
+
+
+class _PackedShards(Sequence[tuple[RowRange, ...]]):
+    """Shards in few bytes, each of which is unpacked when it is first needed."""
+
+    def __init__(self, packed: Sequence[bytes]) -> None:
+        self._packed = packed
+        self._unpacked: dict[int, tuple[RowRange, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[RowRange, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[RowRange, ...]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[RowRange, ...] | list[tuple[RowRange, ...]]:
+        indices = range(len(self))[index]
+        if isinstance(indices, range):
+            return [self[each] for each in indices]
+        if indices not in self._unpacked:
+            self._unpacked[indices] = _unpack(self._packed[indices])
+        return self._unpacked[indices]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def _unpickled(packed: Sequence[bytes], rows: list[int], open_groups: int) -> ShardPlan:
+    plan = ShardPlan(_PackedShards(packed), open_groups)
+    plan.__dict__["_rows"] = rows  # so that no shard is unpacked to count its rows
+    return plan
+
+
+_PLACES = ("row_group", "start", "stop", "footer")
+
+
+def _pack(shard: Sequence[RowRange]) -> bytes:
+    """Return some 20 bytes per range, because neighbouring names of files are alike."""
+    files = [part.file for part in shard]
+    places = [array.array("q", [getattr(part, name) for part in shard]) for name in _PLACES]
+    return zlib.compress(pickle.dumps((files, places)), 1)
+
+
+def _unpack(packed: bytes) -> tuple[RowRange, ...]:
+    files, places = pickle.loads(zlib.decompress(packed))
+    return tuple(map(RowRange, files, *places))
 
 
 def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:

@@ -1,6 +1,9 @@
 """Arithmetic of shards and batches, on random layouts and small grids."""
 
 import itertools
+import pickle
+import zlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -195,3 +198,28 @@ def test_the_number_of_open_row_groups_fits_the_memory(sizes, memory, expected):
     groups = [RowGroup("a", index, 5, size) for index, size in enumerate(sizes)]
 
     assert plan_shards(groups, 1, open_bytes=memory).open_groups == expected
+
+
+@given(LAYOUTS, st.integers(1, 9), st.text(max_size=5), st.integers(0, 2**32 - 1))
+def test_a_rank_receives_the_plan(layout, num_shards, name, footer):
+    groups = [replace(g, file=f"{name}/{g.file}", footer=footer) for g in row_groups(layout)]
+    plan = plan_shards(groups, num_shards, allow_empty=True, seed=1, open_bytes=3)
+
+    received = pickle.loads(pickle.dumps(plan))
+
+    rows = [received.rows(shard) for shard in range(num_shards)]
+    assert rows == [len(rows_of(shard)) for shard in plan.shards]
+    assert received.shards[num_shards - 1] == plan.shards[-1]
+    assert received == plan
+    assert received == pickle.loads(pickle.dumps(received))
+    assert received.shards[1:] == list(plan.shards[1:])
+    with pytest.raises(IndexError):
+        received.shards[num_shards]
+
+
+def test_a_plan_of_many_files_is_small():
+    groups = [
+        RowGroup(f"bucket/data/part-{i:06}-c000.parquet", 0, 100, 9, zlib.crc32(b"%d" % i))
+        for i in range(10_000)
+    ]
+    assert len(pickle.dumps(plan_shards(groups, 4, seed=1))) < 20 * len(groups)
