@@ -106,8 +106,10 @@ def efforts(examples: int, calls: int = 1) -> list[Any]:
     """Return the parameters of a test that calls `fuzz` so often: one for CI, and one for soak."""
     import pytest
 
-    long = Effort(1000, 60 * SOAK_MINUTES / calls)
+    seconds = 60 * SOAK_MINUTES
+    long = Effort(1000, seconds / calls)
+    in_soak = pytest.mark.soak, pytest.mark.timeout(2 * seconds + 60)
     return [
         pytest.param(each, marks=marks, id=str(each))
-        for each, marks in ((Effort(examples), ()), (long, pytest.mark.soak))
+        for each, marks in ((Effort(examples), ()), (long, in_soak))
     ]
