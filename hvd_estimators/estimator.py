@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -36,7 +37,9 @@ from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job
+from hvd_estimators.launch.cluster.spread import spread_over_tasks
 from hvd_estimators.launch.gpus import HIDDEN
+from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.readers import PlannedDataModule
 from hvd_estimators.model import PREDICTION, HorovodModel
 from hvd_estimators.params import DeclaredParams
@@ -175,7 +178,9 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 "example, to validate on them.",
                 store.get_val_data_path(),
             )
-        reading = self._showing_stage("Reading the footers of the Parquet files")
+        doing = "Reading the footers of the Parquet files"
+        in_tasks = functools.partial(spread_over_tasks, description=doing)
+        reading = self._showing_stage(doing)
         with reading as shown, self._naming_params():
             manifest = read_manifest(
                 files.store,
@@ -183,6 +188,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 files.validation,
                 self._needed_columns(),
                 allow_text=self._allowed_text(),
+                spread=in_tasks if isinstance(backend, SparkBackend) else None,
             )
             shown.finish(f"Training on existing files: {describe_rows(manifest)}.")
         return self._train(manifest, backend)

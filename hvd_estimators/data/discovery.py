@@ -16,6 +16,7 @@ from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_column
 from hvd_estimators.data.footers import (
     FileColumns,
     FileFooter,
+    Spread,
     damage_is_store_error,
     read_footers,
     read_tail,
@@ -67,6 +68,7 @@ def read_manifest(
     names: Sequence[str],
     *,
     allow_text: bool | Mapping[str, bool] = False,
+    spread: Spread[Any] | None = None,
 ) -> DatasetManifest:
     """Describe Parquet files that were not written by `prepare_data`.
 
@@ -82,6 +84,8 @@ def read_manifest(
     allow_text : bool or mapping
         Also accept string and bytes columns. True accepts all of them. A mapping accepts its keys;
         each value specifies whether bytes are text.
+    spread : callable, optional
+        See `read_footers`.
 
     Returns
     -------
@@ -96,8 +100,8 @@ def read_manifest(
     """
     train_paths, val_paths = _listed(train_path), _listed(val_path or ())
     select = _DataFile.selecting(names)
-    train = read_footers(store, *train_paths, select=select)
-    validation = read_footers(store, *val_paths, select=select)
+    train = read_footers(store, *train_paths, select=select, spread=spread)
+    validation = read_footers(store, *val_paths, select=select, spread=spread)
     with_rows = [file for file in [*train, *validation] if file.rows]
     if not any(file.rows for file in train):
         raise DataError(
@@ -145,7 +149,7 @@ def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
 
 @dataclass(frozen=True)
 class _DataFile:
-    """What planning needs of a file's footer.
+    """Part of a file's footer, for planning.
 
     Attributes
     ----------

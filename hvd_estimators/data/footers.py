@@ -164,7 +164,26 @@ Reading then hardly waits, and several threads take longer because they compete 
 _TIMED_FILES = 16
 
 
-def read_footers(store: Store, *paths: str, select: Callable[[FileFooter], T]) -> list[T]:
+DataFileOf = tuple[ListedFile, dict[str, str]]
+"""A file, and the partition values in its path."""
+
+Spread = Callable[
+    [Callable[[Sequence[DataFileOf]], list[T]], Sequence[Sequence[DataFileOf]]], list[list[T]]
+]
+"""Calls a function with each part of the files, in several processes, and returns the results."""
+
+SPREAD_FILES = 10_000
+"""Minimum number of files on a remote store whose footers several processes read."""
+
+_FILES_PER_PART = 1000
+
+
+def read_footers(
+    store: Store,
+    *paths: str,
+    select: Callable[[FileFooter], T],
+    spread: Spread[T] | None = None,
+) -> list[T]:
     """Read the footers of all files under some paths, as listed by `_data_files`.
 
     Parameters
@@ -175,6 +194,8 @@ def read_footers(store: Store, *paths: str, select: Callable[[FileFooter], T]) -
         Folders or files.
     select : callable
         Returns what to keep of a footer, because many footers fill the memory.
+    spread : callable, optional
+        Reads many files of a remote store in several processes. Default: this process reads all.
 
     Raises
     ------
@@ -183,24 +204,39 @@ def read_footers(store: Store, *paths: str, select: Callable[[FileFooter], T]) -
     DataError
         If a file is under two of the paths.
     """
-
-    def read(some: Sequence[tuple[ListedFile, dict[str, str]]]) -> list[T]:
-        return [select(_read(store, file, partitions)) for file, partitions in some]
-
     looked_at: set[str] = set()
     with ThreadPoolExecutor(_THREADS) as pool:
         listed = pool.map(lambda path: _data_files(store, path, looked_at), paths)
         files = list(itertools.chain.from_iterable(listed))
-        _reject_duplicates(paths, [file.path for file, _ in files])
-        footers: list[T] = []
-        if files and store.local_path(files[0][0].path) is not None:
-            started = time.perf_counter()
-            footers += read(files[:_TIMED_FILES])
-            if time.perf_counter() - started < len(footers) * _FAST_SECONDS:
-                return footers + read(files[len(footers) :])
-        rest = files[len(footers) :]
-        size = min(-(-len(rest) // _THREADS), _FILES_PER_TASK) or 1
-        tasks = [rest[first : first + size] for first in range(0, len(rest), size)]
+    _reject_duplicates(paths, [file.path for file, _ in files])
+    is_many = len(files) >= SPREAD_FILES and store.local_path(files[0][0].path) is None
+    if spread is None or not is_many:
+        return _read_files(store, select, files)
+    parts = [
+        files[first : first + _FILES_PER_PART] for first in range(0, len(files), _FILES_PER_PART)
+    ]
+    read = spread(functools.partial(_read_files, store, select), parts)
+    return list(itertools.chain.from_iterable(read))
+
+
+def _read_files(
+    store: Store, select: Callable[[FileFooter], T], files: Sequence[DataFileOf]
+) -> list[T]:
+    """Read the footers of some files."""
+
+    def read(some: Sequence[DataFileOf]) -> list[T]:
+        return [select(_read(store, file, partitions)) for file, partitions in some]
+
+    footers: list[T] = []
+    if files and store.local_path(files[0][0].path) is not None:
+        started = time.perf_counter()
+        footers += read(files[:_TIMED_FILES])
+        if time.perf_counter() - started < len(footers) * _FAST_SECONDS:
+            return footers + read(files[len(footers) :])
+    rest = files[len(footers) :]
+    size = min(-(-len(rest) // _THREADS), _FILES_PER_TASK) or 1
+    tasks = [rest[first : first + size] for first in range(0, len(rest), size)]
+    with ThreadPoolExecutor(_THREADS) as pool:
         return footers + list(itertools.chain.from_iterable(pool.map(read, tasks)))
 
 

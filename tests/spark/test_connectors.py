@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from pyspark.sql import functions as F
 from servers.fault_proxy import FaultProxy
 from servers.s3 import let_spark_reach
 from variants import others_in_soak
 
 from hvd_estimators import list_prepared_data
+from hvd_estimators.data import footers
+from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.launch import SparkBackend
+from hvd_estimators.launch.cluster.spread import spread_over_tasks
 from hvd_estimators.launch.task.run import hosts_without
 from hvd_estimators.prepare.connectors import check_connector, spark_url
 from hvd_estimators.prepare.dataframe import prepare_data
@@ -167,3 +174,38 @@ def test_a_machine_that_cannot_reach_the_store_reports_why(tmp_path: Path) -> No
     assert batch.to_pydict()["problem"] == ["does not see it"]
     (tmp_path / "there").touch()
     assert list(hosts_without(iter(()), store=store, path=f"{tmp_path}/there")) == []
+
+
+def test_executors_read_the_footers_of_many_files(
+    s3a: Any, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(f"{s3a.url}/footers", storage_options=s3a.storage_options)
+    folder = f"{store.prefix_path}/many"
+
+    def write(name: str, content: bytes) -> None:
+        with store.open_atomic(f"{folder}/{name}.parquet") as file:
+            file.write(content)
+
+    for number in range(7):
+        buffer = io.BytesIO()
+        parquet.write_table(
+            pa.table({"x": np.arange(number + 1.0), "y": ["a"] * (number + 1)}), buffer
+        )
+        write(f"day={number}/part", buffer.getvalue())
+    read = functools.partial(
+        *(read_manifest, store, folder, None, ["x", "day"]),
+        spread=functools.partial(spread_over_tasks, description="Read"),
+    )
+    expected = read()
+    monkeypatch.setattr(footers, "SPREAD_FILES", 7)
+    monkeypatch.setattr(footers, "_FILES_PER_PART", 2)
+    # Executors have the unchanged module.
+    monkeypatch.setattr(footers, "read_tail", lambda *_: pytest.fail("The driver reads a footer."))
+
+    assert read() == expected
+    assert [group.rows for group in expected.train.row_groups] == [1, 2, 3, 4, 5, 6, 7]
+
+    write("day=7/part", b"no Parquet")
+    write("day=8/part", b"no Parquet")
+    with pytest.raises(StoreError, match=r"day=7/part.parquet"):
+        read()
