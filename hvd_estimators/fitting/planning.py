@@ -244,7 +244,10 @@ class TrainPlanning(
         return rows if transformation is None else transformation(rows)
 
     def _example_rows(self, manifest: DatasetManifest) -> Columns:
-        """Return the first rows of a dataset in the form that the fitted model's input has."""
-        if self.getOrDefault("apply_transformation"):
-            return first_rows(self._data_store(manifest), manifest, DRY_RUN_ROWS)
-        return self._first_rows(manifest)
+        """Return the first rows of a dataset with the columns that the fitted model takes."""
+        rows = first_rows(self._data_store(manifest), manifest, DRY_RUN_ROWS)
+        transformation = self._transformation()
+        if transformation is None or self.getOrDefault("apply_transformation"):
+            return rows
+        # The fitted model stacks matrices itself.
+        return replace(transformation, inputs=None)(rows)

@@ -205,14 +205,15 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
     (tmp_path / "nets_beside_script.py").write_text(
         "import torch\n\n"
         "class Net(torch.nn.Linear):\n"
-        "    def forward(self, x, n):\n"
-        "        return super().forward(x) + n\n"
+        "    def forward(self, x, matrix):\n"
+        "        return super().forward(x) + matrix[:, 1:]\n"
     )
     spark.sparkContext.addPyFile(str(tmp_path / "nets_beside_script.py"))
     monkeypatch.syspath_prepend(str(tmp_path))
     net = importlib.import_module("nets_beside_script").Net(2, 1)
     frame = spark.range(20).select(
         F.array(F.col("id") / 20.0, F.lit(0.5)).alias("x"),
+        (F.col("id") / 7.0).alias("a b"),
         (F.col("id") % 3).cast("int").alias("n"),
         (F.col("id") / 10.0).alias("größe y"),
     )
@@ -222,9 +223,9 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
         loss=torch.nn.functional.mse_loss,
-        feature_cols=["x", "n"],
+        feature_cols=["x", ["a b", "n"]],
         label_cols=["größe y"],
-        input_shapes=[[-1, 2], [-1, 1]],
+        input_shapes=[[-1, 2], [-1, 2]],
         label_shapes=[[-1, 1]],
         batch_size=5,
         epochs=2,
@@ -264,11 +265,12 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         path = mlflow.artifacts.download_artifacts(logged.model_uri, dst_path=str(tmp_path / "got"))
         described = mlflow.models.Model.load(path)
         types = {c.name: str(c.type) for c in described.signature.inputs.inputs}
-        assert types == {"x": "Array(double)", "n": "DataType.long"}
+        assert types == {"x": "Array(double)", "a b": "DataType.double", "n": "DataType.long"}
         assert described.signature.outputs.input_types() == [mlflow.types.DataType.double] * 2
         example = described.load_input_example(path)
-        given = {(*row["x"], row["n"]) for row in frame.collect()}
-        assert {(*x, n) for x, n in zip(example.x, example.n, strict=True)} <= given
+        given = {(*row["x"], row["a b"], row["n"]) for row in frame.collect()}
+        rows = zip(example["x"], example["a b"], example["n"], strict=True)
+        assert {(*x, a, n) for x, a, n in rows} <= given
         requirements = [
             Requirement(line) for line in Path(path, "requirements.txt").read_text().splitlines()
         ]
@@ -279,7 +281,7 @@ def test_a_fit_logs_a_model_to_mlflow_that_predicts_without_spark(
         assert {"mlflow-skinny", "numpy", "torch"} <= names
         assert names.isdisjoint({"horovod", "pyspark", "keras"})
 
-        rows = [row.asDict() for row in frame.select("x", "n").collect()]
+        rows = [row.asDict() for row in frame.select("x", "a b", "n").collect()]
         arguments = [path, json.dumps(rows)]
         done = subprocess.run(
             [sys.executable, "-c", PREDICT_WITHOUT_SPARK, *arguments],
