@@ -57,7 +57,7 @@ from hvd_estimators.prepare.schema import (
     require_frame,
 )
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
-from hvd_estimators.summary import TrainingSummary, find_best_epoch
+from hvd_estimators.summary import TrainingSummary, find_best_epoch, selecting_metric
 from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
 
@@ -422,7 +422,12 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             run_id=results.spec.run.run_id,
             metrics=tuple(row for record in results.history for row in record.rows()),
             best_epoch=find_best_epoch(
-                results.history, self._monitor(), self.getOrDefault("checkpoint_mode")
+                results.history,
+                *selecting_metric(
+                    self._monitor(),
+                    self.getOrDefault("checkpoint_mode"),
+                    self.getOrDefault("callbacks"),
+                ),
             ),
             rows=data.train_plan.total_rows,
             validation_rows=0 if val_plan is None else val_plan.total_rows,

@@ -26,8 +26,10 @@ class TrainingSummary:
         Tuples of epoch (from 0), stage (``"train"`` or ``"validation"``), name and value.
         ``model.history_frame()`` returns them as a DataFrame.
     best_epoch : int or None
-        Epoch with the best value of the monitored metric; None if that was not measured, or if its
-        name does not show whether lower or higher values are better.
+        Epoch (from 0) with the best value of ``checkpoint_monitor``, or of the metric that an
+        ``EarlyStopping`` or ``ModelCheckpoint`` callback monitors. Default: the validation loss.
+        None if the metric was not measured, or if its name does not show whether lower or higher
+        values are better.
     rows, validation_rows : int
         Number of training and validation rows.
     num_ranks : int
@@ -98,6 +100,29 @@ class EvaluationSummary:
 
     def __getitem__(self, name: str) -> Any:
         return self.metrics[name]
+
+
+_SELECTING = ("EarlyStopping", "ModelCheckpoint")
+"""Classes of callbacks that select an epoch, in Keras, Lightning and this package."""
+
+
+def selecting_metric(
+    monitor: str | None, mode: str, callbacks: Sequence[Any] | None
+) -> tuple[str | None, str]:
+    """Return the metric that selects the best epoch, and its mode, see `find_best_epoch`.
+
+    Parameters
+    ----------
+    monitor, mode : str or None, str
+        The params ``checkpoint_monitor`` and ``checkpoint_mode``.
+    callbacks : sequence or None
+        The user's callbacks. The first one that selects an epoch counts if ``monitor`` is None.
+    """
+    for callback in (callbacks or ()) if monitor is None else ():
+        found = getattr(callback, "monitor", None)
+        if isinstance(found, str) and any(c.__name__ in _SELECTING for c in type(callback).__mro__):
+            return found, str(getattr(callback, "mode", mode))
+    return monitor, mode
 
 
 def find_best_epoch(history: Sequence[EpochMetrics], monitor: str | None, mode: str) -> int | None:

@@ -20,9 +20,14 @@ from hvd_estimators._util.unpickle_imports import first_imports, loads
 from hvd_estimators.data.arrays import Array, num_rows
 from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.inference.batch import BatchPredictor, to_arrays
-from hvd_estimators.inference.broadcast import Hashed, as_bytes, received
+from hvd_estimators.inference.broadcast import Hashed
 from hvd_estimators.inference.udf import Send
-from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
+from hvd_estimators.inference.worker import (
+    cached_predictor,
+    predictor_key,
+    task_resources,
+    unpickled,
+)
 
 NULL_REMEDY = "fill or drop them before evaluate(), or set handleInvalid='skip' to leave them out."
 
@@ -85,8 +90,7 @@ def evaluate_partitions(
     def evaluate(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         batches = iter(batches)
         try:
-            with received(steps) as pickled:
-                *_, load, inputs = loads(as_bytes(pickled))
+            *_, load, inputs = unpickled(steps)
             evaluator: Any = cached_predictor(key, model, load, task_resources(TaskContext.get()))
             result = _evaluated(evaluator, inputs, batches, has_empty_rows)
         except HvdEstimatorsError as error:

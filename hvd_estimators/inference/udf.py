@@ -30,7 +30,7 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickle_imports import first_imports, loads
+from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.data.arrays import Array, to_vectors
 from hvd_estimators.data.types import VECTOR_FIELDS
 from hvd_estimators.exceptions import DependencyError
@@ -40,10 +40,15 @@ from hvd_estimators.inference.batch import (
     one_ahead,
     to_arrays,
 )
-from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, as_bytes, received
+from hvd_estimators.inference.broadcast import Hashed, Payload, Sent
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
 from hvd_estimators.inference.sql import sql_arguments
-from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
+from hvd_estimators.inference.worker import (
+    cached_predictor,
+    predictor_key,
+    task_resources,
+    unpickled,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql._typing import UserDefinedFunctionLike
@@ -173,8 +178,7 @@ def make_udf(
             yield from predicted(batches)
 
     def predicted(batches: Any) -> Any:
-        with received(steps) as pickled:
-            *_, load, inference = loads(as_bytes(pickled))
+        *_, load, inference = unpickled(steps)
         predictor = cached_predictor(key, model, load, task_resources(TaskContext.get()))
 
         def begin(batch: Any) -> Callable[[], Any]:

@@ -16,10 +16,12 @@ from zipimport import zipimporter
 
 import cloudpickle
 
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Predictor, Resources
-from hvd_estimators.inference.broadcast import Hashed, Sent, received
+from hvd_estimators.inference.broadcast import Hashed, Sent, as_bytes, received
 from hvd_estimators.inference.errors import naming_missing_modules
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
+from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
 
 _OF_JAVA = ".jar"
 
@@ -63,6 +65,16 @@ def predictor_key(hashed: Hashed, load: Callable[..., Any]) -> str:
 
 # A Python worker serves many tasks, and unpickles a model only once.
 _predictors: dict[tuple[str, Resources], Predictor] = {}
+
+
+def unpickled(sent: Sent) -> Any:
+    """Return what the driver has pickled for a task.
+
+    TensorFlow, which this may import, does not log its notices unless its log level is set.
+    """
+    os.environ.setdefault(LOG_LEVEL_VARIABLE, "2" if visible_gpus(os.environ) else "3")
+    with received(sent) as pickled:
+        return loads(as_bytes(pickled))
 
 
 def cached_predictor(
