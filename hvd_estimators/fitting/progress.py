@@ -47,6 +47,8 @@ _LATE_SECONDS = 3.0
 # Without such a row, a long epoch gets a line this often.
 _LINE_SECONDS = 60.0
 _BAR_COLUMNS = 100
+# A rank reports a short epoch only at its end, so tqdm's rate would be meaningless.
+_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 _shown_lock = threading.Lock()
 _shown: set[object] = set()
@@ -416,7 +418,10 @@ class _EpochBars(_Display):
             self._close_bar()
             self._epoch = event.epoch
             self._bar = tqdm(
-                total=event.steps, desc=self._title(event), unit="step", file=sys.stderr
+                total=event.steps,
+                desc=self._title(event),
+                file=sys.stderr,
+                bar_format=_BAR_FORMAT,
             )
         self._bar.set_postfix_str(_describe(event), refresh=False)
         self._bar.update(event.step - self._bar.n)

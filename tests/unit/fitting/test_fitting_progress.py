@@ -151,6 +151,16 @@ def test_resumed_runs_start_the_bar_at_their_position(place: str) -> None:
             assert " 2/12 [" not in shown()
 
 
+def test_the_bar_of_a_short_epoch_has_no_speed_but_the_ranks() -> None:
+    with showing_in("terminal"):
+        with show_progress(spec(epochs=1)) as handle:
+            handle(progress(0, 4, epochs=1))
+
+        last = shown().strip().splitlines()[-1]
+        assert last.startswith("Epoch 1/1: 100%")
+        assert re.findall(r"[\d,.]+ ?\w+/s", last) == ["1,234 rows/s"]
+
+
 @PLACES
 def test_a_failure_ends_the_bar(place: str) -> None:
     with showing_in(place):
