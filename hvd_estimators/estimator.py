@@ -78,6 +78,12 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
     `EstimatorHooks`.
     """
 
+    # What most programs set; see `DeclaredParams`.
+    _described_first = (
+        *("num_proc", "store", "run_id", "model", "optimizer", "loss", "metrics"),
+        *("feature_cols", "label_cols", "validation", "batch_size", "epochs", "callbacks"),
+    )
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.setParams(**kwargs)

@@ -68,7 +68,7 @@ _predictors: dict[tuple[str, Resources], Predictor] = {}
 
 
 def unpickled(sent: Sent) -> Any:
-    """Return what the driver has pickled for a task.
+    """Return the objects that the driver has pickled for a task.
 
     TensorFlow, which this may import, does not log its notices unless its log level is set.
     """

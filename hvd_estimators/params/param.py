@@ -349,6 +349,7 @@ class DeclaredParams(Params):
     """Base class for classes that declare their params with `param`."""
 
     _declarations: ClassVar[dict[str, param]] = {}
+    _described_first: ClassVar[Sequence[str]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -575,17 +576,19 @@ def _describe(cls: type[DeclaredParams]) -> None:
         own = list(init.parameters.values())[1:]
         cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         return
+    first = {n: cls._declarations[n] for n in cls._described_first if n in cls._declarations}
+    described = {**first, **cls._declarations}
     keyword = inspect.Parameter.KEYWORD_ONLY
     cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
                 name, keyword, default=d.default, annotation=_Annotation(d.setter_type)
             )
-            for name, d in cls._declarations.items()
+            for name, d in described.items()
         ]
     )
     lines = ["", "", "Parameters", "----------"]
-    for name, d in cls._declarations.items():
+    for name, d in described.items():
         accepted = "object" if d.accepted_type == "Any" else d.accepted_type
         lines += [f"{name} : {accepted}, default {d.default!r}", f"    {d.doc}"]
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + "\n".join(lines)
