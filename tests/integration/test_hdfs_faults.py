@@ -233,83 +233,106 @@ def test_a_run_that_ends_by_a_lasting_fault_resumes(
 # With Spark, whose JVM has its own client.
 
 
-def rows(spark: Any, seconds: float = 0) -> Any:
-    """Return rows of which the last ones take some seconds."""
-    wait = f"if(id = 999, reflect('java.lang.Thread', 'sleep', {int(seconds * 1000)}L), '')"
-    columns = [f"float(id + length({wait}) * 0) AS x", "float(id % 7) AS y"]
-    return spark.range(0, 1000, 1, 4).selectExpr(*columns)
+def rows(spark: Any, flag: Path | None = None) -> Any:
+    """Return rows; the last one comes when a file exists."""
+    from pyspark.sql import functions as F
+
+    def wait(number: int) -> int:
+        deadline = time.monotonic() + 60
+        while number == 999 and not flag.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return number
+
+    frame = spark.range(0, 1000, 1, 2)
+    number = F.col("id") if flag is None else F.udf(wait, "long")("id")
+    return frame.select(number.cast("float").alias("x"), (F.col("id") % 7).alias("y"))
 
 
 def prepared(store: Any, frame: Any) -> list[float]:
     """Prepare the rows, and return the values that a reader finds."""
     import pyarrow.parquet as pq
 
-    with prepare_data(1, store, frame, ["y"], ["x"]) as index:
+    with prepare_data(1, store, frame, ["y"], ["x"], shuffle_on_write=False) as index:
         folder = store.get_train_data_path(index)
         parts = [path for path in store.find(folder) if path.endswith(".parquet")]
         tables = [pq.read_table(store.open(path)) for path in parts]
         return sorted(value for table in tables for value in table["x"].to_pylist())
 
 
+def while_spark_writes(store: Any, action: Callable[[], None]) -> threading.Thread:
+    """Act when a task of Spark has opened a file."""
+
+    def is_writing() -> bool:
+        with contextlib.suppress(FileNotFoundError):  # folders come and go
+            return any("_temporary" in path for path in files(store))
+        return False
+
+    def act() -> None:
+        deadline = time.monotonic() + 60
+        while not is_writing():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        action()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("seconds", [0, 20])
 def test_rows_are_written_once_more_after_a_name_node_restart(
-    hdfs_of_two: Any, spark: Any, caplog: pytest.LogCaptureFixture
+    hdfs_of_two: Any, spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
     store = new_store(hdfs_of_two)
-    prepared(store, rows(spark))  # with a warm JVM
-    outage: list[float] = []
+    flag = tmp_path / "flag"
 
     def restart() -> None:
-        deadline = time.monotonic() + 60
-        while not any("_temporary" in path for path in files(store)):
-            assert time.monotonic() < deadline
-        with restarted_namenode(hdfs_of_two, 5):
-            outage.append(time.monotonic())
+        with restarted_namenode(hdfs_of_two, seconds):
+            flag.touch()
 
-    restarting = threading.Thread(target=restart)
-    restarting.start()
+    restarting = while_spark_writes(store, restart)
     started = time.monotonic()
-    assert prepared(store, rows(spark, 3)) == [float(i) for i in range(1000)]
+    assert prepared(store, rows(spark, flag)) == [float(i) for i in range(1000)]
     restarting.join()
-    print(f"took {time.monotonic() - started:.1f} s: {caplog.text}")
-    assert outage
-    assert "The rows are written once more" in caplog.text
+    print(f"took {time.monotonic() - started:.1f} s")
+    assert flag.exists()
+    # A short outage is shorter than the retries of Spark's client.
+    assert ("The rows are written once more" in caplog.text) or not seconds
     assert files(store) == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["safe mode", "Quota", "SpaceQuota"])
 def test_lasting_faults_of_a_write_by_spark_are_named(
-    hdfs_of_two: Any, spark: Any, kind: str
+    hdfs_of_two: Any, spark: Any, tmp_path: Path, kind: str
 ) -> None:
     store = new_store(hdfs_of_two)
-    prepared(store, rows(spark))
-    with contextlib.ExitStack() as fault:
+    flag = tmp_path / "flag"
+    fault = contextlib.ExitStack()
 
-        def begin() -> None:
-            deadline = time.monotonic() + 60
-            while not any("_temporary" in path for path in files(store)):
-                assert time.monotonic() < deadline
+    def begin() -> None:
+        if kind == "safe mode":
             fault.enter_context(safe_mode(hdfs_of_two))
-
-        begins: Callable[[], Any] = begin
-        beginning = threading.Thread(target=begins)
-        if kind == "safe mode":
-            beginning.start()
         else:
-            limit = "5" if kind == "Quota" else "300m"
+            limit = "1" if kind == "Quota" else "1m"
             fault.enter_context(quota(hdfs_of_two, store, kind, limit))
-        expected = {"safe mode": SAFE_MODE, "Quota": NAMES, "SpaceQuota": SPACE}[kind]
-        started = time.monotonic()
-        with pytest.raises(StoreError, match=expected) as caught:
-            prepared(store, rows(spark, 6 if kind == "safe mode" else 0))
-        print(f"took {time.monotonic() - started:.1f} s: {caught.value}")
-        assert store.prefix_path in str(caught.value)
-        assert time.monotonic() - started < 40
-        if kind == "safe mode":
-            beginning.join()
-    if kind != "safe mode":
-        assert files(store) == []
+        flag.touch()
+
+    beginning = while_spark_writes(store, begin)
+    expected = {"safe mode": SAFE_MODE, "Quota": NAMES, "SpaceQuota": SPACE}[kind]
+    started = time.monotonic()
+    with fault, pytest.raises(StoreError, match=expected) as caught:
+        prepared(store, rows(spark, flag))
+    beginning.join()
+    seconds = time.monotonic() - started
+    print(f"took {seconds:.1f} s, left {files(store)}: {caught.value}")
+    assert store.prefix_path in str(caught.value)
+    assert seconds < retries.RETRY_SECONDS
+    # Files that HDFS does not allow to be deleted are deleted before the next write.
+    assert prepared(store, rows(spark)) == [float(i) for i in range(1000)]
+    assert files(store) == []
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from servers.processes import Server, free_ports
+from servers.processes import Server, answers, free_ports
 
 _JAVA = [
     "-Xmx256m",
@@ -115,6 +115,7 @@ class Hdfs:
     def start_namenode(self, wait: bool = True) -> None:
         """Start the NameNode with its stored files; with ``wait``, wait until all can be used."""
         self._namenode = self._run("namenode.NameNode")
+        self._namenode.wait_until(lambda: answers(self.port), "listening")
         if wait:
             self._namenode.wait_until(lambda: bool(self._state()), "ready")
             for number in range(len(self._datanodes)):
