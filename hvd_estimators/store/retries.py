@@ -64,10 +64,9 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
     StoreUnavailableError
         If the function keeps failing for `RETRY_SECONDS`.
     StoreError
-        If credentials, permissions or space are missing, if the host is unknown or a name node is
-        kept in safe mode. Also in place of any other error whose text
-        contains a secret. A missing file is always a FileNotFoundError. All other errors are raised
-        unchanged.
+        If credentials, permissions or space are missing, if the host is unknown, or if a name node
+        is kept in safe mode. Also in place of any other error whose text contains a secret. A
+        missing file is always a FileNotFoundError. All other errors are raised unchanged.
     """
     wait, failed_at, warned = _FIRST_WAIT, None, False
     while True:
