@@ -141,15 +141,14 @@ _ERRNOS = {
     if hasattr(errno, name)  # some exist on Linux only
 }
 
-# Messages of hdfs-native, of Hadoop's Java clients and of fsspec's WebHDFS. They contain the class
-# names of Hadoop's exceptions (WebHDFS: only their messages) and of the Rust client's errors.
+# Messages of hdfs-native and of Hadoop's Java clients. They contain the class names of Hadoop's
+# exceptions and of the Rust client's errors, which have no Python classes.
 _HADOOP = (
     # HDFS says whether safe mode ends by itself. It does not if an administrator turned it on, if
     # the name node's disk is full, or if blocks are newer than the name node's files.
-    (Kind.STARTING, r"(?s)in safe mode.*Safe mode will be turned off automatically"),
-    (Kind.SAFE_MODE, r"SafeModeException|Name node is in safe mode"),
-    (Kind.SPACE, r"QuotaExceededException|quota .*is exceeded"),
-    (Kind.SPACE, r"DiskOutOfSpaceException|No space left on device"),
+    (Kind.STARTING, r"(?s)SafeModeException.*Safe mode will be turned off automatically"),
+    (Kind.SAFE_MODE, r"SafeModeException"),
+    (Kind.SPACE, r"QuotaExceededException|DiskOutOfSpaceException|No space left on device"),
     (Kind.SPACE, r"There are [1-9]\d* datanode\(s\) running and (0|no) node\(s\) are excluded"),
     (Kind.CREDENTIALS, r"SASLError|GSSAPIError|GSSAPI error|NoSASLMechanism|SaslException"),
     (Kind.CREDENTIALS, r"InvalidToken|SecretManager|Kerberos"),

@@ -105,13 +105,6 @@ def test_both_clients_errors_have_one_kind_and_keep_hdfs_words(client, name, mes
 
 
 @pytest.mark.parametrize(("name", "message", "kind"), CAUSES)
-def test_errors_of_webhdfs_have_only_a_message(name, message, kind):
-    # fsspec raises the error of Python for exceptions of these names.
-    is_denied = name.endswith("AccessControlException")
-    assert kind_of((PermissionError if is_denied else RuntimeError)(message)) is kind
-
-
-@pytest.mark.parametrize(("name", "message", "kind"), CAUSES)
 def test_failed_writes_of_spark_name_folder_cause_and_remedy(name, message, kind):
     if kind is Kind.NO_DATA_NODE:
         name = "org.apache.hadoop.ipc.RemoteException(java.io.IOException)"
