@@ -152,10 +152,11 @@ def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
             f"({message}). {remedy}"
         )
     kind = kind_of(error)
-    settings = connector.settings if connector else "Set what Spark's connector needs for it."
+    settings = connector.settings if connector else ""
+    remedy = f"{REMEDIES.get(kind, '')} {settings}".strip()
     return _error_class(kind)(
         f"store: Spark cannot write to {url!r}{_named(kind)} ({message}). "
-        f"{REMEDIES.get(kind, settings)}"
+        f"{remedy or 'Set what its connector needs for it.'}"
     )
 
 

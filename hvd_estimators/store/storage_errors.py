@@ -36,7 +36,7 @@ class Kind(enum.Enum):
 
     @property
     def is_transient(self) -> bool:
-        """Whether a retry may succeed."""
+        """True if a retry may succeed."""
         return self in (Kind.TRANSIENT, Kind.STARTING, Kind.NO_DATA_NODE)
 
 
