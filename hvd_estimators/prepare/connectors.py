@@ -16,10 +16,11 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 
 from hvd_estimators._util.install_hints import CONNECTORS
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators.exceptions import DependencyError, StoreError
+from hvd_estimators.exceptions import DependencyError, StoreError, StoreUnavailableError
 from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.registry import scheme_of
+from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, kind_of_text, text_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,13 +36,18 @@ _IMPATIENT = {
     "ipc.client.connect.max.retries": "2",
 }
 
-# Java's exceptions of storage clients and of full disks, in a text that also has stack traces.
+# Java's exceptions of storage clients and of full disks, in a text that also has stack traces. The
+# message ends where a stack trace or another exception begins.
 _STORAGE_ERROR = re.compile(
     r"^(?!\s*at ).*?\b("
-    r"(?:java\.nio\.file\.AccessDeniedException|java\.io\.IOException: No space left on device|"
+    r"(?:java\.nio\.file\.AccessDeniedException|"
+    r"java\.io\.IOException: (?:No space left on device|All datanodes|Failed to replace a bad "
+    r"datanode|Could not get block locations|Unable to (?:create new block|close file))|"
+    # Hadoop's descriptions of failed connections.
+    r"java\.[\w.]+Exception: (?=.*(?:wiki\.apache\.org/hadoop|DestHost:destPort))|"
     r"(?:com\.amazonaws|software\.amazon|com\.google\.cloud|com\.microsoft\.azure|"
     r"org\.apache\.hadoop\.(?:fs\.(?:s3a|azurebfs|gs|oss)|hdfs|ipc|security))"
-    r"\.[\w.$]*(?:Exception|Error)\b).*)$",
+    r"\.[\w.$]*(?:Exception|Error)\b).*(?:\n(?!\s*(?:at |Caused by: |$)).*){0,4})",
     re.MULTILINE,
 )
 _MESSAGE_CHARS = 500
@@ -136,12 +142,7 @@ def _knows(jvm: Any, scheme: str, configuration: Any) -> bool:
 
 
 def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
-    causes: list[str] = []
-    cause = error.java_exception
-    while cause is not None and len(causes) < 5:
-        causes.append(str(cause.toString()).split("\n")[0][:500])
-        cause = cause.getCause()
-    message = redacted("; caused by ".join(dict.fromkeys(causes)), store.secrets)
+    message = redacted(text_of(error), store.secrets)
     connector = CONNECTORS.get(scheme_of(url))
     if any(name in message for name in ("NoClassDefFound", "ClassNotFound", "NoSuchMethodError")):
         version = str(jvm.org.apache.hadoop.util.VersionInfo.getVersion())
@@ -150,16 +151,30 @@ def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
             f"store: Spark cannot write to {url!r}, since a package of its connector is missing "
             f"({message}). {remedy}"
         )
-    remedy = connector.settings if connector else "Set what Spark's connector needs for it."
-    return StoreError(f"store: Spark cannot write to {url!r} ({message}). {remedy}")
+    kind = kind_of(error)
+    settings = connector.settings if connector else ""
+    remedy = f"{REMEDIES.get(kind, '')} {settings}".strip()
+    return _error_class(kind)(
+        f"store: Spark cannot write to {url!r}{_named(kind)} ({message}). "
+        f"{remedy or 'Set what its connector needs for it.'}"
+    )
+
+
+def _error_class(kind: Kind) -> type[StoreError]:
+    return StoreUnavailableError if kind.is_transient else StoreError
+
+
+def _named(kind: Kind) -> str:
+    return f": {kind.value}" if kind in REMEDIES else ""
 
 
 @contextlib.contextmanager
 def storage_errors(store: Store, url: str) -> Iterator[None]:
     """Convert a storage error of Spark's connector in the block to a `StoreError`.
 
-    Other errors do not change. Executors read the rows of the DataFrame while they write, so the
-    error may also be one of the storage that the rows come from.
+    If the error is transient, it becomes a `StoreUnavailableError`. Other errors do not change.
+    Executors read the rows of the DataFrame while they write, so the error may also be one of the
+    storage that the rows come from.
 
     Parameters
     ----------
@@ -175,11 +190,15 @@ def storage_errors(store: Store, url: str) -> Iterator[None]:
         found = _STORAGE_ERROR.search(str(error))
         if found is None:
             raise
-        message = redacted(found[1][:_MESSAGE_CHARS], store.secrets)
+        message = redacted(found[1].replace("\n", " ")[:_MESSAGE_CHARS], store.secrets)
         connector = CONNECTORS.get(scheme_of(url))
-        remedy = f" {connector.settings}" if connector else ""
-        raise StoreError(
-            f"store: Spark failed while it wrote training data to {url!r} ({message}). Check that "
-            "there is enough space, and that credentials are valid until the end. If the rows come "
-            f"from other storage, check it, too.{remedy}"
+        settings = f" {connector.settings}" if connector else ""
+        kind = kind_of_text(found[1])
+        remedy = REMEDIES.get(
+            kind,
+            "Check that there is enough space, and that credentials are valid until the end.",
+        )
+        raise _error_class(kind)(
+            f"store: Spark failed while it wrote training data to {url!r}{_named(kind)} "
+            f"({message}). {remedy} If the rows come from other storage, check it, too.{settings}"
         ) from error

@@ -73,7 +73,7 @@ def prepare_data(
     store : Store or str
         Store to which the data is written, or its path or URL.
     df : DataFrame
-        The rows; evaluated at most once.
+        The rows; evaluated at most once, or again if the storage was unavailable meanwhile.
     label_columns, feature_columns, sample_weight_col
         The columns to write. ``feature_columns=None`` selects all other columns. Lists of columns
         within the list are accepted as in ``feature_cols``; the files have the single columns.

@@ -10,10 +10,11 @@ Runs on the driver.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
@@ -21,12 +22,16 @@ from pyspark.sql import functions as F
 
 from hvd_estimators.data.discovery import complete_shapes, read_split
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
-from hvd_estimators.exceptions import DataError, StoreError
+from hvd_estimators.exceptions import DataError, StoreError, StoreUnavailableError
 from hvd_estimators.prepare.connectors import spark_url, storage_errors
 from hvd_estimators.prepare.datasets import manifest_path, split_path
 from hvd_estimators.prepare.schema import StoredColumn, quoted, select_as, unused_name
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import scheme_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _OPTION = "spark.sql.maxConcurrentOutputFileWriters"
 
@@ -198,27 +203,32 @@ def write_dataset(
     StoreError
         If storage fails while Spark writes, or this process does not find the files.
     """
-    frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
-    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
-    if shuffle is not None and scheme_of(store.spark_url(store.get_train_data_path())) in _COPYING:
-        # Tasks move their files into place, and the driver does not move each file a second time.
-        # With this algorithm, files of a failed job can be visible, but the manifest covers that. A
-        # task that runs again reads the shuffled rows, and so overwrites the files with the same
-        # content.
-        writer = writer.option("mapreduce.fileoutputcommitter.algorithm.version", "2")
+
+    def write(path: str, *partition_by: str) -> dict[str, Any]:
+        frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
+        writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
+        url = spark_url(df.sparkSession, store, path)
+        if shuffle is not None and scheme_of(url) in _COPYING:
+            # Tasks move their files into place, and the driver does not move each file a second
+            # time. With this algorithm, files of a failed job can be visible, but the manifest
+            # covers that. A task that runs again reads the shuffled rows, and so overwrites the
+            # files with the same content.
+            writer = writer.option("mapreduce.fileoutputcommitter.algorithm.version", "2")
+        with contextlib.ExitStack() as stack:
+            if partition_by:
+                writer = writer.partitionBy(*partition_by)
+                stack.enter_context(several_open_files(df.sparkSession, _SIDES))
+            stack.enter_context(storage_errors(store, url))
+            writer.parquet(url)
+        return _measurements(observation)
+
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
-        url = spark_url(df.sparkSession, store, train_path)
-        with storage_errors(store, url):
-            writer.parquet(url)
-        observed = _measurements(observation)
+        observed = _twice(store, train_path, lambda: write(train_path))
     else:
         path, split = split_path(store, index), _own_name(_SPLIT, columns)
         sides = f"{path}/{split}=false", f"{path}/{split}=true"
-        url = spark_url(df.sparkSession, store, path)
-        with several_open_files(df.sparkSession, _SIDES), storage_errors(store, url):
-            writer.partitionBy(split).parquet(url)
-        observed = _measurements(observation)
+        observed = _twice(store, path, lambda: write(path, split))
         if observed["split_nulls"]:
             raise DataError(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
@@ -245,6 +255,19 @@ def write_dataset(
     manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
     store.write_text(manifest_path(store, index), manifest.to_json())
     return manifest
+
+
+def _twice(store: Store, path: str, write: Callable[[], T]) -> T:
+    """Write a folder, and once more if the storage was unavailable for a while."""
+    try:
+        return write()
+    except StoreUnavailableError as error:
+        logger.warning(
+            "%s The rows are written once more as soon as the store is available.", error
+        )
+    # This is retried until the storage is available again, like every request.
+    store.delete(path)
+    return write()
 
 
 def _moved(store: Store, index: str, sides: tuple[str, str]) -> tuple[str, str]:

@@ -9,12 +9,11 @@ URL that fsspec serves. Runs on the driver.
 from __future__ import annotations
 
 import abc
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
@@ -23,6 +22,10 @@ from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.registry import require_path
+from hvd_estimators.store.retries import with_retries
+from hvd_estimators.store.storage_errors import text_of
+
+T = TypeVar("T")
 
 _RENAMING = ("abfs", "abfss", "hdfs", "ofs", "o3fs", "swebhdfs", "viewfs", "webhdfs")
 """Schemes with an atomic rename onto existing files; elsewhere a file appears when closed."""
@@ -93,10 +96,13 @@ def open_folder(session: SparkSession, path: str) -> Folder:
         return _StoreFolder(store)
     context: Any = session.sparkContext
     jvm, configuration = context._jvm, context._jsc.hadoopConfiguration()
-    with _errors(path):
+
+    def find() -> tuple[Any, Any]:
         given = jvm.org.apache.hadoop.fs.Path(path)
         filesystem = given.getFileSystem(configuration)
-        qualified = filesystem.makeQualified(given)
+        return filesystem, filesystem.makeQualified(given)
+
+    filesystem, qualified = _retried(find, f"looking for {path!r}")
     uri = qualified.toUri()
     if uri.getScheme() == "file":
         return _LocalFolder(qualified.toString(), uri.getPath())
@@ -181,38 +187,41 @@ class _HadoopFolder(Folder):
         self._root = root
 
     def exists(self, name: str = "") -> bool:
-        with _errors(self.url):
-            return bool(self._filesystem.exists(self._path(name)))
+        return bool(self._call("looking for", name, self._filesystem.exists, self._path(name)))
 
     def is_file(self) -> bool:
-        with _errors(self.url):
-            return self.exists() and bool(self._filesystem.getFileStatus(self._root).isFile())
+        def ask() -> bool:
+            return bool(self._filesystem.getFileStatus(self._root).isFile())
+
+        return self.exists() and self._call("looking for", "", ask)
 
     def names(self, name: str = "") -> list[str]:
         if not self.exists(name):
             return []
-        with _errors(self.url):
-            entries = self._filesystem.listStatus(self._path(name))
-            return sorted(entry.getPath().getName() for entry in entries)
+        entries = self._call("listing", name, self._filesystem.listStatus, self._path(name))
+        return sorted(entry.getPath().getName() for entry in entries)
 
     def read(self, name: str) -> bytes:
         if not self.exists(name):
             raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.")
-        with tempfile.TemporaryDirectory() as folder, _errors(self.url):
+        with tempfile.TemporaryDirectory() as folder:
             local = os.path.join(folder, "content")
-            self._filesystem.copyToLocalFile(False, self._path(name), self._local(local), True)
+            paths = self._path(name), self._local(local)
+            self._call("reading", name, self._filesystem.copyToLocalFile, False, *paths, True)
             return Path(local).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
         # Copy a file, because the JVM holds several copies of content that passes through py4j.
-        with tempfile.TemporaryDirectory() as folder, _errors(self.url):
+        with tempfile.TemporaryDirectory() as folder:
             local = os.path.join(folder, "content")
             Path(local).write_bytes(content)
-            self._filesystem.copyFromLocalFile(False, True, self._local(local), self._path(name))
+            paths = self._local(local), self._path(name)
+            self._call("writing", name, self._filesystem.copyFromLocalFile, False, True, *paths)
 
     def move_file(self, name: str, target: str) -> None:
         source, destination = self._path(name), self._path(target)
-        with _errors(self.url):
+
+        def move() -> None:
             if self._root.toUri().getScheme() in _RENAMING:
                 rename = getattr(self._fs, "Options$Rename")
                 # Java's variable arguments are an array, even for a single option.
@@ -230,14 +239,20 @@ class _HadoopFolder(Folder):
                 *(True, True, self._configuration),
             )
 
+        self._call("writing", target, move)
+
     def move_directory(self, name: str, target: str) -> None:
-        with _errors(self.url):
-            if not self._filesystem.rename(self._path(name), self._path(target)):
-                raise StoreError(f"{self.url!r}: {name!r} cannot be renamed to {target!r}.")
+        paths = self._path(name), self._path(target)
+        if not self._call("writing", target, self._filesystem.rename, *paths):
+            raise StoreError(f"{self.url!r}: {name!r} cannot be renamed to {target!r}.")
 
     def delete(self, name: str = "") -> None:
-        with _errors(self.url):
-            self._filesystem.delete(self._path(name), True)
+        self._call("deleting", name, self._filesystem.delete, self._path(name), True)
+
+    def _call(self, what: str, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of the JVM, with retries; ``what`` and ``name`` are for messages."""
+        path = f"{self.url}/{name}" if name else self.url
+        return _retried(lambda: function(*arguments), f"{what} {path!r}")
 
     def _path(self, name: str) -> Any:
         return self._fs.Path(self._root, name) if name else self._root
@@ -246,10 +261,9 @@ class _HadoopFolder(Folder):
         return self._fs.Path(f"file://{path}")
 
 
-@contextlib.contextmanager
-def _errors(path: str) -> Iterator[None]:
-    """Raise the JVM's errors as `StoreError` with the path."""
+def _retried(action: Callable[[], T], description: str) -> T:
+    """Call a function like `with_retries`; all errors of the JVM become a `StoreError`."""
     try:
-        yield
+        return with_retries(action, description)
     except Py4JJavaError as error:
-        raise StoreError(f"{path!r}: {error.java_exception.toString()}") from error
+        raise StoreError(f"The store failed at {description} ({text_of(error)}).") from error

@@ -11,6 +11,7 @@ A process that is killed leaves either the old or the new version. Runs on the d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -152,8 +153,10 @@ class _Writer(MLWriter):
         except BaseException:
             # Existing files are unchanged, so only new files are deleted.
             for name in (params, staging):
-                if name:
-                    folder.delete(name)
+                # If the storage is not available, the next save deletes them.
+                with contextlib.suppress(StoreError):
+                    if name:
+                        folder.delete(name)
             raise
         if staging:
             _move_metadata(folder, f"{staging}/{_METADATA}")

@@ -202,10 +202,12 @@ class Store(LeftOutNames, StorePaths):
             self.delete(probe)
         except OSError as error:
             name = "prefix_path" if folder == self.prefix_path else "path"
+            told = f"The store cannot be written to: {name}={folder!r} ({error})."
+            if isinstance(error, StoreError):  # which says what to do
+                raise type(error)(told) from error
             raise StoreError(
-                f"The store cannot be written to: {name}={folder!r} ({error}). "
-                "Set a prefix that exists, or can be made, on storage that the driver and all "
-                "executors share."
+                f"{told} Set a prefix that exists, or can be made, on storage that the driver and "
+                "all executors share."
             ) from error
 
     def without_options(self) -> Store:

@@ -20,6 +20,7 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import TruncatedResponse, with_retries
+from hvd_estimators.store.storage_errors import text_of
 
 CHUNK_BYTES = 2**22
 """Bytes copied per read."""
@@ -153,7 +154,11 @@ class Files(ABC):
         except HvdEstimatorsError:
             raise
         except OSError as error:
-            raise StoreError(f"The store holds no file {path!r} ({error}).") from error
+            if not is_missing(error):
+                raise StoreError(
+                    f"The store failed at reading {path!r} ({text_of(error)})."
+                ) from error
+            raise StoreError(f"The store holds no file {path!r} ({text_of(error)}).") from error
 
     def read_if_exists(self, path: str) -> bytes | None:
         """Return the content of a file, or None if it does not exist.

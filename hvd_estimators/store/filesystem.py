@@ -295,12 +295,16 @@ class FilesystemStore(Store):
         ):
             yield file
             file.flush()
-            self._retried(lambda: self._upload(file.name, path), f"writing {path!r}")
+            self._put(file.name, path)
 
     def _open(self, path: str) -> IO[bytes]:
         self._forget_listings(path)
         file: IO[bytes] = self.fs.open(path, "rb")
         return file
+
+    def _put(self, local: str, path: str) -> Any:
+        """Write a local file to the store, with retries."""
+        self._retried(lambda: self._upload(local, path), f"writing {path!r}")
 
     def _upload(self, local: str, path: str) -> None:
         """Upload a local file to the store. Called again after a failure."""

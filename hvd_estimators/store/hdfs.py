@@ -23,6 +23,7 @@ from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.filesystem import FilesystemStore
 from hvd_estimators.store.registry import scheme_of
+from hvd_estimators.store.storage_errors import kind_of
 
 _SCHEMES = ("hdfs", "viewfs")
 _READ_BUFFER = 2**18
@@ -204,29 +205,44 @@ class HDFSStore(FilesystemStore):
         with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
             file.write(text.encode())
             file.flush()
-            try:
-                self.fs.makedirs(posixpath.dirname(self._path_in_fs(path)), exist_ok=True)
-                self._upload(file.name, path, overwrite=False)
-            except Exception:
-                if self.exists(path):
-                    return False
-                raise
-        return True
+            return self._put(file.name, path, overwrite=False)
 
-    def _upload(self, local: str, path: str, overwrite: bool = True) -> None:
-        """Write a temporary file next to the target and rename it, which is atomic on HDFS."""
-        fs, target = self.fs, self._path_in_fs(path)
+    def _put(self, local: str, path: str, overwrite: bool = True) -> bool:
+        """Write a temporary file next to the target and rename it, which is atomic on HDFS.
+
+        Returns
+        -------
+        bool
+            False if the target exists and ``overwrite`` is False.
+        """
+        target = self._path_in_fs(path)
+        # The same file for all attempts: each replaces what the one before has left.
         partial = posixpath.join(
             posixpath.dirname(target), f".{posixpath.basename(target)}-{uuid.uuid4().hex}"
         )
+        attempts, is_renamed = 0, False
+
+        def write() -> bool:
+            nonlocal attempts, is_renamed
+            fs, attempts = self.fs, attempts + 1
+            try:
+                with open(local, "rb") as source, fs.open(partial, "wb") as copy:
+                    shutil.copyfileobj(source, copy, CHUNK_BYTES)
+                fs.mv(partial, target, overwrite=overwrite)
+                is_renamed = True
+            except Exception as error:
+                if overwrite or kind_of(error).is_transient or not self.exists(path):
+                    raise
+                # An earlier attempt may have renamed the file, and its answer got lost.
+                return attempts > 1 and self.read(path) == Path(local).read_bytes()
+            return True
+
         try:
-            with open(local, "rb") as source, fs.open(partial, "wb") as copy:
-                shutil.copyfileobj(source, copy, CHUNK_BYTES)
-            fs.mv(partial, target, overwrite=overwrite)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                fs.rm_file(partial)
-            raise
+            return self._retried(write, f"writing {path!r}")
+        finally:
+            if not is_renamed:
+                with contextlib.suppress(Exception):
+                    self.fs.rm_file(partial)
 
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return self.fs, self._path_in_fs(path)

@@ -11,7 +11,6 @@ import concurrent.futures.thread  # noqa: F401
 import contextlib
 import logging
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +18,7 @@ from typing import NoReturn, TypeVar
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnavailableError
 from hvd_estimators.store.redaction import redacted
-from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of
+from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,8 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
     """Call a function, and retry it while its errors are transient.
 
     Refused, reset or timed-out connections, server errors and throttling are transient; see
-    `kind_of`. A retry does not help if files, credentials, permissions or space are missing.
+    `kind_of`. So is the safe mode of a name node that starts. A retry does not help if files,
+    credentials, permissions or space are missing.
 
     The delays between calls grow and are partly random, so that many ranks do not retry at the same
     time. A warning is logged if the function still fails after more than a second.
@@ -64,9 +64,9 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
     StoreUnavailableError
         If the function keeps failing for `RETRY_SECONDS`.
     StoreError
-        If credentials, permissions or space are missing, or in place of any other error whose text
-        contains a secret. A missing file is always a FileNotFoundError. All other errors are raised
-        unchanged.
+        If credentials, permissions or space are missing, if the host is unknown, or if a name node
+        is kept in safe mode. Also in place of any other error whose text contains a secret. A
+        missing file is always a FileNotFoundError. All other errors are raised unchanged.
     """
     wait, failed_at, warned = _FIRST_WAIT, None, False
     while True:
@@ -76,7 +76,7 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
             raise
         except Exception as error:
             kind = kind_of(error)
-            if kind is not Kind.TRANSIENT:
+            if not kind.is_transient:
                 _raise_typed(error, kind, description, secrets)
             now = time.monotonic()
             failed_at = now if failed_at is None else failed_at
@@ -153,7 +153,7 @@ def _raise_typed(
             raise FileNotFoundError(shown) from None
         raise StoreError(f"The store failed at {description}: {shown}.") from None
     tries = "" if tried_for is None else f", tried again for {tried_for:.0f} seconds"
-    error_class = StoreUnavailableError if kind is Kind.TRANSIENT else StoreError
+    error_class = StoreUnavailableError if kind.is_transient else StoreError
     typed = error_class(
         f"The store failed at {description}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
     )
@@ -166,9 +166,7 @@ def _text(error: BaseException) -> str:
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 3:
-        # Omit the name node's traceback.
-        text = re.split(r"(?:\n|\\n)(?:\t|\\t)at ", str(cause), maxsplit=1)[0]
-        text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
-        texts.append(f"{type(cause).__name__}: {text}".rstrip(": "))
+        text = text_of(cause)
+        texts.append(text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …")
         cause = cause.__cause__
     return ", from ".join(texts)

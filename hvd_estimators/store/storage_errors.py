@@ -2,7 +2,8 @@
 
 fsspec's filesystems pass on the errors of their clients, which come in different forms: Python
 errors, HTTP statuses and named error codes. Client errors are recognized by their class names, so
-that no client must be installed. Runs on the driver and on ranks.
+that no client must be installed. Errors of Spark's clients are Java exceptions. Runs on the driver
+and on ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +24,40 @@ class Kind(enum.Enum):
     """Kinds of storage errors."""
 
     TRANSIENT = "the storage or the network does not answer as it should"
+    STARTING = "the name node has started a short time ago, and is in safe mode"
+    NO_DATA_NODE = "the name node answers, and no data node can be used"
+    SAFE_MODE = "the name node is in safe mode, which does not end by itself"
+    UNKNOWN_HOST = "the host is unknown"
     CREDENTIALS = "the credentials are missing, wrong or expired"
     PERMISSION = "permission is denied"
     SPACE = "no space left, or a quota is used up"
     MISSING = "the file does not exist"
     OTHER = "unknown"
 
+    @property
+    def is_transient(self) -> bool:
+        """True if a retry may succeed."""
+        return self in (Kind.TRANSIENT, Kind.STARTING, Kind.NO_DATA_NODE)
+
 
 REMEDIES = {
     Kind.TRANSIENT: "See whether the storage is up and its address (endpoint, host, port) right.",
+    Kind.STARTING: (
+        "Safe mode ends when the data nodes have reported their blocks. If it does not, see "
+        "whether they are up (hdfs dfsadmin -report)."
+    ),
+    Kind.NO_DATA_NODE: (
+        "See whether data nodes are up (hdfs dfsadmin -report), and whether the driver and all "
+        "executors can reach them."
+    ),
+    Kind.SAFE_MODE: (
+        "Ask the administrator of HDFS to end it (hdfs dfsadmin -safemode leave). If the name "
+        "node's disk is full, it needs space first."
+    ),
+    Kind.UNKNOWN_HOST: (
+        "See whether the address is right, and whether the driver and all executors can resolve "
+        "it. Hadoop's configuration (HADOOP_CONF_DIR) defines name services."
+    ),
     Kind.CREDENTIALS: (
         "Set valid credentials: the store's storage_options, or what the filesystem's client finds "
         "by itself (environment, profile, role, ticket cache) on the driver and on all executors."
@@ -115,24 +141,68 @@ _ERRNOS = {
     if hasattr(errno, name)  # some exist on Linux only
 }
 
-# Messages of hdfs-native and PyArrow's libhdfs. They contain the class names of Hadoop's exceptions
-# and of the Rust client's errors, which have no Python classes.
+# Messages of hdfs-native and of Hadoop's Java clients. They contain the class names of Hadoop's
+# exceptions and of the Rust client's errors, which have no Python classes.
 _HADOOP = (
-    (Kind.SPACE, r"QuotaExceededException|DiskOutOfSpaceException"),
+    # HDFS says whether safe mode ends by itself. It does not if an administrator turned it on, if
+    # the name node's disk is full, or if blocks are newer than the name node's files.
+    (Kind.STARTING, r"(?s)SafeModeException.*Safe mode will be turned off automatically"),
+    (Kind.SAFE_MODE, r"SafeModeException"),
+    (Kind.SPACE, r"QuotaExceededException|DiskOutOfSpaceException|No space left on device"),
     (Kind.SPACE, r"There are [1-9]\d* datanode\(s\) running and (0|no) node\(s\) are excluded"),
     (Kind.CREDENTIALS, r"SASLError|GSSAPIError|GSSAPI error|NoSASLMechanism|SaslException"),
     (Kind.CREDENTIALS, r"InvalidToken|SecretManager|Kerberos"),
     (Kind.PERMISSION, r"AccessControlException|AuthorizationException"),
     (Kind.MISSING, r"java\.io\.FileNotFoundException"),
+    (Kind.TRANSIENT, r"Temporary failure in name resolution"),
+    (Kind.UNKNOWN_HOST, r"failed to lookup address|UnknownHostException"),
+    (
+        Kind.NO_DATA_NODE,
+        r"DataTransferError|data transfer error|datanode\(s\) running|All datanodes|"
+        r"bad datanode|[Nn]odes failed|BlockMissingException|Could not obtain block|"
+        r"Could not get block locations",
+    ),
     (
         Kind.TRANSIENT,
-        r"StandbyException|SafeModeException|RetriableException|ConnectException|"
+        r"StandbyException|RetriableException|ConnectException|NoRouteToHostException|"
         r"SocketTimeoutException|EOFException|IO error occurred while communicating|"
-        r"DataTransferError|data transfer error|[Dd]ata[Nn]ode|datanode\(s\) running|"
-        r"RPC listener|ChecksumError|Failed to complete file|[Nn]odes failed|[Bb]lock writer|"
-        r"BlockMissingException|Insufficient blocks|Connection (refused|reset|closed)|[Tt]imed out",
+        r"[Dd]ata[Nn]ode|RPC listener|ChecksumError|Failed to complete file|[Bb]lock writer|"
+        r"Unable to (create new block|close file)|Insufficient blocks|"
+        r"Connection (refused|reset|closed)|[Tt]imed out",
     ),
 )
+
+_TRACE = re.compile(r"(?:\n|\\n)(?:\s|\\t)*(?:at |Caused by: )")
+"""The start of a Java stack trace, in a text or in a Rust string."""
+
+_RPC_ERROR = re.compile(r"RPCError\(\"(?:[\w$]+\.)*([\w$]+)\", \"(.*)", re.DOTALL)
+"""hdfs-native's form of an exception of the name node, without the stack trace."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return the class and message of one error, without a stack trace of Java."""
+    java = _java_messages(error)
+    if java:
+        return "; caused by ".join(java)
+    text = _TRACE.split(str(error), maxsplit=1)[0]
+    rpc = _RPC_ERROR.match(text)
+    if rpc is None:
+        return f"{type(error).__name__}: {text}".rstrip(": ")
+    message = rpc[2].removesuffix('")').replace('\\"', '"').replace("\\n", " ")
+    return f"{rpc[1]}: {message}"
+
+
+def _java_messages(error: BaseException) -> list[str]:
+    """Return the messages of py4j's error and of its causes in Java; none for other errors."""
+    messages: dict[str, None] = {}
+    cause = getattr(error, "java_exception", None)
+    while cause is not None and len(messages) < 5:
+        message = _TRACE.split(str(cause.toString()), maxsplit=1)[0].replace("\n", " ")
+        # The client wraps the name node's exception in one of the same message.
+        if not any(message.partition(": ")[2] in earlier for earlier in messages):
+            messages[message] = None
+        cause = cause.getCause()
+    return list(messages)
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -219,16 +289,24 @@ def _kind_of_python_error(error: Exception) -> Kind:
     if isinstance(error, (ConnectionError, TimeoutError, ssl.SSLError, http.client.IncompleteRead)):
         return Kind.TRANSIENT
     if isinstance(error, socket.gaierror):
-        return Kind.TRANSIENT if error.errno == socket.EAI_AGAIN else Kind.OTHER
+        return Kind.TRANSIENT if error.errno == socket.EAI_AGAIN else Kind.UNKNOWN_HOST
     if isinstance(error, FileNotFoundError):
         return Kind.MISSING
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return _ERRNOS[error.errno]
     if isinstance(error, (IsADirectoryError, NotADirectoryError, FileExistsError)):
         return Kind.OTHER
-    if isinstance(error, (OSError, RuntimeError)):
-        text = str(error)
-        for kind, pattern in _HADOOP:
-            if re.search(pattern, text):
-                return kind
-    return Kind.PERMISSION if isinstance(error, PermissionError) else Kind.OTHER
+    kind = Kind.OTHER
+    if hasattr(error, "java_exception"):
+        kind = kind_of_text("; ".join(_java_messages(error)))
+    elif isinstance(error, (OSError, RuntimeError)):
+        kind = kind_of_text(str(error))
+    is_denied = kind is Kind.OTHER and isinstance(error, PermissionError)
+    return Kind.PERMISSION if is_denied else kind
+
+
+def kind_of_text(text: str) -> Kind:
+    """Return the kind of an error of which only the text is known, as of Hadoop's clients."""
+    # Frames of a stack trace have names such as those of the patterns.
+    text = _TRACE.split(text, maxsplit=1)[0]
+    return next((kind for kind, pattern in _HADOOP if re.search(pattern, text)), Kind.OTHER)

@@ -28,6 +28,16 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
     cluster.stop()
 
 
+@pytest.fixture(scope="module")
+def hdfs_of_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    """Start a NameNode and two DataNodes, each with all blocks."""
+    cluster = Hdfs(tmp_path_factory.mktemp("hdfs_of_two"), jars("hadoop"), datanodes=2)
+    cluster.start()
+    yield cluster
+    _forget_prepared_data()
+    cluster.stop()
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
     """Start an S3 server for Python; tests that need it in Spark use `s3a` as well."""
