@@ -64,6 +64,12 @@ def is_keras(entry: Any) -> bool:
     return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
 
 
+def function_of(entry: Any) -> Any:
+    """Return the function that a loss or metric wraps, or the loss or metric."""
+    wrapped = getattr(entry, "fn", None) or getattr(entry, "_fn", None)
+    return entry if wrapped is None else wrapped
+
+
 def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
     """Return a layer or model and all layers below it, including those in layer attributes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
-from hvd_estimators.keras.backend import all_layers, has_own_step, is_keras
+from hvd_estimators.keras.backend import all_layers, function_of, has_own_step, is_keras
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
+
+logger = logging.getLogger(__name__)
 
 NO_LOSS = (
     "loss is not set, and the model adds none. Set loss, compile the model with one, or call "
@@ -112,7 +115,7 @@ def compares_elements(loss: Any) -> bool:
         resolved = keras.losses.get(loss)
     except ValueError:
         return False
-    function = getattr(resolved, "fn", resolved)
+    function = function_of(resolved)
     module = str(getattr(function, "__module__", ""))
     name = str(getattr(function, "__name__", ""))
     return module.startswith("keras.") and name not in _SPARSE
@@ -267,14 +270,45 @@ def check_loss(
         ) from error
     if value is not None and value.shape.rank:
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
-    for _, output, label, loss in compared:
+    for name, output, label, loss in compared:
         # Labels that merely broadcast to the output train the wrong comparison.
         sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]
         if sizes[0] != sizes[1] and compares_elements(loss):
             raise ShapeError(
                 f"The loss compares outputs and labels element by element ({shapes}). {remedy}"
             )
+        if weights is None:
+            _check_mean(name, loss, label, output)
     return True
+
+
+def _check_mean(name: str, loss: Any, label: Any, output: Any) -> None:
+    """Warn if a loss of the user's is neither a mean nor a sum over rows."""
+    half = len(output) // 2
+    try:
+        resolved = keras.losses.get(loss)
+        if not half or is_keras(function_of(resolved)):
+            return
+        with traceless():
+            full, first, second = (
+                float(keras.ops.mean(resolved(label[rows], output[rows])))
+                for rows in (slice(2 * half), slice(half), slice(half, 2 * half))
+            )
+    except Exception:
+        # Ranks pass whole batches only, so a failure on half a batch is not an error.
+        return
+    mean, total = (first + second) / 2, first + second
+    if not np.isfinite(full) or any(
+        np.isclose(full, other, rtol=1e-3, atol=1e-6) for other in (mean, total)
+    ):
+        return
+    logger.warning(
+        "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
+        "halves, %.6g. Several ranks then do not train as one process. Return a value for each "
+        "row. If the loss compares rows with each other, see 'Contrastive losses over the rows of "
+        "all ranks' in the page on Keras.",
+        *(name, 2 * half, full, mean),
+    )
 
 
 def _compared(

@@ -11,7 +11,8 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import is_keras
+from hvd_estimators.fitting.trial import traceless
+from hvd_estimators.keras.backend import function_of, is_keras
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,9 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     x, y, outputs, weights : arrays or structures of arrays
         A batch, rows first; weights may be None.
 
+    A function of the user's may return one number per batch. If that is not a mean over rows, a
+    warning says that the result depends on the size of batches.
+
     Raises
     ------
     ParamError
@@ -138,14 +142,18 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
             lambda array, cut=cut: None if array is None else array[cut],
             (x, y, varied, weights),
         )
-        for cut in (slice(0, rows // 2), slice(rows // 2, rows))
+        for cut in (slice(rows // 2), slice(rows // 2, rows // 2 * 2), slice(rows // 2 * 2))
     ]
+    whole = parts.pop()
     try:
         # This call builds the metrics.
         _measure(model, [(x, y, outputs, weights)])
-        if rows < 2 or all(map(_is_known, leaf_metrics(model))):
+        is_added = [not _is_known(metric) for metric in leaf_metrics(model)]
+        averages = [not is_keras(function_of(metric)) for metric in leaf_metrics(model)]
+        if rows < 2 or not any((*is_added, *averages)):
             return
-        measured = [_measure(model, chosen) for chosen in (parts, parts[:1], parts[1:])]
+        chosen = (parts, parts[:1], parts[1:], [whole])
+        measured = [_measure(model, some) for some in chosen]
     except Exception as error:
         logger.warning(
             "metrics: whether the ranks' metrics can be added up is not known, since they cannot "
@@ -156,7 +164,9 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
         return
     finally:
         model.reset_metrics()
-    for metric, joint, first, second in zip(leaf_metrics(model), *measured, strict=True):
+    for metric, joint, first, second, full in zip(leaf_metrics(model), *measured, strict=True):
+        if isinstance(metric, keras.metrics.MeanMetricWrapper):
+            _check_mean(metric, full, joint)
         if _is_known(metric):
             continue
         expected, merged = (
@@ -175,6 +185,21 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
             )
 
 
+def _check_mean(metric: Any, full: Sequence[Array], joint: Sequence[Array]) -> None:
+    """Warn if a metric's states after one batch and after its halves give other results."""
+    of_one, of_halves = (_result(metric, state) for state in (full, joint))
+    metric.reset_state()
+    if is_keras(function_of(metric)) or np.allclose(of_one, of_halves, 1e-3, 1e-6, equal_nan=True):
+        return
+    logger.warning(
+        "metrics: %r of a batch is %s, and of its halves one after the other %s. Its function "
+        "returns one number per batch, and Keras takes the mean over batches. So the result "
+        "depends on batch_size and on the number of ranks. Return a number for each row, or set a "
+        "class such as keras.metrics.RootMeanSquaredError.",
+        *(metric.name, of_one, of_halves),
+    )
+
+
 def _is_known(metric: Any) -> bool:
     """Return whether a metric defines how its state is reduced, or is one of Keras's."""
     return (
@@ -190,18 +215,21 @@ def _merge_state(metric: Any) -> Any:
 
 def _measure(model: keras.Model, parts: Sequence[Any]) -> list[list[Array]]:
     """Return the state of each metric after some batches."""
-    model.reset_metrics()
-    for x, y, outputs, weights in parts:
-        model.compute_metrics(x, y, outputs, weights)
+    with traceless():
+        model.reset_metrics()
+        for x, y, outputs, weights in parts:
+            model.compute_metrics(x, y, outputs, weights)
     return [[v.numpy() for v in metric.variables] for metric in leaf_metrics(model)]
 
 
 def _result(metric: Any, state: Sequence[Array]) -> list[float]:
     for variable, value in zip(metric.variables, state, strict=True):
         variable.assign(value)
+    with traceless():
+        result = metric.result()
     return [
         number
-        for value in keras.tree.flatten(metric.result())
+        for value in keras.tree.flatten(result)
         for number in np.ravel(np.asarray(value, np.float64)).tolist()
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras_reference import assert_same_weights, pooled_estimator, train_alone
 from parquet_files import write_columns
 from reference import global_batches, write_rows
@@ -52,6 +53,47 @@ def test_synchronized_batch_normalization_matches_one_process(store: Any) -> Non
     )
     assert_same_weights(model, expected)
     assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
+
+
+def embedding_net() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Discretization([-1.0, 0.0, 1.0]),
+            keras.layers.Embedding(4, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+class SummedAdam(keras.optimizers.Adam):
+    """Adam that sums the gradients of an embedding's row; Keras's squares each one."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        super().apply([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+
+def test_gradients_of_embeddings_are_summed_before_the_optimizer(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    estimator = pooled_estimator(
+        store,
+        2,
+        model=embedding_net(),
+        optimizer=keras.optimizers.Adam(0.01),
+        batch_size=8,
+        epochs=2,
+    )
+    model = estimator.fit_on_parquet().getModel()
+    batches = global_batches(64, 2, 8)
+    summed, alone = (
+        train_alone(columns, batches, optimizer, 2, net=embedding_net())
+        for optimizer in (SummedAdam(0.01), keras.optimizers.Adam(0.01))
+    )
+    assert_same_weights(model, summed)
+    # If this fails, Keras sums them, too: the note in the page on Keras is out of date.
+    assert np.abs(alone.get_weights()[0] - summed.get_weights()[0]).max() > 1e-3
 
 
 class Half(keras.Model):

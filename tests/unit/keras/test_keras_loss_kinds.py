@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
-from hvd_estimators.keras.losses import kind_of_outputs
+from hvd_estimators.keras.losses import check_loss, kind_of_outputs
+from hvd_estimators.keras.outputs import Outputs
 
 
 def model_with(activation: Any) -> keras.Model:
@@ -46,3 +48,52 @@ def test_kinds(activation: Any, loss: Any, shape: Any, expected: str | None) -> 
 def test_the_last_layer_of_a_sequential_model_counts() -> None:
     layers = [keras.layers.Dense(4, "relu"), keras.layers.Dense(3, "softmax")]
     assert kind_of_outputs(keras.Sequential(layers), SPARSE, None) == "probabilities"
+
+
+def root(label: Any, output: Any) -> Any:
+    return keras.ops.sqrt(keras.ops.mean((label - output) ** 2))
+
+
+class OfPairs(keras.losses.Loss):
+    """Loss of each row's output and that of its neighbour."""
+
+    def call(self, label: Any, output: Any) -> Any:
+        return (output - keras.ops.roll(output, 1, axis=0)) ** 2
+
+
+@pytest.mark.parametrize("loss", [root, OfPairs()])
+@pytest.mark.parametrize("rows", [6, 7])
+def test_a_loss_that_is_no_mean_over_rows_is_a_warning(
+    loss: Any, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    compare(loss, rows)
+    (warning,) = caplog.messages
+    assert warning.startswith("loss: for label 'label' the loss of 6 rows, ")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *("mse", "huber", keras.losses.CosineSimilarity(), keras.losses.Dice()),
+        lambda label, output: keras.ops.mean(keras.ops.abs(label - output)),
+        lambda label, output: keras.ops.sum((label - output) ** 2),
+        lambda label, output: keras.ops.max(keras.ops.abs(label - output), axis=-1),
+    ],
+)
+def test_means_and_sums_over_rows_are_no_warning(
+    loss: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    compare(loss, 6)
+    compare(loss, 1)
+    assert not caplog.records
+
+
+def compare(loss: Any, rows: int) -> None:
+    """Check a loss with rows of random numbers."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 2)).astype(np.float32)
+    label, outputs = rng.normal(size=(2, rows, 2)).astype(np.float32)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", loss)
+    outputs = keras.ops.convert_to_tensor(outputs)
+    check_loss(model, Outputs.of(model, outputs, ["label"], None), x, outputs, label, None)

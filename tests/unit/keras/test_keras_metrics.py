@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -98,6 +101,21 @@ def test_states_that_can_be_added_or_merged_are_accepted() -> None:
     check([Largest()], rows=1)
 
 
+def of_each_row(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
+
+
+def test_one_number_per_batch_that_is_no_mean_over_rows_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check([of_each_row, "mae", keras.metrics.RootMeanSquaredError(), keras.metrics.AUC()])
+    check([lambda y_true, y_pred: keras.ops.mean(y_pred)], rows=4)
+    assert not caplog.records
+    check([of_the_batch])
+    (warning,) = caplog.messages
+    assert warning.startswith("metrics: 'of_the_batch' of a batch is ")
+
+
 def test_metrics_that_fail_on_the_driver_are_left_to_the_ranks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -181,3 +199,22 @@ def test_leaf_metrics_come_from_compile_and_the_model() -> None:
     ]
     # The check leaves nothing behind.
     assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
+
+
+def test_warnings_about_metrics_are_shown_without_logging(tmp_path: Path) -> None:
+    program = (
+        "import keras, numpy as np\n"
+        "from hvd_estimators.keras.dry_run import DryRun\n"
+        "def rms(a, b): print('of the user'); return keras.ops.sqrt(keras.ops.mean((a - b) ** 2))\n"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse', metrics=[rms])\n"
+        "run = object.__new__(DryRun)\n"
+        "zeros = np.zeros((4, 1), np.float32)\n"
+        "run.model, run._batch = model, (np.zeros((4, 2), np.float32), zeros, zeros)\n"
+        "run.check_metrics()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "metrics: 'rms' of a batch is" in done.stderr
+    assert "of the user" not in done.stdout
