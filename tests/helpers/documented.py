@@ -146,6 +146,12 @@ def names_wanted(blocks: list[Block]) -> set[str]:
     return wanted
 
 
+def names_made(blocks: list[Block]) -> set[str]:
+    """Return the names that blocks assign."""
+    nodes = [node for block in blocks for node in ast.walk(block.tree)]
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
 def _read_first(tree: ast.Module) -> set[str]:
     """Return the names that a block's statements read before they define them."""
     made: set[str] = set()

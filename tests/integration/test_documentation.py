@@ -2,8 +2,8 @@
 
 A literal block after a Python block must match the output of that block.
 
-A page may use the names in `GIVEN` without defining them. Its paths below ``/shared`` and
-``/tmp`` are moved to a folder of the test.
+A page may use the names of `PROGRAM` without defining them. Paths below ``/shared`` and ``/tmp``
+are moved to a folder of the test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,69 +28,24 @@ FIRST = ("README", "quickstart")
 """Pages that newcomers read first. Others run in soak runs, and are type-checked in each run."""
 
 
-def _df(spark: Any, folder: Path) -> Any:
-    from pyspark.ml.linalg import Vectors
+PROGRAM = documented.blocks_of(documented.ROOT / "docs" / "programs.rst")
+"""The program that other pages continue."""
 
-    rows = [
-        (i, Vectors.dense([float(i % 7), float(i % 5), 1.0]), float(i % 7 > 3), float(i % 3))
-        for i in range(96)
-    ]
-    return spark.createDataFrame(rows, ["id", "features", "label", "weight"]).coalesce(2)
-
-
-def _store(spark: Any, folder: Path) -> Any:
-    from hvd_estimators import Store
-
-    return Store.create(str(folder / "given"))
-
-
-def _torch_estimator(spark: Any, folder: Path) -> Any:
-    import torch
-
-    from hvd_estimators.torch import TorchEstimator
-
-    net = torch.nn.Linear(3, 2)
-    return TorchEstimator(
-        num_proc=2,
-        store=_store(spark, folder),
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
-        loss=torch.nn.CrossEntropyLoss(),
-        column_dtypes={"label": "int64"},
-        feature_cols=["features"],
-        label_cols=["label"],
-        validation=0.25,
-        random_seed=1,
-        verbose=0,
-    )
-
-
-def _net(spark: Any, folder: Path) -> Any:
-    import torch
-
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-
-
-def _keras_model(spark: Any, folder: Path) -> Any:
-    import keras
-
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-
-
-GIVEN: dict[str, Callable[[Any, Path], Any]] = {
-    "spark": lambda spark, folder: spark,
-    "df": _df,
-    "train_df": _df,
-    "test_df": _df,
-    "store": _store,
-    "estimator": _torch_estimator,
-    "net": _net,
-    "keras_model": _keras_model,
-    "model": lambda spark, folder: _torch_estimator(spark, folder).fit(_df(spark, folder)),
-}
 
 ASSUMED = {"assembler", "indexer", "loader", "loss", "optimizer"}
 """Names that blocks which are not run may take for given, too."""
+
+
+def _run(block: documented.Block, namespace: dict[str, Any], folder: Path) -> str:
+    """Run a block with its shared and temporary files in a folder, and return what it prints."""
+    tree = ast.parse(re.sub("/(?:shared|tmp)/", f"{folder}/", ast.unparse(block.tree)))
+    for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
+        ast.copy_location(old, new)
+    # One stream for both, which keeps the lines in order.
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        exec(compile(ast.fix_missing_locations(tree), str(block.page), "exec"), namespace)
+    return stream.getvalue()
 
 
 @pytest.fixture
@@ -128,21 +83,15 @@ def test_blocks_of_a_page_run(page: Path, spark: Any, in_temp_folder: Path) -> N
     blocks = documented.blocks_of(page)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     wanted = documented.names_wanted(blocks)
-    unknown = wanted - GIVEN.keys() - ASSUMED
+    given = documented.names_made(PROGRAM)
+    unknown = wanted - given - ASSUMED
     assert not unknown, f"{page.name}: what are {sorted(unknown)}?"
-    for name in sorted(wanted & documented.names_wanted([b for b in blocks if b.runs])):
-        namespace[name] = GIVEN[name](spark, in_temp_folder)
+    if wanted & given & documented.names_wanted([block for block in blocks if block.runs]):
+        for block in PROGRAM:
+            _run(block, namespace, in_temp_folder)
     for block in blocks:
         documented.check_imports(block, namespace)
         documented.check_keywords(block, namespace)
         if block.runs:
-            text = re.sub("/(?:shared|tmp)/", f"{in_temp_folder}/", ast.unparse(block.tree))
-            tree = ast.parse(text)
-            for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
-                ast.copy_location(old, new)
-            # One stream for both, which keeps the lines in order.
-            stream = io.StringIO()
-            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-                exec(compile(ast.fix_missing_locations(tree), str(page), "exec"), namespace)
-            printed = stream.getvalue()
+            printed = _run(block, namespace, in_temp_folder)
             assert documented.prints(block.shown, printed), f"{block.shown}\n\nis not\n\n{printed}"

@@ -12,6 +12,7 @@ import pytest
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.sql import functions as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from hvd_estimators.keras import KerasEstimator
 
@@ -88,7 +89,5 @@ def test_a_stopped_fit_returns_and_logs_its_best_model(
     np.testing.assert_allclose(made["churn__output"], expected, atol=1e-6)
     logs = Path(estimator.getStore().get_logs_path(model.getRunId()), "validation")
     events = EventAccumulator(str(logs)).Reload()
-    shown = [
-        events.Tensors("epoch_auc")[epoch].tensor_proto.float_val[0] for epoch in range(len(values))
-    ]
+    shown = [float(make_ndarray(event.tensor_proto)) for event in events.Tensors("epoch_auc")]
     np.testing.assert_allclose(shown, values, rtol=1e-5)
