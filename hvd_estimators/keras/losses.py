@@ -277,8 +277,7 @@ def check_loss(
             raise ShapeError(
                 f"The loss compares outputs and labels element by element ({shapes}). {remedy}"
             )
-        if weights is None:
-            _check_mean(name, loss, label, output)
+        _check_mean(name, loss, label, output)
     return True
 
 

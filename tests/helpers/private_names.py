@@ -104,6 +104,11 @@ TABLE = (
         "_moments",
         "It gives statistics over all ranks (synchronized=True).",
     ),
+    Private(
+        "keras.metrics.MeanMetricWrapper",
+        "_fn",
+        "It is the user's function, which may return one number per batch.",
+    ),
     Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(
         "keras.src.backend.common.masking",

@@ -58,7 +58,7 @@ class OfPairs(keras.losses.Loss):
     """Loss of each row's output and that of its neighbour."""
 
     def call(self, label: Any, output: Any) -> Any:
-        return (output - keras.ops.roll(output, 1, axis=0)) ** 2
+        return keras.ops.mean((output - keras.ops.roll(output, 1, axis=0)) ** 2, axis=-1)
 
 
 @pytest.mark.parametrize("loss", [root, OfPairs()])
@@ -66,9 +66,11 @@ class OfPairs(keras.losses.Loss):
 def test_a_loss_that_is_no_mean_over_rows_is_a_warning(
     loss: Any, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compare(loss, rows)
-    (warning,) = caplog.messages
-    assert warning.startswith("loss: for label 'label' the loss of 6 rows, ")
+    for weights in (None, np.linspace(1.0, 2.0, rows, dtype=np.float32)):
+        caplog.clear()
+        compare(loss, rows, weights)
+        (warning,) = caplog.messages
+        assert warning.startswith("loss: for label 'label' the loss of 6 rows, ")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_means_and_sums_over_rows_are_no_warning(
     assert not caplog.records
 
 
-def compare(loss: Any, rows: int) -> None:
+def compare(loss: Any, rows: int, weights: Any = None) -> None:
     """Check a loss with rows of random numbers."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, 2)).astype(np.float32)
@@ -96,4 +98,4 @@ def compare(loss: Any, rows: int) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     model.compile("sgd", loss)
     outputs = keras.ops.convert_to_tensor(outputs)
-    check_loss(model, Outputs.of(model, outputs, ["label"], None), x, outputs, label, None)
+    check_loss(model, Outputs.of(model, outputs, ["label"], None), x, outputs, label, weights)
