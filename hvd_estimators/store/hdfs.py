@@ -9,6 +9,7 @@ import posixpath
 import re
 import shutil
 import tempfile
+import threading
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ from hvd_estimators.store.storage_errors import kind_of
 
 _SCHEMES = ("hdfs", "viewfs")
 _READ_BUFFER = 2**18
+
+_PROCESSES = uuid.uuid4().hex
+"""Distinguishes this process, and those that it forks, from processes of other machines."""
 _CARRIED = re.compile(
     r"dfs\.|fs\.(defaultFS|viewfs\.)|hadoop\.(rpc\.protection|security\.(auth|token))"
 )
@@ -216,9 +220,11 @@ class HDFSStore(FilesystemStore):
             False if the target exists and ``overwrite`` is False.
         """
         target = self._path_in_fs(path)
-        # The same file for all attempts: each replaces what the one before has left.
+        # The same file for all attempts and later writes of this thread: each replaces what the one
+        # before has left, for example because no name node answered any more.
+        writer = f"{_PROCESSES}-{os.getpid()}-{threading.get_ident()}"
         partial = posixpath.join(
-            posixpath.dirname(target), f".{posixpath.basename(target)}-{uuid.uuid4().hex}"
+            posixpath.dirname(target), f".{posixpath.basename(target)}-{writer}"
         )
         attempts, is_renamed = 0, False
 
