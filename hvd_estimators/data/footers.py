@@ -212,10 +212,7 @@ def read_footers(
     is_many = len(files) >= SPREAD_FILES and store.local_path(files[0][0].path) is None
     if spread is None or not is_many:
         return _read_files(store, select, files)
-    parts = [
-        files[first : first + _FILES_PER_PART] for first in range(0, len(files), _FILES_PER_PART)
-    ]
-    read = spread(functools.partial(_read_files, store, select), parts)
+    read = spread(functools.partial(_read_files, store, select), _parts(files, _FILES_PER_PART))
     return list(itertools.chain.from_iterable(read))
 
 
@@ -235,9 +232,12 @@ def _read_files(
             return footers + read(files[len(footers) :])
     rest = files[len(footers) :]
     size = min(-(-len(rest) // _THREADS), _FILES_PER_TASK) or 1
-    tasks = [rest[first : first + size] for first in range(0, len(rest), size)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return footers + list(itertools.chain.from_iterable(pool.map(read, tasks)))
+        return footers + list(itertools.chain.from_iterable(pool.map(read, _parts(rest, size))))
+
+
+def _parts(files: Sequence[DataFileOf], size: int) -> list[Sequence[DataFileOf]]:
+    return [files[first : first + size] for first in range(0, len(files), size)]
 
 
 def _reject_duplicates(paths: Sequence[str], files: Sequence[str]) -> None:

@@ -72,7 +72,8 @@ def unpickled(sent: Sent) -> Any:
 
     TensorFlow, which this may import, does not log its notices unless its log level is set.
     """
-    os.environ.setdefault(LOG_LEVEL_VARIABLE, "2" if visible_gpus(os.environ) else "3")
+    if LOG_LEVEL_VARIABLE not in os.environ:
+        os.environ[LOG_LEVEL_VARIABLE] = "2" if visible_gpus(os.environ) else "3"
     with received(sent) as pickled:
         return loads(as_bytes(pickled))
 

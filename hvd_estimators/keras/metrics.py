@@ -148,9 +148,8 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     try:
         # This call builds the metrics.
         _measure(model, [(x, y, outputs, weights)])
-        is_added = [not _is_known(metric) for metric in leaf_metrics(model)]
-        averages = [not is_keras(function_of(metric)) for metric in leaf_metrics(model)]
-        if rows < 2 or not any((*is_added, *averages)):
+        of_keras = (_is_known(m) and is_keras(function_of(m)) for m in leaf_metrics(model))
+        if rows < 2 or all(of_keras):
             return
         chosen = (parts, parts[:1], parts[1:], [whole])
         measured = [_measure(model, some) for some in chosen]
@@ -165,7 +164,8 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     finally:
         model.reset_metrics()
     for metric, joint, first, second, full in zip(leaf_metrics(model), *measured, strict=True):
-        if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        is_mean = isinstance(metric, keras.metrics.MeanMetricWrapper)
+        if is_mean and not is_keras(function_of(metric)):
             _check_mean(metric, full, joint)
         if _is_known(metric):
             continue
@@ -186,10 +186,10 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
 
 
 def _check_mean(metric: Any, full: Sequence[Array], joint: Sequence[Array]) -> None:
-    """Warn if a metric's states after one batch and after its halves give other results."""
+    """Warn if a user's metric gives other results after one batch and after its halves."""
     of_one, of_halves = (_result(metric, state) for state in (full, joint))
     metric.reset_state()
-    if is_keras(function_of(metric)) or np.allclose(of_one, of_halves, 1e-3, 1e-6, equal_nan=True):
+    if np.allclose(of_one, of_halves, 1e-3, 1e-6, equal_nan=True):
         return
     logger.warning(
         "metrics: %r of a batch is %s, and of its halves one after the other %s. Its function "

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from checkpoint_saves import KIB, newest, save
 from store_runs import send_by_value
-from test_store_faults import check_predictions, fit, prepare, while_ranks_wait
+from test_store_faults import act_when, check_predictions, fit, prepare, while_ranks_wait
 
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError, WorkerFailedError
@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SAFE_MODE = r"(?s)is in safe mode, which does not end by itself \(.*turned on manually.*-safemode"
 NAMES = r"(?s)quota is used up \(.*NSQuotaExceededException.*quota=\d+ file count=\d+.*raise the"
 SPACE = r"(?s)quota is used up \(.*DSQuotaExceededException.*quota = \d+ B .*consumed = \d+ B"
+
+LASTING = {"safe mode": SAFE_MODE, "Quota": NAMES, "SpaceQuota": SPACE}
+"""Faults that do not end by themselves, and how their errors name them."""
 
 
 def setup_module() -> None:
@@ -60,6 +63,13 @@ def quota(cluster: Any, store: Any, kind: str, limit: str) -> Iterator[None]:
         yield
     finally:
         cluster.admin(f"-clr{kind}", path_of(store))
+
+
+def lasting_fault(cluster: Any, store: Any, kind: str) -> contextlib.AbstractContextManager[None]:
+    """Return the block of a fault of `LASTING`."""
+    if kind == "safe mode":
+        return safe_mode(cluster)
+    return quota(cluster, store, kind, "1" if kind == "Quota" else "1m")
 
 
 @contextlib.contextmanager
@@ -198,7 +208,7 @@ def wait_for_report(cluster: Any, text: str) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["safe mode", "Quota", "SpaceQuota"])
+@pytest.mark.parametrize("kind", LASTING)
 def test_a_run_that_ends_by_a_lasting_fault_resumes(
     hdfs_of_two: Any, tmp_path: Path, kind: str
 ) -> None:
@@ -207,17 +217,12 @@ def test_a_run_that_ends_by_a_lasting_fault_resumes(
     fault = contextlib.ExitStack()
 
     def begin() -> None:
-        if kind == "safe mode":
-            fault.enter_context(safe_mode(hdfs_of_two))
-        else:
-            limit = "1" if kind == "Quota" else "1m"
-            fault.enter_context(quota(hdfs_of_two, store, kind, limit))
+        fault.enter_context(lasting_fault(hdfs_of_two, store, kind))
         (tmp_path / "go on").touch()
 
     beginning = while_ranks_wait(store, tmp_path, begin)
-    expected = {"safe mode": SAFE_MODE, "Quota": NAMES, "SpaceQuota": SPACE}[kind]
     started = time.monotonic()
-    with fault, pytest.raises(StoreError, match=expected) as caught:
+    with fault, pytest.raises(StoreError, match=LASTING[kind]) as caught:
         # A restart does not help.
         fit(store, tmp_path, max_restarts=2)
     beginning.join()
@@ -268,16 +273,7 @@ def while_spark_writes(store: Any, action: Callable[[], None]) -> threading.Thre
             return any("_temporary" in path for path in files(store))
         return False
 
-    def act() -> None:
-        deadline = time.monotonic() + 60
-        while not is_writing():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        action()
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    return thread
+    return act_when(is_writing, action, 60)
 
 
 @pytest.mark.soak
@@ -304,7 +300,7 @@ def test_rows_are_written_once_more_after_a_name_node_restart(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["safe mode", "Quota", "SpaceQuota"])
+@pytest.mark.parametrize("kind", LASTING)
 def test_lasting_faults_of_a_write_by_spark_are_named(
     hdfs_of_two: Any, spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -313,17 +309,12 @@ def test_lasting_faults_of_a_write_by_spark_are_named(
     fault = contextlib.ExitStack()
 
     def begin() -> None:
-        if kind == "safe mode":
-            fault.enter_context(safe_mode(hdfs_of_two))
-        else:
-            limit = "1" if kind == "Quota" else "1m"
-            fault.enter_context(quota(hdfs_of_two, store, kind, limit))
+        fault.enter_context(lasting_fault(hdfs_of_two, store, kind))
         flag.touch()
 
     beginning = while_spark_writes(store, begin)
-    expected = {"safe mode": SAFE_MODE, "Quota": NAMES, "SpaceQuota": SPACE}[kind]
     started = time.monotonic()
-    with fault, pytest.raises(StoreError, match=expected) as caught:
+    with fault, pytest.raises(StoreError, match=LASTING[kind]) as caught:
         prepared(store, rows(spark, flag))
     beginning.join()
     print(f"took {time.monotonic() - started:.1f} s, left {files(store)}: {caught.value}")

@@ -265,9 +265,19 @@ def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> th
     The action lets the ranks continue.
     """
 
+    return act_when(
+        lambda: len(list(folder.glob("*.pid"))) >= 2 and newest(store) >= 1, action, 120
+    )
+
+
+def act_when(
+    is_time: Callable[[], bool], action: Callable[[], None], seconds: float
+) -> threading.Thread:
+    """Start a thread that acts when a condition is true, which it must be within some seconds."""
+
     def act() -> None:
-        deadline = time.monotonic() + 120
-        while len(list(folder.glob("*.pid"))) < 2 or newest(store) < 1:
+        deadline = time.monotonic() + seconds
+        while not is_time():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         action()
