@@ -26,6 +26,9 @@ Each patch replaces a text that occurs exactly once in Horovod 0.28.1:
   a tensor, the next round starts after 0.4 ms. Without tensors it starts after 5 ms, or after 1 ms
   if there are several process sets, because their rounds wait for all ranks.
   ``HOROVOD_CYCLE_TIME``, autotuning and XLA operations select the release's cycle.
+* Ranks agree in one step which tensors all of them have: each sends its bits to all others. The
+  release sends the bits around a ring twice. Gloo reduces small tensors in the same way. Every rank
+  sums them in the order of the ranks, so that all ranks have the same result.
 * torch's ``synchronize`` sleeps until its result exists. The release polls without a pause, and
   takes processor time from the thread that computes the result.
 """
@@ -69,6 +72,8 @@ class SourcePatch:
 
 
 _CONTEXT = "horovod/common/gloo/gloo_context.cc"
+_CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
+_GLOO_OPERATIONS = "horovod/common/ops/gloo_operations.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
 _DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
 _TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
@@ -167,9 +172,134 @@ static std::vector<std::string> AuthorizationHeaders() {{
         "request.send(method, body, AuthorizationHeaders());",
     ),
     SourcePatch(
-        "horovod/common/gloo/gloo_controller.cc",
+        _CONTROLLER,
         "  global_ranks_.reserve(size_);\n",
         f"  {_SIGN}\n  global_ranks_.resize(size_);\n",
+    ),
+    SourcePatch(
+        "horovod/common/gloo/gloo_context.h",
+        """\
+#include "gloo/context.h"
+
+#include "../common.h"
+""",
+        """\
+#include <cstring>
+#include <memory>
+
+#include "gloo/allreduce.h"
+#include "gloo/context.h"
+
+#include "../common.h"
+""",
+    ),
+    SourcePatch(
+        "horovod/common/gloo/gloo_context.h",
+        "struct GlooContext {\n",
+        f"""\
+{_SIGN}
+// Reduces data in place, in one step: each rank sends its data to all others, and reduces
+// all of them in the order of the ranks. The data must have the same size on all ranks.
+void ReduceDirectly(const std::shared_ptr<gloo::Context>& context, void* data,
+                    size_t count, size_t element_size,
+                    const gloo::AllreduceOptions::Func& reduce);
+
+struct GlooContext {{
+""",
+    ),
+    SourcePatch(
+        _CONTEXT,
+        "int ParseNextInt(std::stringstream& ss) {\n",
+        f"""\
+{_SIGN}
+void ReduceDirectly(const std::shared_ptr<gloo::Context>& context, void* data,
+                    size_t count, size_t element_size,
+                    const gloo::AllreduceOptions::Func& reduce) {{
+  // Gloo's own operations use the prefixes from 1 to 8.
+  constexpr uint8_t kPrefix = 0x7f;
+  const int size = context->size;
+  const size_t bytes = count * element_size;
+  std::unique_ptr<uint8_t[]> all(new uint8_t[bytes * size]);
+  std::memcpy(all.get() + context->rank * bytes, data, bytes);
+  auto buffer = context->createUnboundBuffer(all.get(), bytes * size);
+  const auto slot = gloo::Slot::build(kPrefix, 0);
+  for (int i = 1; i < size; ++i) {{
+    const int source = (context->rank + size - i) % size;
+    buffer->recv(source, slot, source * bytes, bytes);
+  }}
+  for (int i = 1; i < size; ++i) {{
+    buffer->send((context->rank + i) % size, slot, context->rank * bytes, bytes);
+  }}
+  for (int i = 1; i < size; ++i) {{
+    buffer->waitRecv(context->getTimeout());
+  }}
+  for (int i = 1; i < size; ++i) {{
+    buffer->waitSend(context->getTimeout());
+  }}
+  std::memcpy(data, all.get(), bytes);
+  for (int rank = 1; rank < size; ++rank) {{
+    reduce(data, data, all.get() + rank * bytes, count);
+  }}
+}}
+
+int ParseNextInt(std::stringstream& ss) {{
+""",
+    ),
+    *(
+        SourcePatch(
+            _CONTROLLER,
+            f"""\
+  gloo::AllreduceOptions opts(gloo_context_.ctx);
+  opts.setOutput(bitvector.data(), count);
+  void (*func)(void*, const void*, const void*, size_t) = &Bit{operation}<long long>;
+  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
+  gloo::allreduce(opts);
+""",
+            f"""\
+  {_SIGN}
+  void (*func)(void*, const void*, const void*, size_t) = &Bit{operation}<long long>;
+  ReduceDirectly(gloo_context_.ctx, bitvector.data(), count, sizeof(long long), func);
+""",
+        )
+        for operation in ("And", "Or")
+    ),
+    SourcePatch(
+        _GLOO_OPERATIONS,
+        """\
+  if (reduce_op == ReduceOp::SUM) {
+    void (*func)(void*, const void*, const void*, size_t) = &::gloo::sum<T>;
+    opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
+   } else if (reduce_op == ReduceOp::MIN) {
+    void (*func)(void*, const void*, const void*, size_t) = &::gloo::min<T>;
+    opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
+   } else if (reduce_op == ReduceOp::MAX) {
+    void (*func)(void*, const void*, const void*, size_t) = &::gloo::max<T>;
+    opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
+   } else if (reduce_op == ReduceOp::PRODUCT) {
+    void (*func)(void*, const void*, const void*, size_t) = &::gloo::product<T>;
+    opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
+   }
+
+  gloo::allreduce(opts);
+""",
+        f"""\
+  {_SIGN}: small tensors are reduced in one step.
+  void (*func)(void*, const void*, const void*, size_t) = &::gloo::sum<T>;
+  if (reduce_op == ReduceOp::MIN) {{
+    func = &::gloo::min<T>;
+  }} else if (reduce_op == ReduceOp::MAX) {{
+    func = &::gloo::max<T>;
+  }} else if (reduce_op == ReduceOp::PRODUCT) {{
+    func = &::gloo::product<T>;
+  }}
+  constexpr size_t kDirectBytes = 256 * 1024;
+  if (num_elements * sizeof(T) * gloo_context_->ctx->size <= kDirectBytes) {{
+    ReduceDirectly(gloo_context_->ctx, buffer_data, num_elements, sizeof(T), func);
+    return;
+  }}
+  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
+  gloo::allreduce(opts);
+""",
     ),
     SourcePatch(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
     SourcePatch(

@@ -22,7 +22,7 @@ ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
 """Environment variable with a rank's bearer token for the rendezvous server."""
 
-PATCHES_REVISION = 3
+PATCHES_REVISION = 4
 """Revision that a wheel records in `MARKER`; increment it if a patch changes a wheel."""
 
 REQUIRED_PATCHES = 1

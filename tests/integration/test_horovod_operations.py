@@ -13,6 +13,8 @@ from hvd_estimators.launch.local_backend import LocalBackend
 
 RANKS = 3
 TENSORS = 40
+# Ranks exchange at most this many bytes of all of them directly; longer tensors take a ring.
+DIRECT_BYTES = 256 * 1024
 EACH_CYCLE = 0.3
 
 
@@ -59,6 +61,24 @@ def torch_program():
     while not hvd.poll(handle):
         time.sleep(0.001)
     equal(hvd.synchronize(handle), of_all("polled").max(0))
+    # Tensors below and above the size up to which ranks exchange them directly.
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64):
+        most = DIRECT_BYTES // (RANKS * dtype.itemsize)
+        for length in (1, most, most + 1):
+            for op in ("Sum", "Min", "Max", "Product"):
+                name = f"{dtype} {length} {op}"
+                numbers = [np.abs(values(r, name, length)).astype(int) % 5 for r in range(RANKS)]
+                tensor = torch.from_numpy(numbers[rank]).to(dtype)
+                reduced = hvd.allreduce(tensor, name=name, op=getattr(hvd, op))
+                assert reduced.dtype == dtype
+                equal(reduced, getattr(np, op.lower().replace("product", "prod"))(numbers, axis=0))
+    # Sums that rounding makes depend on their order have the same bits on all ranks.
+    uneven = 1 / own("uneven", (1000,)).add(0.5)
+    sums = hvd.allreduce(uneven, name="uneven", op=hvd.Sum)
+    equal(hvd.broadcast(sums, root_rank=0, name="bits of sums"), sums)
+    np.testing.assert_allclose(
+        sums, (1 / (of_all("uneven", (1000,)) + np.float64(0.5))).sum(0), rtol=1e-5, atol=1e-6
+    )
     # Two threads that add and wait concurrently.
     results = {}
 
