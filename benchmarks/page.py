@@ -18,11 +18,11 @@ _HEAD = """\
 Measured figures
 ================
 
-What ``make bench`` measured, part by part: the best of each contender (of launches, checkpoints and
-micro-batches the median), from where to where it went, and its ratio to what it is compared with.
-Of seconds and MiB less is better, of rates more. How each is measured is told in
-:doc:`../benchmarks`. Seconds differ from machine to machine and from hour to hour, ratios less. One
-part again: ``python -m benchmarks --parts fit``.
+Results of ``make bench``, by part. The column *from, to* has the lowest and the highest value.
+Launches, checkpoints and micro-batches show the median, and all other measurements the best. The
+last column is the ratio to the named baseline. For seconds and MiB, less is better.
+:doc:`../benchmarks` describes each measurement. Seconds differ from machine to machine and from
+hour to hour; ratios differ less. To repeat one part: ``python -m benchmarks --parts fit``.
 
 """
 _NAMED = {"cpu", "cores", "memory_gib", "gpu", "load_before"}

@@ -100,6 +100,37 @@ static attr ListeningAttributes(const std::string& iface) {{
   return device_attr;
 }}
 
+{_SIGN}
+void ReduceDirectly(const std::shared_ptr<gloo::Context>& context, void* data,
+                    size_t count, size_t element_size,
+                    const gloo::AllreduceOptions::Func& reduce) {{
+  // Gloo's own operations use the prefixes from 1 to 8.
+  constexpr uint8_t kPrefix = 0x7f;
+  const int size = context->size;
+  const size_t bytes = count * element_size;
+  std::unique_ptr<uint8_t[]> all(new uint8_t[bytes * size]);
+  std::memcpy(all.get() + context->rank * bytes, data, bytes);
+  auto buffer = context->createUnboundBuffer(all.get(), bytes * size);
+  const auto slot = gloo::Slot::build(kPrefix, 0);
+  for (int i = 1; i < size; ++i) {{
+    const int source = (context->rank + size - i) % size;
+    buffer->recv(source, slot, source * bytes, bytes);
+  }}
+  for (int i = 1; i < size; ++i) {{
+    buffer->send((context->rank + i) % size, slot, context->rank * bytes, bytes);
+  }}
+  for (int i = 1; i < size; ++i) {{
+    buffer->waitRecv(context->getTimeout());
+  }}
+  for (int i = 1; i < size; ++i) {{
+    buffer->waitSend(context->getTimeout());
+  }}
+  std::memcpy(data, all.get(), bytes);
+  for (int rank = 1; rank < size; ++rank) {{
+    reduce(data, data, all.get() + rank * bytes, count);
+  }}
+}}
+
 int ParseNextInt(std::stringstream& ss) {{
 """,
     ),
@@ -205,44 +236,6 @@ void ReduceDirectly(const std::shared_ptr<gloo::Context>& context, void* data,
                     const gloo::AllreduceOptions::Func& reduce);
 
 struct GlooContext {{
-""",
-    ),
-    SourcePatch(
-        _CONTEXT,
-        "int ParseNextInt(std::stringstream& ss) {\n",
-        f"""\
-{_SIGN}
-void ReduceDirectly(const std::shared_ptr<gloo::Context>& context, void* data,
-                    size_t count, size_t element_size,
-                    const gloo::AllreduceOptions::Func& reduce) {{
-  // Gloo's own operations use the prefixes from 1 to 8.
-  constexpr uint8_t kPrefix = 0x7f;
-  const int size = context->size;
-  const size_t bytes = count * element_size;
-  std::unique_ptr<uint8_t[]> all(new uint8_t[bytes * size]);
-  std::memcpy(all.get() + context->rank * bytes, data, bytes);
-  auto buffer = context->createUnboundBuffer(all.get(), bytes * size);
-  const auto slot = gloo::Slot::build(kPrefix, 0);
-  for (int i = 1; i < size; ++i) {{
-    const int source = (context->rank + size - i) % size;
-    buffer->recv(source, slot, source * bytes, bytes);
-  }}
-  for (int i = 1; i < size; ++i) {{
-    buffer->send((context->rank + i) % size, slot, context->rank * bytes, bytes);
-  }}
-  for (int i = 1; i < size; ++i) {{
-    buffer->waitRecv(context->getTimeout());
-  }}
-  for (int i = 1; i < size; ++i) {{
-    buffer->waitSend(context->getTimeout());
-  }}
-  std::memcpy(data, all.get(), bytes);
-  for (int rank = 1; rank < size; ++rank) {{
-    reduce(data, data, all.get() + rank * bytes, count);
-  }}
-}}
-
-int ParseNextInt(std::stringstream& ss) {{
 """,
     ),
     *(

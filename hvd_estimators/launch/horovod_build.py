@@ -223,14 +223,16 @@ def cuda_of(framework: str) -> str | None:
 
 @functools.cache
 def horovod_build() -> str:
-    """Return the identity of the installed build of Horovod: its record, and a hash of its files.
+    """Return the identity of the installed Horovod: its record, and a hash of patches and files.
 
     The result is empty without Horovod.
     """
     folders = _horovod_folders()
     if not folders:
         return ""
-    digest = hashlib.sha256((installed_version("horovod") or "").encode())
+    # Ranks with different patches exchange different messages.
+    facts = f"{installed_version('horovod')} {installed_patches()} "
+    digest = hashlib.sha256(facts.encode())
     for folder in folders:
         for path in sorted([*_libraries(folder, "torch"), *_libraries(folder, "tensorflow")]):
             digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
