@@ -29,6 +29,9 @@ Each patch replaces a text that occurs exactly once in Horovod 0.28.1:
 * Ranks agree in one step which tensors all of them have: each sends its bits to all others. The
   release sends the bits around a ring twice. Gloo reduces small tensors in the same way. Every rank
   sums them in the order of the ranks, so that all ranks have the same result.
+* Gloo's thread yields its processor if another thread is sending. The release polls until the
+  operating system takes the processor away, after 4 ms for example, although the other thread may
+  need it.
 * torch's ``synchronize`` sleeps until its result exists. The release polls without a pause, and
   takes processor time from the thread that computes the result.
 """
@@ -76,6 +79,7 @@ _CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
 _GLOO_OPERATIONS = "horovod/common/ops/gloo_operations.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
 _DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
+_PAIR = "third_party/gloo/gloo/transport/tcp/pair.cc"
 _TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
 _OPERATIONS = "horovod/common/operations.cc"
 _QUEUE = "horovod/common/tensor_queue"
@@ -180,6 +184,22 @@ int ParseNextInt(std::stringstream& ss) {{
 """,
         )
         for kind in ("tcp", "uv")
+    ),
+    SourcePatch(_PAIR, "#include <sstream>\n", "#include <sstream>\n#include <thread>\n"),
+    SourcePatch(
+        _PAIR,
+        """\
+  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);
+  if (!lock) {
+    return;
+""",
+        f"""\
+  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);
+  if (!lock) {{
+    {_SIGN}: the thread with the lock may need this processor.
+    std::this_thread::yield();
+    return;
+""",
     ),
     SourcePatch(
         _STORE,

@@ -47,7 +47,7 @@ HOROVOD_VERSION = "0.28.1"
 
 # Part of the cache key. Increment it if a change below, or a source patch, changes the wheel of the
 # same versions.
-RECIPE_REVISION = 5
+RECIPE_REVISION = 6
 
 # Horovod's and Gloo's sources use these headers without including them.
 _CXX_HEADERS = ("cstdint", "stdexcept", "string")
