@@ -35,8 +35,8 @@ from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
 from hvd_estimators.launch.cluster.spark_errors import failed_on
 from hvd_estimators.launch.task.addresses import HostCandidates, choose
+from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.validation import interface_names, whole_number
-from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.store.base import as_store
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _collect(
                 versions=found[0].facts["versions"],
                 installation=_installation(_first_with(found, "installation")),
                 addresses=[address for address, _ in _endpoints(listeners.get(identity))],
-                listener_error=_listener_error(_first_with(found, "listener")),
+                listener_error=(_first_with(found, "listener") or {}).get("error", ""),
                 unreached=None
                 if reached is None
                 else _unreached(identity, reached, listeners, names),
@@ -361,10 +361,6 @@ def _unique_names(
 
 def _endpoints(listener: Mapping[str, Any] | None) -> list[tuple[str, int]]:
     return [(address, port) for address, port in (listener or {}).get("endpoints", [])]
-
-
-def _listener_error(listener: Mapping[str, Any] | None) -> str:
-    return "" if listener is None else listener["error"]
 
 
 def _installation(found: Mapping[str, Any] | None) -> Facts | str | None:

@@ -234,27 +234,19 @@ def listen() -> None:
     from dataclasses import asdict
 
     from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE
-    from hvd_estimators.launch.task.addresses import ProbeListener
+    from hvd_estimators.launch.task.addresses import ProbeListener, route_address
 
     given = json.load(sys.stdin)
     variable = os.environ.get(INTERFACE_VARIABLE)
     nics = given["nics"] or ([variable] if variable else [])
     setting = "nics" if given["nics"] else INTERFACE_VARIABLE
-    with ProbeListener.on_this_host(_address_to(given["driver"]), nics, setting) as listener:
+    with ProbeListener.on_this_host(route_address(given["driver"]), nics, setting) as listener:
         print(json.dumps(asdict(listener.candidates())), flush=True)
         deadline = time.monotonic() + _LISTENER_SECONDS
         while os.path.exists(given["folder"]) and time.monotonic() < deadline:
             time.sleep(0.5)
         time.sleep(_LISTENER_LATE)
     shutil.rmtree(given["folder"], ignore_errors=True)
-
-
-def _address_to(host: str) -> str:
-    """Return this host's address on the route to another host; empty if unknown."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing
-        return str(probe.getsockname()[0])
-    return ""
 
 
 def print_reached() -> None:

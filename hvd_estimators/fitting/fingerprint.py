@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.manifest import DatasetManifest, Split
 from hvd_estimators.loading.spec import DataSpec
 

@@ -21,7 +21,7 @@ from pyspark.ml import Transformer
 from typing_extensions import Self
 
 import hvd_estimators
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import (
     JobCancelledError,

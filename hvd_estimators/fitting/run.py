@@ -24,7 +24,6 @@ from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
-from hvd_estimators.fitting.default_store import default_store
 from hvd_estimators.fitting.fingerprint import (
     as_json,
     data_identity,
@@ -34,6 +33,7 @@ from hvd_estimators.fitting.fingerprint import (
     reading_identity,
 )
 from hvd_estimators.fitting.mlflow import Tracking, TrackingRun, active_run
+from hvd_estimators.fitting.stores import default_store
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, param, string

@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError, ParamError

@@ -225,10 +225,7 @@ class Files(ABC):
         size = self._size(path)
         expected = min(stop, size) - start
         if length < expected:
-            raise TruncatedResponse(
-                f"the response was cut: it has {length} of {expected} bytes at {start}, and the "
-                f"file has {size} bytes"
-            )
+            raise TruncatedResponse(length, expected, start, size)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes.

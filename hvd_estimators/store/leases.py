@@ -55,9 +55,9 @@ from typing import Any
 
 from typing_extensions import Self
 
+from hvd_estimators._util.documents import parse_object
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.documents import parse_object
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
 from hvd_estimators.store.retries import at_exit

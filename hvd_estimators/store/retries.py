@@ -39,6 +39,12 @@ _MOST_CHARACTERS = 400
 class TruncatedResponse(ConnectionError):
     """Response with fewer bytes than the storage has. A retry may return all of them."""
 
+    def __init__(self, length: int, expected: int, start: int, size: int) -> None:
+        super().__init__(
+            f"the response was cut: it has {length} of {expected} bytes at {start}, and the file "
+            f"has {size} bytes"
+        )
+
 
 def with_retries(action: Callable[[], T], description: str, secrets: Collection[str] = ()) -> T:
     """Call a function, and retry it while its errors are transient.

@@ -14,16 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hvd_estimators._util.documents import check_types, parse_object
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.leases import Lease, holder
+from hvd_estimators.store.paths import StorePaths
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-from hvd_estimators.store.paths import StorePaths
 
 COLUMNS = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
 """Columns of a history and their dtypes in pandas."""

@@ -25,9 +25,10 @@ from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
-from hvd_estimators.launch.service.stages import RunningTask
+from hvd_estimators.launch.service.events import RankStage
+from hvd_estimators.launch.service.stages import started_task
+from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import broadcast
-from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -383,9 +384,9 @@ class Cluster:
             failed.append(FailedTask(ended_at, task.host(), task.executorId()))
         return failed
 
-    def running_tasks(self, tag: str) -> list[RunningTask]:
+    def running_tasks(self, tag: str) -> list[RankStage]:
         """Return the tasks that run in the jobs with a tag."""
-        return [RunningTask(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]
+        return [started_task(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]
 
     def _tasks(self, tag: str, status: str) -> Iterator[Any]:
         """Yield Spark's data about the tasks with a status in the jobs with a tag."""

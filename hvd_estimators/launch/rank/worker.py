@@ -145,10 +145,10 @@ def call_with(
 
 
 def call_without_notifications(
-    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a function, which may be a program for ``horovod.elastic``."""
-    return call_with(NoNotifications(), fn, args, kwargs or {})
+    return call_with(NoNotifications(), fn, args, kwargs)
 
 
 def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

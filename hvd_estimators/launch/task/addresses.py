@@ -56,6 +56,16 @@ def executor_identity() -> str:
     return f"{os.environ.get('CONTAINER_ID', '')} {namespace_id('pid')} {os.getppid()}"
 
 
+def route_address(host: str) -> str:
+    """Return this machine's address on the route to another host; empty if unknown."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return ""
+
+
 def candidate_addresses(
     preferred: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
 ) -> list[str]:

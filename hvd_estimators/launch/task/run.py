@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.environment import Master, SlotInfo, assign_ranks
+from hvd_estimators.launch.rank.environment import Master, ReservedPort, SlotInfo, assign_ranks
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
 from hvd_estimators.launch.rank.rank_logs import RankLog
@@ -35,7 +35,6 @@ from hvd_estimators.launch.rendezvous.client import (
     RendezvousClient,
 )
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
-from hvd_estimators.launch.rendezvous.reserved_port import ReservedPort
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankOutput
 from hvd_estimators.launch.service.exchange import Exchange
