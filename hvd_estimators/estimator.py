@@ -296,7 +296,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         fingerprint = self._fingerprint(manifest, self._model_identity(tried))
         given = self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
-        with self._make_run(self._run_paths(self._framework, fingerprint)) as run:
+        with self._make_run(self._run_paths(fingerprint)) as run:
             run.load().check_fingerprint()
             self._check_resumable(run, tried)
             order = run.row_order or ReadOrder(backend.num_processes(), seed)

@@ -10,6 +10,7 @@ Runs on the driver.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -28,7 +29,7 @@ import pyspark
 from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.commands import cluster_probe
 from hvd_estimators.commands.doctor import Facts, HorovodFacts
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError, UnreachableError
+from hvd_estimators.exceptions import ParamError, SlotsError, UnreachableError
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors
 from hvd_estimators.launch.cluster.connect import current_cluster
@@ -172,12 +173,11 @@ def collect_cluster(
     folder = f"{opened.folder}/.doctor-{check}"
     document = base64.b64encode(cloudpickle.dumps(opened)).decode()
     request["store"] = {"pickle": document, "folder": folder}
-    write = functools.partial(opened.write_text, f"{folder}/{DRIVER}", DRIVER)
-    problems[DRIVER] = _problem_of(write)
+    problems[DRIVER] = _driver_problem(opened, folder, DRIVER, writes=True)
     try:
         return _collect(cluster, number, request, opened, problems)
     finally:
-        _problem_of(functools.partial(opened.delete, folder))
+        _within_limit(functools.partial(opened.delete, folder))
 
 
 def _number_of_tasks(cluster: Cluster, num_proc: int | None) -> int:
@@ -265,7 +265,10 @@ def _collect(
             )
         )
     if store is not None:
-        driver_store.update(_driver_store(store, request["store"]["folder"], by_file))
+        folder = request["store"]["folder"]
+        for file, name in by_file.items():
+            if file != DRIVER:
+                driver_store[name] = _driver_problem(store, folder, file, writes=False)
     failed, failed_later = (
         [FailedTask(a.host, a.error) for a in found if not a.facts] for found in (first, second)
     )
@@ -414,29 +417,20 @@ def _store_problems(
     return problems
 
 
-def _driver_store(store: Store, folder: str, by_file: Mapping[str, str]) -> dict[str, str]:
-    def problem(file: str) -> str:
-        return _problem_of(functools.partial(_read, store, f"{folder}/{file}"))
-
-    return {name: problem(file) for file, name in by_file.items() if file != DRIVER}
-
-
-def _read(store: Store, path: str) -> None:
-    if not store.exists(path):
-        raise HvdEstimatorsError("does not see it")
-    store.read(path)
+def _driver_problem(store: Store, folder: str, file: str, *, writes: bool) -> str:
+    """Return the driver's problem with a file of the store; empty without a problem."""
+    return _within_limit(
+        functools.partial(cluster_probe.problem_of_file, store, folder, file, writes=writes)
+    )
 
 
-def _problem_of(action: Callable[[], object]) -> str:
-    """Return the error of an action of the driver; empty without an error."""
+def _within_limit(action: Callable[[], str | None]) -> str:
+    """Return the problem that an action of the driver returns; also one that takes too long."""
     found = [f"no answer within {_STORE_SECONDS:g} s"]
 
     def run() -> None:
-        try:
-            action()
-            found.append("")
-        except Exception as error:
-            found.append(str(error))
+        with contextlib.suppress(Exception):
+            found.append(action() or "")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -176,6 +176,11 @@ class DatasetManifest:
     shuffled: bool = False
     content: str | None = None
 
+    @property
+    def validation_rows(self) -> int:
+        """Number of validation rows."""
+        return self.validation.rows if self.validation else 0
+
     def to_json(self) -> str:
         """Return the manifest as JSON."""
         return json.dumps(asdict(self), indent=1)

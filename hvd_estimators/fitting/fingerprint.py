@@ -34,7 +34,7 @@ def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str
     identity: dict[str, Any] = {
         "columns": [[spec.name, spec.kind, spec.dtype, list(spec.shape)] for spec in specs],
         "training rows": manifest.train.rows,
-        "validation rows": manifest.validation.rows if manifest.validation else 0,
+        "validation rows": manifest.validation_rows,
     }
     if manifest.content is not None:
         return {**identity, "content of the rows": manifest.content}

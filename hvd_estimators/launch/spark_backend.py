@@ -340,13 +340,9 @@ class SparkBackend(Backend):
     ) -> Job:
         """Return the settings that all jobs of this backend share, independent of the call."""
         return Job(
-            call=b"",
-            max_bytes=0,
-            secret=b"",
             one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
-            service="",
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,

@@ -121,11 +121,9 @@ def prepare_data(
         If the store cannot be written to.
     """
     # Arithmetic in a notebook may give NumPy scalars, which the JVM does not accept.
-    num_processes, partitions_per_process = (
-        to_python(num_processes),
-        to_python(partitions_per_process),
+    num_processes, partitions_per_process, validation, random_seed = to_python(
+        (num_processes, partitions_per_process, validation, random_seed)
     )
-    validation, random_seed = to_python(validation), to_python(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
     store = as_store(store)
     require_frame("df", df)
@@ -185,7 +183,7 @@ def prepare_data(
             logging.INFO if verbose else logging.DEBUG,
             "Prepared %d training and %d validation rows under %s (dataset %s)",
             manifest.train.rows,
-            manifest.validation.rows if manifest.validation else 0,
+            manifest.validation_rows,
             store.folder,
             index,
         )

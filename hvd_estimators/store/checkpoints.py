@@ -21,9 +21,8 @@ from typing import IO, TypeVar
 from hvd_estimators._util.documents import check_types, parse_object
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
-from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
-from hvd_estimators.store.storage_errors import Kind, kind_of
+from hvd_estimators.store.storage_errors import Kind, kind_of, naming_full_disk
 
 logger = logging.getLogger(__name__)
 

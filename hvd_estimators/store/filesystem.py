@@ -387,7 +387,7 @@ class FilesystemStore(Store):
 def _not_installed(path: str, error: Exception) -> DependencyError:
     package = _PACKAGES.get(scheme_of(path), "")
     remedy = INSTALL.get(package, "Install that package")
-    run = f"Run: {remedy}" if package in INSTALL else f"{remedy}"
+    run = f"Run: {remedy}" if package in INSTALL else remedy
     return DependencyError(
         f"The store cannot open {path!r}: {error}. {run}, on the driver and on all executors."
     )

@@ -74,7 +74,7 @@ def _overwrite(file: Path, content: bytes) -> None:
 
 def _named(error: OSError, directory: str) -> Exception:
     """Return the error to report instead of one of writing the outcome."""
-    from hvd_estimators.store.full_disk import naming_full_disk
+    from hvd_estimators.store.storage_errors import naming_full_disk
 
     try:
         with naming_full_disk():

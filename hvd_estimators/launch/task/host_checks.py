@@ -1,13 +1,16 @@
 """Exchange and check of facts about the tasks' machines.
 
 Each task receives the facts of all others before it starts its rank. So all tasks stop for the same
-reason, and they do not wait for tasks that cannot start. Runs in the tasks.
+reason, and they do not wait for tasks that cannot start.
+
+Versions of packages are also compared with the driver's. Ranks unpickle objects from the driver,
+and the driver reads files that ranks save. Different versions fail late, with messages that do not
+mention versions. Runs in the tasks, except for `installed_versions`, which the driver calls, too.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +25,12 @@ from hvd_estimators.launch.gpus import (
     gpu_place,
     rank_gpus,
 )
-from hvd_estimators.launch.horovod_build import check_builds, horovod_build, patches_problem
+from hvd_estimators.launch.horovod_build import (
+    check_builds,
+    horovod_build,
+    installed_version,
+    patches_problem,
+)
 
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
@@ -153,16 +161,12 @@ def installed_versions() -> dict[str, str]:
 
     Build suffixes (``+cpu``) are removed, because a driver may not have GPUs.
     """
-    versions = {
+    found = {package: installed_version(package) for package in _PACKAGES}
+    return {
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "hvd_estimators": hvd_estimators.__version__,
+        **{name: version.partition("+")[0] for name, version in found.items() if version},
     }
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:

@@ -117,7 +117,15 @@ def test_only_urls_with_a_password_are_secrets():
 
 def test_the_repr_of_a_job_shows_no_variables():
     job = Job(
-        b"", 1, b"value-3", True, {"A": "value-1"}, {"B": "value-2"}, {"C": "value-4"}, (), None, 1
+        one_machine=True,
+        driver_env={"A": "value-1"},
+        env={"B": "value-2"},
+        driver_path=(),
+        executable=None,
+        verbose=1,
+        call=b"value-3",
+        secret=b"value-4",
+        service="value-5",
     )
 
     assert "value" not in repr(job)
