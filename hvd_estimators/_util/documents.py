@@ -6,6 +6,7 @@ Used on the driver and on workers.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -60,6 +61,11 @@ def check_types(
         is_bool = isinstance(value, bool) and kind is not bool
         if name in values and (is_bool or not isinstance(value, kind)):
             raise ValueError(f"{name}: found {value!r:.100}")
+
+
+def strict_number(value: float) -> float | str:
+    """Return a number, or its string if standard JSON cannot represent it."""
+    return value if math.isfinite(value) else str(value)
 
 
 def to_python(value: Any) -> Any:

@@ -168,16 +168,14 @@ def collect_cluster(
         "store": None,
     }
     problems: dict[str, str] = {}
-    if opened is None:
-        return _collect(cluster, number, request, None, problems)
-    folder = f"{opened.folder}/.doctor-{check}"
-    document = base64.b64encode(cloudpickle.dumps(opened)).decode()
-    request["store"] = {"pickle": document, "folder": folder}
-    problems[DRIVER] = _driver_problem(opened, folder, DRIVER, writes=True)
-    try:
+    with contextlib.ExitStack() as stack:
+        if opened is not None:
+            folder = f"{opened.folder}/.doctor-{check}"
+            document = base64.b64encode(cloudpickle.dumps(opened)).decode()
+            request["store"] = {"pickle": document, "folder": folder}
+            stack.callback(_within_limit, functools.partial(opened.delete, folder))
+            problems[DRIVER] = _driver_problem(opened, folder, DRIVER, writes=True)
         return _collect(cluster, number, request, opened, problems)
-    finally:
-        _within_limit(functools.partial(opened.delete, folder))
 
 
 def _number_of_tasks(cluster: Cluster, num_proc: int | None) -> int:
@@ -202,9 +200,10 @@ def _number_of_tasks(cluster: Cluster, num_proc: int | None) -> int:
 
 
 def _driver_versions() -> dict[str, str]:
-    versions = {name: version for name, version in installed_versions().items() if name != "Python"}
-    versions["numpy"] = importlib.metadata.version("numpy")
-    return {**versions, "pyspark": pyspark.__version__}
+    numpy = importlib.metadata.version("numpy")
+    versions = {**installed_versions(), "numpy": numpy, "pyspark": pyspark.__version__}
+    del versions["Python"]
+    return versions
 
 
 def _collect(
