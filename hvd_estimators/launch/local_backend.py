@@ -19,11 +19,11 @@ from hvd_estimators.launch.horovod_build import patches_problem, require_patches
 from hvd_estimators.launch.rank.environment import (
     DEFAULTS,
     Master,
-    ReservedPort,
     SlotInfo,
     assign_ranks,
     child_environment,
     python_path,
+    reserved_port,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import Relay
@@ -154,12 +154,12 @@ class LocalBackend(Backend):
             rank_logs = current_rank_logs()
             logs = [stack.enter_context(RankLog(rank_logs, slot.rank)) for slot in slots]
             stack.enter_context(watch)
-            port = stack.enter_context(ReservedPort())
+            port = stack.enter_context(reserved_port())
             launcher = RankLauncher(
                 call,
                 new_secret(),
                 functools.partial(self._environment, service, env or {}),
-                Master(LOOPBACK, port.number, uuid.uuid4().hex),
+                Master(LOOPBACK, port, uuid.uuid4().hex),
                 patches_problem(),
                 warm=warm,
             )

@@ -169,7 +169,7 @@ def failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
             if failed is None:
                 return None, None
             if failed:
-                return min(failed).host, min(failed).executor
+                return min(failed)[1:]
             if time.monotonic() > deadline:
                 return None, None
             time.sleep(timeouts.TASK_STATUS_POLL)

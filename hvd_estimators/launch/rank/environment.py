@@ -10,10 +10,8 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from typing_extensions import Self
 
 from hvd_estimators._util.system import PLATFORM
 from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
@@ -69,8 +67,9 @@ class Master:
     run_id: str
 
 
-class ReservedPort:
-    """Free TCP port that the system gives to no other program; used as a context manager.
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a free TCP port that the system gives to no other program until the block ends.
 
     A socket stays bound to the port on all addresses, and does not listen. On Linux, a process may
     listen on the port meanwhile if it sets ``SO_REUSEADDR``, as torch's ``TCPStore`` does. It may
@@ -78,31 +77,16 @@ class ReservedPort:
 
     Other systems do not allow this. There, the socket is closed at once, and the port is only
     unlikely to be taken.
-
-    Attributes
-    ----------
-    number : int
-        The port.
     """
-
-    def __init__(self) -> None:
-        self._socket = self._bound()
-        self.number = int(self._socket.getsockname()[1])
+    bound = None
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            bound = bound_socket("::", is_shared=True)
+    with bound or bound_socket("0.0.0.0", is_shared=True) as reserving:
+        port = int(reserving.getsockname()[1])
         if PLATFORM != "linux":
-            self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._socket.close()
-
-    @staticmethod
-    def _bound() -> socket.socket:
-        if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):
-                return bound_socket("::", is_shared=True)
-        return bound_socket("0.0.0.0", is_shared=True)
+            reserving.close()
+        yield port
 
 
 def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.launch.rank import environment
-from hvd_estimators.launch.rank.environment import ReservedPort, shared_environment
+from hvd_estimators.launch.rank.environment import reserved_port, shared_environment
 from hvd_estimators.launch.task.job import Job
 
 
@@ -166,36 +166,36 @@ def answers(port: int, address: str = "127.0.0.1") -> bool:
 @only_linux
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::", "::1"])
 def test_a_server_can_listen_on_it_repeatedly(address: str) -> None:
-    with ReservedPort() as port:
-        assert not answers(port.number)
+    with reserved_port() as port:
+        assert not answers(port)
         for _ in range(2):
-            with listening(port.number, address):
-                assert answers(port.number, "::1" if address == "::1" else "127.0.0.1")
+            with listening(port, address):
+                assert answers(port, "::1" if address == "::1" else "127.0.0.1")
             # The system still remembers the first server's connection.
-            assert not answers(port.number)
-    listening(port.number).close()
+            assert not answers(port)
+    listening(port).close()
 
 
 @only_linux
 def test_a_second_server_or_one_without_reuseaddr_cannot_listen() -> None:
-    with ReservedPort() as port:
+    with reserved_port() as port:
         with pytest.raises(OSError, match="in use"):
-            listening(port.number, reuse=False)
-        with listening(port.number), pytest.raises(OSError, match="in use"):
-            listening(port.number)
+            listening(port, reuse=False)
+        with listening(port), pytest.raises(OSError, match="in use"):
+            listening(port)
 
 
 @only_linux
 def test_the_system_assigns_it_to_no_other_program() -> None:
     """Neither for listening on port 0 nor for outgoing connections."""
-    with ReservedPort() as port, listening(0) as server:
-        with restricted_to(port.number) as made, pytest.raises(OSError, match="in use"):
+    with reserved_port() as port, listening(0) as server:
+        with restricted_to(port) as made, pytest.raises(OSError, match="in use"):
             made.bind(("0.0.0.0", 0))
-        with restricted_to(port.number) as made, pytest.raises(OSError, match="assign"):
+        with restricted_to(port) as made, pytest.raises(OSError, match="assign"):
             made.connect(("127.0.0.1", server.getsockname()[1]))
-    with restricted_to(port.number) as made:
+    with restricted_to(port) as made:
         made.bind(("0.0.0.0", 0))
-        assert made.getsockname()[1] == port.number
+        assert made.getsockname()[1] == port
 
 
 @only_linux
@@ -212,9 +212,9 @@ for libuv in (True, False):
     print(client.get("key").decode())
     del client, server
 """
-    with ReservedPort() as port:
+    with reserved_port() as port:
         done = subprocess.run(
-            [sys.executable, "-c", program, str(port.number)],
+            [sys.executable, "-c", program, str(port)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -225,11 +225,11 @@ for libuv in (True, False):
 
 def test_without_ipv6_the_port_covers_all_ipv4_addresses(monkeypatch: Any) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    with ReservedPort() as port:
-        listening(port.number).close()
+    with reserved_port() as port:
+        listening(port).close()
 
 
 def test_on_other_systems_it_is_free_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(environment, "PLATFORM", "darwin")
-    with ReservedPort() as port:
-        listening(port.number, reuse=False).close()
+    with reserved_port() as port:
+        listening(port, reuse=False).close()
