@@ -35,7 +35,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import RemoteRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_keys import GlooKeys
+from hvd_estimators.launch.rendezvous.gloo_http import GlooKeys
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.exchange import ExchangeServer, unpacked
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver

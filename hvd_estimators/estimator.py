@@ -25,19 +25,17 @@ from hvd_estimators.exceptions import (
     StoreError,
     WorkerFailedError,
 )
-from hvd_estimators.fitting.default_store import configured_store
 from hvd_estimators.fitting.hooks import EstimatorHooks
-from hvd_estimators.fitting.parquet_files import ParquetFiles, Paths, find_files
 from hvd_estimators.fitting.progress import StageRow, describe_rows, format_size, show_progress
 from hvd_estimators.fitting.record import RunRecord, hyperparameters, noted_params, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
+from hvd_estimators.fitting.stores import ParquetFiles, Paths, configured_store, find_files
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.launch.backend import Backend, as_backend
 from hvd_estimators.launch.cluster.connect import current_cluster
-from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job
-from hvd_estimators.launch.cluster.spread import spread_over_tasks
+from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job, spread_over_tasks
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.readers import PlannedDataModule
@@ -298,7 +296,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         fingerprint = self._fingerprint(manifest, self._model_identity(tried))
         given = self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
-        with self._make_run(self._run_paths(self._framework, fingerprint)) as run:
+        with self._make_run(self._run_paths(fingerprint)) as run:
             run.load().check_fingerprint()
             self._check_resumable(run, tried)
             order = run.row_order or ReadOrder(backend.num_processes(), seed)

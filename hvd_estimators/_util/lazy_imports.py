@@ -79,7 +79,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> Iterator[No
         action(sys.modules[name])
         yield
         return
-    finder = _AfterImport(name, action)
+    finder = AfterImport(name, action)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -87,8 +87,8 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> Iterator[No
         sys.meta_path.remove(finder)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Import hook of `after_import`."""
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Import hook that calls a function with a module; see `after_import`."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -28,7 +28,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.commands.finished_wheel import finish_wheel, finished_folder, record_module
+from hvd_estimators.commands.finished_wheel import (
+    finish_wheel,
+    finished_folder,
+    installed_horovod_spark,
+    record_module,
+)
 from hvd_estimators.commands.source_patches import patch_source, unpack_source
 from hvd_estimators.commands.toolchain import (
     NCCL_LIBRARY,
@@ -42,9 +47,8 @@ from hvd_estimators.commands.toolchain import (
     find_nccl,
     missing_build_packages,
 )
-from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
 from hvd_estimators.exceptions import BuildError, DependencyError
-from hvd_estimators.launch.horovod_build import BUILD_FILE
+from hvd_estimators.launch.horovod_build import BUILD_FILE, describe_build
 
 Report = Callable[[str], None]
 """Called with each line of progress."""
@@ -172,7 +176,7 @@ def build_horovod(
             f"Cannot keep wheels in {folder}: {error}. Name a folder that can be written: "
             "--cache-dir DIR, or HVD_ESTIMATORS_CACHE=DIR"
         ) from error
-    report(f"Horovod {recipe.horovod} for {_describe(recipe)}")
+    report(f"Horovod {recipe.horovod} for {describe_build(vars(recipe))}")
     with _locked(folder / ".lock", report):
         wheel = None if force else _wheel_in(folder)
         if wheel:
@@ -279,7 +283,9 @@ def build_wheel(
             # pip's cache identifies a wheel by its name alone, not by the framework it was built
             # for.
             command += ["--no-cache-dir", "--wheel-dir", scratch, str(source)]
-            run_logged(command, environment, output, report, f"Building for {_describe(recipe)}")
+            run_logged(
+                command, environment, output, report, f"Building for {describe_build(vars(recipe))}"
+            )
         built = _wheel_in(work)
         if built is None:
             raise BuildError(f"The build ended well but made no wheel; its log is {log}")
@@ -366,12 +372,6 @@ def _linkable(nccl: Path, folder: Path) -> Path:
     (folder / "include").symlink_to(nccl / "include")
     (folder / "lib" / "libnccl.so").symlink_to(nccl / "lib" / NCCL_LIBRARY)
     return folder
-
-
-def _describe(recipe: BuildRecipe) -> str:
-    named = (("torch", recipe.torch), ("TensorFlow", recipe.tensorflow))
-    frameworks = " and ".join(f"{name} {version}" for name, version in named if version)
-    return f"{frameworks}, {f'CUDA {recipe.cuda}' if recipe.cuda else 'CPU'}"
 
 
 def _wheel_in(folder: Path) -> Path | None:

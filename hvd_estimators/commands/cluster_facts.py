@@ -10,6 +10,7 @@ Runs on the driver.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -28,15 +29,15 @@ import pyspark
 from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.commands import cluster_probe
 from hvd_estimators.commands.doctor import Facts, HorovodFacts
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError, UnreachableError
+from hvd_estimators.exceptions import ParamError, SlotsError, UnreachableError
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
 from hvd_estimators.launch.cluster.spark_errors import failed_on
 from hvd_estimators.launch.task.addresses import HostCandidates, choose
+from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.validation import interface_names, whole_number
-from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.store.base import as_store
 
 if TYPE_CHECKING:
@@ -167,17 +168,14 @@ def collect_cluster(
         "store": None,
     }
     problems: dict[str, str] = {}
-    if opened is None:
-        return _collect(cluster, number, request, None, problems)
-    folder = f"{opened.folder}/.doctor-{check}"
-    document = base64.b64encode(cloudpickle.dumps(opened)).decode()
-    request["store"] = {"pickle": document, "folder": folder}
-    write = functools.partial(opened.write_text, f"{folder}/{DRIVER}", DRIVER)
-    problems[DRIVER] = _problem_of(write)
-    try:
+    with contextlib.ExitStack() as stack:
+        if opened is not None:
+            folder = f"{opened.folder}/.doctor-{check}"
+            document = base64.b64encode(cloudpickle.dumps(opened)).decode()
+            request["store"] = {"pickle": document, "folder": folder}
+            stack.callback(_within_limit, functools.partial(opened.delete, folder))
+            problems[DRIVER] = _driver_problem(opened, folder, DRIVER, writes=True)
         return _collect(cluster, number, request, opened, problems)
-    finally:
-        _problem_of(functools.partial(opened.delete, folder))
 
 
 def _number_of_tasks(cluster: Cluster, num_proc: int | None) -> int:
@@ -202,9 +200,10 @@ def _number_of_tasks(cluster: Cluster, num_proc: int | None) -> int:
 
 
 def _driver_versions() -> dict[str, str]:
-    versions = {name: version for name, version in installed_versions().items() if name != "Python"}
-    versions["numpy"] = importlib.metadata.version("numpy")
-    return {**versions, "pyspark": pyspark.__version__}
+    numpy = importlib.metadata.version("numpy")
+    versions = {**installed_versions(), "numpy": numpy, "pyspark": pyspark.__version__}
+    del versions["Python"]
+    return versions
 
 
 def _collect(
@@ -253,7 +252,7 @@ def _collect(
                 versions=found[0].facts["versions"],
                 installation=_installation(_first_with(found, "installation")),
                 addresses=[address for address, _ in _endpoints(listeners.get(identity))],
-                listener_error=_listener_error(_first_with(found, "listener")),
+                listener_error=(_first_with(found, "listener") or {}).get("error", ""),
                 unreached=None
                 if reached is None
                 else _unreached(identity, reached, listeners, names),
@@ -265,7 +264,10 @@ def _collect(
             )
         )
     if store is not None:
-        driver_store.update(_driver_store(store, request["store"]["folder"], by_file))
+        folder = request["store"]["folder"]
+        for file, name in by_file.items():
+            if file != DRIVER:
+                driver_store[name] = _driver_problem(store, folder, file, writes=False)
     failed, failed_later = (
         [FailedTask(a.host, a.error) for a in found if not a.facts] for found in (first, second)
     )
@@ -363,10 +365,6 @@ def _endpoints(listener: Mapping[str, Any] | None) -> list[tuple[str, int]]:
     return [(address, port) for address, port in (listener or {}).get("endpoints", [])]
 
 
-def _listener_error(listener: Mapping[str, Any] | None) -> str:
-    return "" if listener is None else listener["error"]
-
-
 def _installation(found: Mapping[str, Any] | None) -> Facts | str | None:
     if found is None or "error" in found:
         return None if found is None else str(found["error"])
@@ -418,29 +416,20 @@ def _store_problems(
     return problems
 
 
-def _driver_store(store: Store, folder: str, by_file: Mapping[str, str]) -> dict[str, str]:
-    def problem(file: str) -> str:
-        return _problem_of(functools.partial(_read, store, f"{folder}/{file}"))
-
-    return {name: problem(file) for file, name in by_file.items() if file != DRIVER}
-
-
-def _read(store: Store, path: str) -> None:
-    if not store.exists(path):
-        raise HvdEstimatorsError("does not see it")
-    store.read(path)
+def _driver_problem(store: Store, folder: str, file: str, *, writes: bool) -> str:
+    """Return the driver's problem with a file of the store; empty without a problem."""
+    return _within_limit(
+        functools.partial(cluster_probe.problem_of_file, store, folder, file, writes=writes)
+    )
 
 
-def _problem_of(action: Callable[[], object]) -> str:
-    """Return the error of an action of the driver; empty without an error."""
+def _within_limit(action: Callable[[], str | None]) -> str:
+    """Return the problem that an action of the driver returns; also one that takes too long."""
     found = [f"no answer within {_STORE_SECONDS:g} s"]
 
     def run() -> None:
-        try:
-            action()
-            found.append("")
-        except Exception as error:
-            found.append(str(error))
+        with contextlib.suppress(Exception):
+            found.append(action() or "")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -41,6 +41,8 @@ INSTALLATION_SECONDS = 150.0
 _LISTENER_SECONDS = 400.0
 _LISTENER_LATE = 20.0
 
+_UNSEEN = "does not see it"
+
 Probe = Callable[..., Iterator[Any]]
 
 
@@ -234,27 +236,19 @@ def listen() -> None:
     from dataclasses import asdict
 
     from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE
-    from hvd_estimators.launch.task.addresses import ProbeListener
+    from hvd_estimators.launch.task.addresses import ProbeListener, route_address
 
     given = json.load(sys.stdin)
     variable = os.environ.get(INTERFACE_VARIABLE)
     nics = given["nics"] or ([variable] if variable else [])
     setting = "nics" if given["nics"] else INTERFACE_VARIABLE
-    with ProbeListener.on_this_host(_address_to(given["driver"]), nics, setting) as listener:
+    with ProbeListener.on_this_host(route_address(given["driver"]), nics, setting) as listener:
         print(json.dumps(asdict(listener.candidates())), flush=True)
         deadline = time.monotonic() + _LISTENER_SECONDS
         while os.path.exists(given["folder"]) and time.monotonic() < deadline:
             time.sleep(0.5)
         time.sleep(_LISTENER_LATE)
     shutil.rmtree(given["folder"], ignore_errors=True)
-
-
-def _address_to(host: str) -> str:
-    """Return this host's address on the route to another host; empty if unknown."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing
-        return str(probe.getsockname()[0])
-    return ""
 
 
 def print_reached() -> None:
@@ -278,29 +272,35 @@ def check_store() -> None:
     """Write and read files of the store; print the problem with each. A program of both tasks.
 
     Standard input has the ``pickle`` of the store, the ``folder``, the name to ``write``, and the
-    names to ``read``. A file of the name contains the name.
+    names to ``read``; see `problem_of_file`.
     """
-    from hvd_estimators.store.redaction import redacted
-
     given = json.load(sys.stdin)
-    store = pickle.loads(base64.b64decode(given["pickle"]))
-    problems: dict[str, str] = {}
-    try:
-        if given["write"]:
-            store.write_text(f"{given['folder']}/{given['write']}", given["write"])
-    except Exception as error:
-        problems[given["write"]] = redacted(f"{type(error).__name__}: {error}", store.secrets)
-    for name in given["read"]:
-        try:
-            path = f"{given['folder']}/{name}"
-            if not store.exists(path):
-                problems[name] = "does not see it"
-            elif store.read(path) != name.encode():
-                problems[name] = "reads another content"
-        except Exception as error:
-            problems[name] = redacted(f"{type(error).__name__}: {error}", store.secrets)
-    if problems.get("driver") == "does not see it":
+    store, folder = pickle.loads(base64.b64decode(given["pickle"])), given["folder"]
+    written = [given["write"]] if given["write"] else []
+    problems = {
+        name: problem
+        for name in [*written, *given["read"]]
+        if (problem := problem_of_file(store, folder, name, writes=name in written))
+    }
+    if problems.get("driver") == _UNSEEN:
         # The folder is another one, on this host's own disk.
         with contextlib.suppress(Exception):
-            store.delete(given["folder"])
+            store.delete(folder)
     print(json.dumps({"problems": problems}))
+
+
+def problem_of_file(store: Any, folder: str, name: str, *, writes: bool) -> str:
+    """Write or read a file that contains its name; return the problem, or an empty string."""
+    from hvd_estimators.store.redaction import redacted
+
+    path = f"{folder}/{name}"
+    try:
+        if writes:
+            store.write_text(path, name)
+        elif not store.exists(path):
+            return _UNSEEN
+        elif store.read(path) != name.encode():
+            return "reads another content"
+    except Exception as error:
+        return redacted(f"{type(error).__name__}: {error}", store.secrets)
+    return ""

@@ -28,17 +28,18 @@ from typing import IO, Any
 from packaging.version import Version
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
-from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
+from hvd_estimators.commands.finished_wheel import installed_horovod_spark
 from hvd_estimators.exceptions import HvdEstimatorsError, WorkerFailedError
 from hvd_estimators.launch.horovod_build import (
     DISTRIBUTIONS,
+    PATCHES_REVISION,
+    REQUIRED_PATCHES,
     cuda_of,
     difference,
     installed_patches,
     installed_record,
     installed_version,
 )
-from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES
 
 _SUMS = ["3.0", "3.0"]  # ranks 0 and 1 contribute 1 and 2
 

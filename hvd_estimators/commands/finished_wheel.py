@@ -10,7 +10,11 @@ differs from it in these points:
   matching wheel of an index, and warns if a framework is upgraded later.
 * `BUILD_FILE` states what it was built for, and imports of ``horovod.torch`` and
   ``horovod.tensorflow`` check it.
-* Its ``horovod.spark`` is replaced, see `hvd_estimators.commands.wheel_redirect`.
+* Its ``horovod.spark`` of 2023 raises an ImportError, unless an environment variable requests it.
+  If a migrated program still had an old import, it would silently use that package. The benchmarks
+  that compare with the old package set the variable.
+* With ``--with-compat``, modules of the same names replace the complete ``horovod.spark``. They
+  re-export those of `hvd_estimators.compat`.
 """
 
 from __future__ import annotations
@@ -30,27 +34,31 @@ from typing import Any
 
 from packaging.version import Version
 
+from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.commands.wheel_redirect import (
-    SIGN,
-    SPARK_FOLDER,
-    SPARK_MODULE,
-    compat_modules,
-    spark_modules,
-)
 from hvd_estimators.exceptions import BuildError
 from hvd_estimators.launch.horovod_build import (
     BUILD_FILE,
     BUILD_VARIABLE,
     DISTRIBUTIONS,
+    MARKER,
     difference,
+    horovod_folders,
     patches_of,
     read_record,
 )
-from hvd_estimators.launch.versions import MARKER
 
 FINISH_REVISION = 3
 """Part of a finished wheel's version and cache folder; increment it if the written text changes."""
+
+SPARK_FOLDER = "horovod/spark/"
+"""Folder of ``horovod.spark`` in a wheel."""
+
+SPARK_MODULE = f"{SPARK_FOLDER}__init__.py"
+"""Module ``horovod.spark`` in a wheel."""
+
+SIGN = "# Written by hvd-estimators build-horovod"
+"""First words of the files that this package changes in a wheel."""
 
 _RECORD_MODULE = '''\
 """Written by hvd-estimators build-horovod: what this Horovod was built for, and a check of it."""
@@ -80,6 +88,48 @@ from horovod.{Path(BUILD_FILE).stem} import check as _check
 
 _check("{{framework}}")
 
+"""
+
+_GUARD = f"""\
+{SIGN}; what follows it is Horovod's own.
+import os as _os
+
+if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") != "1":
+    raise ImportError(
+        "horovod.spark stopped in 2023 and does not run on today's Spark, PyArrow, Keras, torch "
+        "and Lightning. hvd_estimators takes its place, with the same parameters: import from\\n"
+        "    hvd_estimators.keras instead of horovod.spark.keras (KerasEstimator, KerasModel),\\n"
+        "    hvd_estimators.torch instead of horovod.spark.torch (TorchEstimator, TorchModel),\\n"
+        "    hvd_estimators.lightning instead of horovod.spark.lightning (TorchEstimator, "
+        "TorchModel),\\n"
+        "    hvd_estimators.store instead of horovod.spark.common.store (Store, LocalStore),\\n"
+        "    hvd_estimators.launch instead of horovod.spark.common.backend (SparkBackend),\\n"
+        "    hvd_estimators instead of horovod.spark.common.util (prepare_data, ...).\\n"
+        "docs/migrating.rst of hvd_estimators has the whole table. The frozen package itself can "
+        "be imported with HVD_ESTIMATORS_HOROVOD_SPARK=1 in the environment."
+    )
+
+"""
+
+
+# `hvd_estimators.compat.finder` looks for the attribute.
+_COMPAT_SIGN = f"{SIGN} --with-compat, in the place of Horovod's own."
+_COMPAT_PACKAGE = f"""\
+{_COMPAT_SIGN}
+import importlib as _importlib
+import os as _os
+import sys as _sys
+
+HVD_ESTIMATORS_COMPAT = True
+
+if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") == "1":
+    raise ImportError(
+        "HVD_ESTIMATORS_HOROVOD_SPARK=1 asks for the frozen horovod.spark, which this Horovod was "
+        "installed without. Run: hvd-estimators build-horovod --without-compat"
+    )
+
+_importlib.import_module("hvd_estimators.compat")
+_sys.modules[__name__] = _importlib.import_module("hvd_estimators.compat.spark")
 """
 
 
@@ -210,7 +260,10 @@ def _written_files(
     with_compat: bool,
 ) -> dict[str, bytes]:
     """Return the changed and added files: names in the compiled wheel to contents."""
-    written = spark_modules(original.read(SPARK_MODULE), with_compat)
+    written = compat_modules()
+    if not with_compat:
+        # Only this file raises; the other files of the package stay.
+        written = {SPARK_MODULE: _GUARD.encode() + original.read(SPARK_MODULE)}
     for framework in DISTRIBUTIONS:
         module = f"horovod/{framework}/__init__.py"
         if module in original.namelist():
@@ -268,3 +321,39 @@ def _file_list(
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
+
+
+def installed_horovod_spark() -> str | None:
+    """Return the kind of the installed ``horovod.spark``, without importing Horovod.
+
+    Returns
+    -------
+    str or None
+        ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: the
+        package of 2023; None: Horovod or its ``spark`` package is not installed.
+    """
+    for folder in horovod_folders():
+        module = folder / "spark" / "__init__.py"
+        if module.is_file():
+            text = module.read_text()
+            if text.startswith(_COMPAT_SIGN):
+                return "compat"
+            return "off" if text.startswith(SIGN) else "frozen"
+    return None
+
+
+def compat_modules() -> dict[str, bytes]:
+    """Return the files that replace ``horovod/spark``: names in the wheel to contents."""
+    modules = {}
+    for key, homes in HOMES.items():
+        if not key:
+            continue
+        path = key.replace(".", "/")
+        is_package = any(module.startswith(f"{key}.") for module in HOMES)
+        lines = [_COMPAT_SIGN]
+        for name, home in sorted(homes.items()):
+            module, _, original_name = home.partition(":")
+            lines.append(f"from {module} import {original_name or name} as {name}")
+        file = f"{path}/__init__.py" if is_package else f"{path}.py"
+        modules[SPARK_FOLDER + file] = "".join(f"{line}\n" for line in lines).encode()
+    return {**modules, SPARK_MODULE: _COMPAT_PACKAGE.encode()}

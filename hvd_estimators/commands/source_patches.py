@@ -43,12 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_estimators.exceptions import BuildError
-from hvd_estimators.launch.versions import (
-    ADDRESS_VARIABLE,
-    MARKER,
-    PATCHES_REVISION,
-    TOKEN_VARIABLE,
-)
+from hvd_estimators.launch.horovod_build import MARKER, PATCHES_REVISION
+from hvd_estimators.launch.rendezvous.client import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 _MARKER_TEXT = f'''\
 """Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""

@@ -40,8 +40,12 @@ from packaging.version import Version
 from hvd_estimators._util.install_hints import INSTALL_A_FRAMEWORK
 from hvd_estimators._util.system import available_cores
 from hvd_estimators.exceptions import BuildError, DependencyError
-from hvd_estimators.launch.horovod_build import DISTRIBUTIONS, cuda_of, installed_version
-from hvd_estimators.launch.versions import PATCHES_REVISION
+from hvd_estimators.launch.horovod_build import (
+    DISTRIBUTIONS,
+    PATCHES_REVISION,
+    cuda_of,
+    installed_version,
+)
 
 HOROVOD_VERSION = "0.28.1"
 
@@ -151,11 +155,6 @@ class BuildRecipe:
             return 17
         return 14
 
-    @property
-    def hides_xla(self) -> bool:
-        """True if ``xla_mpi_ops.cc`` must be compiled as if TensorFlow were absent."""
-        return _at_least(self.tensorflow, "2.18")
-
     def environment(
         self, *, cxx: str, jobs: int, cuda_home: str | None = None, nccl_home: str | None = None
     ) -> dict[str, str]:
@@ -208,7 +207,8 @@ class BuildRecipe:
         headers = " ".join(f"-include {name}" for name in _CXX_HEADERS)
         flags = f"-std=gnu++{self.cxx_standard} -g0 -w {headers}"
         cases = [f'        *.cc) extra="{flags}" ;;']
-        if self.hides_xla:
+        if _at_least(self.tensorflow, "2.18"):
+            # This file must be compiled as if TensorFlow were absent.
             hide = f"{flags} -UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
             cases.insert(0, f'        *xla_mpi_ops.cc) extra="{hide}" ;;')
         return _WRAPPER.format(cases="\n".join(cases), compiler=compiler)

@@ -7,12 +7,12 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
-from hvd_estimators._util.lazy_imports import lazy_names
+from hvd_estimators._util.lazy_imports import AfterImport, lazy_names
 from hvd_estimators._util.unpickle_imports import import_first
 from hvd_estimators.exceptions import LeftOutError, did_you_mean
 
@@ -84,15 +84,8 @@ class _AliasLoader(Loader):
         module.__spec__ = self._spec
 
 
-class _CompletingLoader(SourceFileLoader):
-    """Loader of a Horovod module that replaces some of its functions by this package's."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        _complete(module)
-
-
 def _complete(module: ModuleType) -> None:
+    """Replace some functions of a Horovod module by this package's."""
     importlib.import_module(COMPLETED[module.__name__]).complete(module)
 
 
@@ -104,10 +97,7 @@ class _AliasFinder(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname in COMPLETED:
-            own = PathFinder.find_spec(fullname, path, target)
-            if own is not None and own.origin is not None:
-                own.loader = _CompletingLoader(fullname, own.origin)
-            return own
+            return AfterImport(fullname, _complete).find_spec(fullname, path, target)
         key = fullname.removeprefix(SPARK).removeprefix(".")
         if fullname == _joined(SPARK, key) and key in HOMES:
             is_package = not key or any(other.startswith(f"{key}.") for other in HOMES)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from hvd_estimators.store.documents import parse_object
+from hvd_estimators._util.documents import parse_object
 
 MANIFEST_FILE = "_manifest.json"
 
@@ -176,18 +176,10 @@ class DatasetManifest:
     shuffled: bool = False
     content: str | None = None
 
-    def column(self, name: str) -> ColumnSpec:
-        """Return the column with a name.
-
-        Raises
-        ------
-        KeyError
-            If the dataset has no such column.
-        """
-        for column in self.columns:
-            if column.name == name:
-                return column
-        raise KeyError(name)
+    @property
+    def validation_rows(self) -> int:
+        """Number of validation rows."""
+        return self.validation.rows if self.validation else 0
 
     def to_json(self) -> str:
         """Return the manifest as JSON."""

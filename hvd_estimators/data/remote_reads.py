@@ -173,10 +173,6 @@ class FetchedFile(io.RawIOBase):
         self._position = origin + offset
         return self._position
 
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
     def readable(self) -> bool:
         """Return True."""
         return True

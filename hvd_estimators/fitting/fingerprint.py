@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.manifest import DatasetManifest, Split
 from hvd_estimators.loading.spec import DataSpec
 
@@ -34,7 +34,7 @@ def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str
     identity: dict[str, Any] = {
         "columns": [[spec.name, spec.kind, spec.dtype, list(spec.shape)] for spec in specs],
         "training rows": manifest.train.rows,
-        "validation rows": manifest.validation.rows if manifest.validation else 0,
+        "validation rows": manifest.validation_rows,
     }
     if manifest.content is not None:
         return {**identity, "content of the rows": manifest.content}

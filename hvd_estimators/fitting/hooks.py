@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +14,6 @@ from typing_extensions import Self
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.building import build, is_function
 from hvd_estimators.fitting.planning import TrainPlanning
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
@@ -306,3 +307,50 @@ class EstimatorHooks(
             **{name: self.getOrDefault(name) for name in names},
             **fitted,
         }
+
+
+def is_function(value: Any) -> bool:
+    """Return whether a param's value is a function, method, partial or class."""
+    return inspect.isroutine(value) or isinstance(value, (type, functools.partial))
+
+
+def build(name: str, function: Any, kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Return the object that a function of the user builds.
+
+    Parameters
+    ----------
+    name : str
+        The param that holds the function.
+    function : callable
+        Function, or class.
+    kind : type
+        Class of the expected object.
+    *args, **kwargs
+        Arguments of the function.
+
+    Raises
+    ------
+    ParamError
+        If the function fails, or returns anything else.
+    """
+    try:
+        built = function(*args, **kwargs)
+    except Exception as error:
+        given = f" with {_described(kwargs)}" if kwargs else ""
+        raise ParamError(
+            f"{name}: {_name(function)} failed{given} ({type(error).__name__}: {error})."
+        ) from error
+    if not isinstance(built, kind):
+        raise ParamError(
+            f"{name}: expected a {kind.__module__.split('.')[0]} {kind.__name__}, or a function "
+            f"that returns one. {_name(function)} returned {built!r}."
+        )
+    return built
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__qualname__', repr(function))}()"
+
+
+def _described(kwargs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items())

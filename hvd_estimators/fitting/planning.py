@@ -14,8 +14,8 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.parquet_files import store_of
 from hvd_estimators.fitting.run import ReadOrder, Run, RunParams
+from hvd_estimators.fitting.stores import store_of
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards

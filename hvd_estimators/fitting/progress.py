@@ -22,7 +22,6 @@ from tqdm import tqdm
 from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.fitting.waiting import StepWaiting
 from hvd_estimators.launch.service.events import (
     Event,
     Handler,
@@ -39,6 +38,7 @@ from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
 _package_logger = logging.getLogger("hvd_estimators")
 
 _REFRESH_SECONDS = 0.5
@@ -47,6 +47,8 @@ _LATE_SECONDS = 3.0
 # Without such a row, a long epoch gets a line this often.
 _LINE_SECONDS = 60.0
 _BAR_COLUMNS = 100
+# Share of a step that ranks wait for each other, above which a warning is logged.
+_MUCH_WAITING = 0.5
 # A rank reports a short epoch only at its end, so tqdm's rate would be meaningless.
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
@@ -476,3 +478,70 @@ def _resuming(spec: TrainSpec, newest: Position) -> str:
 def _describe(event: RankProgress) -> str:
     means = ", ".join(f"{name}={value:.4g}" for name, value in event.means.items())
     return f"{event.rows_per_second:,.0f} rows/s, {means}"
+
+
+class StepWaiting:
+    """Newest step times of each rank, their text for the display, and one warning per fit.
+
+    Parameters
+    ----------
+    run_id : str
+        The run, for the warning.
+    num_ranks : int
+        Number of ranks of the launch.
+    """
+
+    def __init__(self, run_id: str, num_ranks: int) -> None:
+        self._run_id = run_id
+        self._num_ranks = num_ranks
+        self._newest: dict[int, RankWaiting] = {}
+        self._has_warned = False
+
+    def add(self, event: RankWaiting) -> None:
+        """Add a rank's report; log a warning if ranks wait for most of a step."""
+        if event.steps <= 0 or event.seconds <= 0:
+            return
+        self._newest[event.rank] = event
+        # A rank that has not reported yet may be the slow one.
+        is_complete = len(self._newest) >= self._num_ranks
+        if not self._has_warned and is_complete and self._share() > _MUCH_WAITING:
+            self._has_warned = True
+            logger.warning("Run %r: %s. %s", self._run_id, self.text(), self._cause())
+
+    def restart(self, num_ranks: int) -> None:
+        """Forget the reports of earlier ranks, when ranks are launched again."""
+        self._num_ranks = num_ranks
+        self._newest.clear()
+
+    def text(self) -> str:
+        """Return the time of a step, and the share that ranks wait; empty without reports."""
+        if not self._newest:
+            return ""
+        events = self._newest.values()
+        seconds = sum(event.seconds for event in events) / sum(event.steps for event in events)
+        text = f"{seconds:.3g} s per step"
+        if not any(event.waited for event in events):
+            return text
+        return f"{text}, {100 * self._share():.0f} % of it waiting for other ranks"
+
+    def _share(self) -> float:
+        """Return the mean share of the ranks, without the one that waits least."""
+        shares = sorted(event.waited / event.seconds for event in self._newest.values())
+        waiting = shares[1:] or shares
+        return sum(waiting) / len(waiting)
+
+    def _cause(self) -> str:
+        least = min(self._newest.values(), key=lambda event: event.waited / event.seconds)
+        share = least.waited / least.seconds
+        if share < _MUCH_WAITING / 2:
+            return (
+                f"Rank {least.rank} on {least.host} waits least ({100 * share:.0f} %): the others "
+                "wait for it. See what else runs on that machine, how fast it reads its rows, and "
+                "whether its rows take longer than others."
+            )
+        return (
+            f"Also the rank that waits least, rank {least.rank} on {least.host}, waits "
+            f"{100 * share:.0f} %: the network between the hosts is probably slow. "
+            "'hvd-estimators doctor --cluster' checks it. Larger batches, gradient_compression and "
+            "backward_passes_per_step need less of it."
+        )

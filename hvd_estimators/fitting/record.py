@@ -14,14 +14,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 from pyspark.ml import Transformer
 from typing_extensions import Self
 
 import hvd_estimators
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import (
     JobCancelledError,
@@ -32,6 +31,7 @@ from hvd_estimators.fitting.epoch_feed import EpochFeed
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
 from hvd_estimators.fitting.mlflow import Tracking
 from hvd_estimators.fitting.run import ReadOrder, Run
+from hvd_estimators.launch.horovod_build import installed_version
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.store import Store
@@ -169,11 +169,12 @@ def hyperparameters(
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, this package and its installed dependencies."""
-    installed = {"python": sys.version.split()[0], "hvd_estimators": hvd_estimators.__version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[package] = metadata.version(package)
-    return installed
+    found = {package: installed_version(package) for package in _PACKAGES}
+    return {
+        "python": sys.version.split()[0],
+        "hvd_estimators": hvd_estimators.__version__,
+        **{name: version for name, version in found.items() if version},
+    }
 
 
 def now() -> str:

@@ -37,6 +37,7 @@ from hvd_estimators.launch.relaunch import (
     await_relaunch_slots,
     final_error,
     summary,
+    too_few_slots,
 )
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
 from hvd_estimators.launch.validation import seconds_given
@@ -447,11 +448,8 @@ class Restarts:
 
     def _too_few(self, backend: Backend, reason: str) -> SlotsError:
         least = backend.num_processes() if self.least is None else self.least
-        return SlotsError(
-            f"{summary(self.failures[-1])} Relaunching the ranks needs {least} task slots "
-            "(min_num_proc), which were not free within HOROVOD_ELASTIC_TIMEOUT (600 s by "
-            f"default): {reason}. The ranks had been launched again {len(self.failures) - 1} times."
-        )
+        limit = "HOROVOD_ELASTIC_TIMEOUT (600 s by default)"
+        return too_few_slots(self.failures, least, limit, reason)
 
 
 def _pauses(*first: float) -> Iterator[float]:

@@ -24,7 +24,6 @@ from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
-from hvd_estimators.fitting.default_store import default_store
 from hvd_estimators.fitting.fingerprint import (
     as_json,
     data_identity,
@@ -34,6 +33,7 @@ from hvd_estimators.fitting.fingerprint import (
     reading_identity,
 )
 from hvd_estimators.fitting.mlflow import Tracking, TrackingRun, active_run
+from hvd_estimators.fitting.stores import default_store
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, param, string
@@ -350,9 +350,11 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             "settings": {name: named(self.getOrDefault(name)) for name in names},
         }
 
-    def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
-        """Return the paths of the fit's run, with its fingerprint."""
-        run_id = self._new_run_id(prefix)
+    def _run_paths(self, fingerprint: Mapping[str, Any]) -> RunPaths:
+        """Return the paths of the fit's run, with its fingerprint; the default name is unique."""
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        new = f"{self._framework}_{now}_{uuid.uuid4().hex[:6]}"
+        run_id = self.getOrDefault("run_id") or new
         if self._grid_index is not None:
             run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
         return replace(self._get_store().run_paths(run_id), fingerprint=fingerprint)
@@ -397,11 +399,6 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         if within is None:
             return None
         return Tracking(within, run_id, params, own_run=self._grid_tracking is not None)
-
-    def _new_run_id(self, prefix: str) -> str:
-        """Return ``run_id`` if it is set, or a new unique name."""
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
 
 
 class Fits:

@@ -7,8 +7,8 @@ that use this one, so it imports no PySpark.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
+import os
 import random
 import re
 import sys
@@ -56,15 +56,19 @@ def check_sendable(
             is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
             return "array" if is_array or hasattr(type(obj), "untyped_storage") else None
 
+    def dump(part: Any) -> None:
+        with open(os.devnull, "wb") as nowhere:
+            Trial(nowhere).dump(part)
+
     def fails(part: Any) -> bool:
         try:
-            Trial(_Nowhere()).dump(part)
+            dump(part)
         except Exception:
             return True
         return False
 
     try:
-        Trial(_Nowhere()).dump(value)
+        dump(value)
     except Exception as error:
         path, part = _find(value, fails)
         where = f" at {name}{path}, a {type(part).__name__}" if path else ""
@@ -102,14 +106,6 @@ def functions_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from functions_in(entry)
-
-
-class _Nowhere(io.RawIOBase):
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 # An unusual width for models, so that rows and columns cannot be confused.

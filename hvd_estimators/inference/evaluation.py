@@ -16,9 +16,8 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickle_imports import first_imports, loads
+from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.data.arrays import Array, num_rows
-from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.inference.batch import BatchPredictor, to_arrays
 from hvd_estimators.inference.broadcast import Hashed
 from hvd_estimators.inference.udf import Send
@@ -28,10 +27,9 @@ from hvd_estimators.inference.worker import (
     task_resources,
     unpickled,
 )
+from hvd_estimators.launch.cluster.jobs import collect_results
 
 NULL_REMEDY = "fill or drop them before evaluate(), or set handleInvalid='skip' to leave them out."
-
-_STATE = "state"
 
 
 class PartitionSums(Protocol):
@@ -87,27 +85,12 @@ def evaluate_partitions(
     steps = send("evaluation", Hashed.of(cloudpickle.dumps((*first_imports(), load, inputs))))
     key = predictor_key(hashed, load)
 
-    def evaluate(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        batches = iter(batches)
-        try:
-            *_, load, inputs = unpickled(steps)
-            evaluator: Any = cached_predictor(key, model, load, task_resources(TaskContext.get()))
-            result = _evaluated(evaluator, inputs, batches, has_empty_rows)
-        except HvdEstimatorsError as error:
-            # A raised error would be repeated, and Spark's error shows only its text.
-            result = error
-            for _ in batches:  # Spark's worker must read its input to the end
-                pass
-        yield pa.RecordBatch.from_pydict(
-            {_STATE: pa.array([cloudpickle.dumps(result)], pa.binary())}
-        )
+    def evaluate(batches: Iterator[pa.RecordBatch]) -> Iterator[Any]:
+        *_, load, inputs = unpickled(steps)
+        evaluator: Any = cached_predictor(key, model, load, task_resources(TaskContext.get()))
+        yield _evaluated(evaluator, inputs, batches, has_empty_rows)
 
-    rows = frame.mapInArrow(evaluate, f"{_STATE} binary").collect()
-    states = [loads(bytes(row[_STATE])) for row in rows]
-    for state in states:
-        if isinstance(state, HvdEstimatorsError):
-            raise state
-    return states
+    return collect_results(frame, evaluate)
 
 
 def _evaluated(

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
 from typing_extensions import Self
 
-from hvd_estimators.fitting.parquet_files import Paths
+from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.loggers import Logger

@@ -40,17 +40,13 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "Backend": "hvd_estimators.launch.backend",
-        "Event": "hvd_estimators.launch.service.events",
-        "HorovodRunner": "hvd_estimators.launch.api",
+        **dict.fromkeys(("HorovodRunner", "run", "run_elastic"), "hvd_estimators.launch.api"),
+        **dict.fromkeys(("Backend", "as_backend"), "hvd_estimators.launch.backend"),
         "LocalBackend": "hvd_estimators.launch.local_backend",
-        "RankMessage": "hvd_estimators.launch.service.events",
-        "RankOutput": "hvd_estimators.launch.service.events",
-        "RankProgress": "hvd_estimators.launch.service.events",
+        **dict.fromkeys(
+            ("Event", "RankMessage", "RankOutput", "RankProgress", "log_to_driver"),
+            "hvd_estimators.launch.service.events",
+        ),
         "SparkBackend": "hvd_estimators.launch.spark_backend",
-        "as_backend": "hvd_estimators.launch.backend",
-        "log_to_driver": "hvd_estimators.launch.service.events",
-        "run": "hvd_estimators.launch.api",
-        "run_elastic": "hvd_estimators.launch.api",
     },
 )

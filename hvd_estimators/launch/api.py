@@ -12,7 +12,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.worker import call_without_notifications, of_first_rank
-from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
+from hvd_estimators.launch.validation import call_of, seconds_given, whole_number
 
 
 def run(
@@ -120,7 +120,7 @@ def run(
 
     backend = SparkBackend(
         num_proc=num_proc,
-        env=environment_given(env or {}),
+        env=env or {},
         start_timeout=start_timeout,
         verbose=verbose,
         executable=executable,
@@ -363,7 +363,7 @@ def run_elastic(
 
     backend = functools.partial(
         SparkBackend,
-        env=environment_given(env or {}),
+        env=env or {},
         start_timeout=start_timeout,
         verbose=verbose,
         executable=executable,

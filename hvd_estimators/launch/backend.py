@@ -101,6 +101,12 @@ class Backend(ABC):
         return None
 
 
+_OPTIONAL_METHODS = (
+    *("check", "check_horovod", "check_store"),
+    *("warming_up", "driver_host", "task_slots"),
+)
+
+
 def as_backend(given: Any) -> Backend:
     """Convert an object to a `Backend`. Runs on the driver.
 
@@ -157,8 +163,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Foreign(Backend):
+    """Backend that calls an object of another class, with its methods in place of the defaults."""
+
     def __init__(self, given: Any) -> None:
         self._given = given
+        for name in _OPTIONAL_METHODS:
+            method = getattr(given, name, None)
+            if method is not None:
+                setattr(self, name, method)
 
     def num_processes(self) -> int:
         count = self._given.num_processes()
@@ -168,33 +180,6 @@ class _Foreign(Backend):
                 "number of ranks."
             )
         return int(count)
-
-    def check(self) -> None:
-        getattr(self._given, "check", super().check)()
-
-    def check_horovod(self) -> None:
-        getattr(self._given, "check_horovod", super().check_horovod)()
-
-    def check_store(self, store: Store) -> None:
-        getattr(self._given, "check_store", super().check_store)(store)
-
-    def warming_up(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        env: Mapping[str, str | None] | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        warming: contextlib.AbstractContextManager[None] = getattr(
-            self._given, "warming_up", super().warming_up
-        )(fn, args, env)
-        return warming
-
-    def driver_host(self) -> str:
-        return str(getattr(self._given, "driver_host", super().driver_host)())
-
-    def task_slots(self) -> int | None:
-        slots = getattr(self._given, "task_slots", super().task_slots)()
-        return None if slots is None else int(slots)
 
     def resized(self, num_proc: int) -> Backend | None:
         other = getattr(self._given, "resized", super().resized)(num_proc)

@@ -23,7 +23,15 @@ from typing import Any
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.launch.versions import MARKER, REQUIRED_PATCHES
+
+PATCHES_REVISION = 4
+"""Revision that a wheel records in `MARKER`; increment it if a patch changes a wheel."""
+
+REQUIRED_PATCHES = 1
+"""Minimum revision that ranks need. Revision 2 lets Horovod detect stalled ranks."""
+
+MARKER = "horovod/hvd_estimators_mends.py"
+"""File that marks a wheel as compiled with the patches of ``hvd-estimators build-horovod``."""
 
 BUILD_FILE = "horovod/hvd_estimators_build.py"
 """File of a wheel with the record of what it was built for."""
@@ -95,7 +103,7 @@ def difference(
 
 def is_horovod_installed() -> bool:
     """Return whether this Python can import a Horovod, of any build."""
-    return bool(_horovod_folders())
+    return bool(horovod_folders())
 
 
 def installed_record() -> dict[str, Any]:
@@ -103,7 +111,7 @@ def installed_record() -> dict[str, Any]:
 
     Wheels that were built without a record have the versions that Horovod's own build writes.
     """
-    for folder in _horovod_folders():
+    for folder in horovod_folders():
         record = folder / Path(BUILD_FILE).name
         if record.is_file():
             return read_record(record.read_text())
@@ -146,7 +154,7 @@ def describe_build(record: Mapping[str, Any]) -> str:
 
 def installed_patches() -> int:
     """Return the patch revision of the installed Horovod; 0 without patches or without Horovod."""
-    for folder in _horovod_folders():
+    for folder in horovod_folders():
         marker = folder / Path(MARKER).name
         if marker.is_file():
             return patches_of(marker.read_text())
@@ -160,21 +168,30 @@ def patches_of(marker: str) -> int:
 
 
 def require_patches() -> None:
-    """Check that an installed Horovod was compiled with the patches.
-
-    Programs that do not use Horovod run without it, so a missing Horovod is no error.
+    """Check that an installed Horovod was compiled with the patches; see `patches_problem`.
 
     Raises
     ------
     DependencyError
         If it was not.
     """
-    if is_horovod_installed() and installed_patches() < REQUIRED_PATCHES:
-        raise DependencyError(
-            "The installed Horovod was built without the changes that ranks need to choose the "
-            "address on which they listen, and to authenticate with the rendezvous server. "
-            f"Build it again on every machine: {BUILD_HOROVOD}"
-        )
+    problem = patches_problem()
+    if problem:
+        raise DependencyError(problem)
+
+
+def patches_problem() -> str:
+    """Return why ranks cannot use an installed Horovod without the patches; empty if they can.
+
+    Programs that do not use Horovod run without it, so a missing Horovod is no problem.
+    """
+    if not is_horovod_installed() or installed_patches() >= REQUIRED_PATCHES:
+        return ""
+    return (
+        "The installed Horovod was built without the changes that ranks need to choose the "
+        "address on which they listen, and to authenticate with the rendezvous server. "
+        f"Build it again on every machine: {BUILD_HOROVOD}"
+    )
 
 
 def horovod_problem(framework: str) -> str | None:
@@ -227,7 +244,7 @@ def horovod_build() -> str:
 
     The result is empty without Horovod.
     """
-    folders = _horovod_folders()
+    folders = horovod_folders()
     if not folders:
         return ""
     # Ranks with different patches exchange different messages.
@@ -266,7 +283,8 @@ def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:
         )
 
 
-def _horovod_folders() -> list[Path]:
+def horovod_folders() -> list[Path]:
+    """Return the folders of the installed Horovod; empty without Horovod."""
     spec = find_spec("horovod")
     folders = map(Path, (spec.submodule_search_locations or ()) if spec else ())
     # Any folder of this name is a namespace package, such as a clone in the working directory.

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators._util.system import available_cores
-from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
-from hvd_estimators.launch.horovod_build import require_patches
+from hvd_estimators.launch.horovod_build import patches_problem, require_patches
 from hvd_estimators.launch.rank.environment import (
     DEFAULTS,
     Master,
@@ -24,6 +23,7 @@ from hvd_estimators.launch.rank.environment import (
     assign_ranks,
     child_environment,
     python_path,
+    reserved_port,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.output import Relay
@@ -33,7 +33,6 @@ from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
-from hvd_estimators.launch.rendezvous.reserved_port import ReservedPort
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
@@ -155,13 +154,13 @@ class LocalBackend(Backend):
             rank_logs = current_rank_logs()
             logs = [stack.enter_context(RankLog(rank_logs, slot.rank)) for slot in slots]
             stack.enter_context(watch)
-            port = stack.enter_context(ReservedPort())
+            port = stack.enter_context(reserved_port())
             launcher = RankLauncher(
                 call,
                 new_secret(),
                 functools.partial(self._environment, service, env or {}),
-                Master(LOOPBACK, port.number, uuid.uuid4().hex),
-                _horovod_problem(),
+                Master(LOOPBACK, port, uuid.uuid4().hex),
+                patches_problem(),
                 warm=warm,
             )
             given = {**os.environ, **self._env, **(env or {})}
@@ -203,12 +202,3 @@ def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]
             handler(RankOutput(rank, line, stream))
 
     return show
-
-
-def _horovod_problem() -> str:
-    """Return the reason why ranks cannot use Horovod; empty without a problem."""
-    try:
-        require_patches()
-    except DependencyError as error:
-        return str(error)
-    return ""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import (
-    HvdEstimatorsError,
     SlotsError,
     UnreachableError,
     WorkerFailedError,
@@ -70,7 +69,7 @@ class Launches:
                     if not self.failures:
                         raise
                     if time.monotonic() > deadline:
-                        raise self._too_few(error) from self.failures[-1]
+                        raise self._too_few(str(error)) from self.failures[-1]
                     time.sleep(_POLL_SECONDS)
                 num_proc = self._await_slots(num_proc, deadline)
                 logger.warning(
@@ -85,31 +84,27 @@ class Launches:
         is_alike = last is not None and error.error_type and error.error_type == last.error_type
         self.fruitless = self.fruitless + 1 if commits <= (1 if is_alike else 0) else 0
         if self.limit is not None and len(self.failures) >= self.limit:
-            raise self._last(error, f"reset_limit={self.limit} allows no more") from error
+            why = f", and reset_limit={self.limit} allows no more"
+            raise final_error(error, self.failures, why) from error
         if self.limit is None and self.fruitless >= _MOST_FRUITLESS:
-            why = f"the last {self.fruitless} launches have made no progress"
-            raise self._last(error, f"{why}; set reset_limit to try more often") from error
+            why = (
+                f", and the last {self.fruitless} launches have made no progress; set reset_limit "
+                "to try more often"
+            )
+            raise final_error(error, self.failures, why) from error
         self.failures.append(error)
-
-    def _last(self, error: WorkerFailedError, why: str) -> WorkerFailedError:
-        return final_error(error, self.failures, f", and {why}")
 
     def _await_slots(self, before: int, deadline: float) -> int:
         """Wait for enough slots and return the number of ranks to launch."""
         count = self.backend(self.least).task_slots
         slots = await_relaunch_slots(self.failures[-1], count, self.least, before, deadline)
         if slots < self.least:
-            raise self._too_few(None, slots) from self.failures[-1]
+            raise self._too_few(available(slots)) from self.failures[-1]
         return min(slots, self.most)
 
-    def _too_few(self, error: HvdEstimatorsError | None, slots: int | None = None) -> SlotsError:
-        reason = available(slots or 0) if error is None else str(error)
-        return SlotsError(
-            f"{summary(self.failures[-1])} A relaunch needs {self.least} task slots "
-            f"(min_num_proc), which were not free within {self.timeout:g} s (elastic_timeout, "
-            f"HOROVOD_ELASTIC_TIMEOUT): {reason}. The ranks had been launched again "
-            f"{len(self.failures) - 1} times."
-        )
+    def _too_few(self, reason: str) -> SlotsError:
+        limit = f"{self.timeout:g} s (elastic_timeout, HOROVOD_ELASTIC_TIMEOUT)"
+        return too_few_slots(self.failures, self.least, limit, reason)
 
 
 def await_relaunch_slots(
@@ -165,6 +160,29 @@ def available(slots: int) -> str:
     return (
         "the cluster has none. A Spark master that was restarted without recovery "
         "(spark.deploy.recoveryMode) does not know this application any more; then start another"
+    )
+
+
+def too_few_slots(
+    failures: Sequence[WorkerFailedError], least: int, limit: str, reason: str
+) -> SlotsError:
+    """Return the error of a relaunch that has too few task slots.
+
+    Parameters
+    ----------
+    failures : sequence of WorkerFailedError
+        Errors of the launches so far.
+    least : int
+        Minimum number of ranks.
+    limit : str
+        The time limit, and its setting.
+    reason : str
+        Clause about the task slots that there are.
+    """
+    return SlotsError(
+        f"{summary(failures[-1])} A relaunch needs {least} task slots (min_num_proc), which were "
+        f"not free within {limit}: {reason}. The ranks had been launched again "
+        f"{len(failures) - 1} times."
     )
 
 

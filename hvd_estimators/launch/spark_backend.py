@@ -33,11 +33,11 @@ from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.rank.rank_logs import current_rank_logs
 from hvd_estimators.launch.rendezvous.channel import new_secret
-from hvd_estimators.launch.service.events import Handler, receive_events
+from hvd_estimators.launch.service.events import Handler, RankStage, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import LaunchWatch, RunningTask
+from hvd_estimators.launch.service.stages import LaunchWatch
 from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
@@ -340,13 +340,9 @@ class SparkBackend(Backend):
     ) -> Job:
         """Return the settings that all jobs of this backend share, independent of the call."""
         return Job(
-            call=b"",
-            max_bytes=0,
-            secret=b"",
             one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
-            service="",
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,
@@ -366,7 +362,7 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         """Run a function in barrier tasks and return the rows that it yields."""
 
-        def running_tasks() -> list[RunningTask] | None:
+        def running_tasks() -> list[RankStage] | None:
             tasks = cluster.running_tasks(tag)
             return None if not tasks and waits_its_turn(cluster, tag, num_proc) else tasks
 

@@ -92,10 +92,8 @@ def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> No
     _reject_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
 
 
-def seconds_given(
-    seconds: float | None, variable: str, default: float = 600.0, name: str = "start_timeout"
-) -> float:
-    """Return a number of seconds from an argument, an environment variable or a default.
+def seconds_given(seconds: float | None, variable: str, name: str = "start_timeout") -> float:
+    """Return a number of seconds from an argument, an environment variable, or 600.
 
     Raises
     ------
@@ -108,7 +106,7 @@ def seconds_given(
         return float(seconds)
     text = os.environ.get(variable, "")
     try:
-        return float(text or default)
+        return float(text or 600)
     except ValueError:
         raise ParamError(f"{variable}: expected seconds, found {text!r}.") from None
 

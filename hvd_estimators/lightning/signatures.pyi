@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
 from typing_extensions import Self
 
-from hvd_estimators.fitting.parquet_files import Paths
+from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.lightning.params import LightningParams
 from hvd_estimators.loggers import Logger

@@ -15,7 +15,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from hvd_estimators.launch.gpus import gpu_index
-from hvd_estimators.launch.rendezvous.rank_client import PROXY_ADDRESS_VARIABLE, PROXY_PORT_VARIABLE
+from hvd_estimators.launch.rendezvous.client import PROXY_ADDRESS_VARIABLE, PROXY_PORT_VARIABLE
 from hvd_estimators.lightning.callbacks import agree_on_stopping
 from hvd_estimators.lightning.dry_run import takes_tuple
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader

@@ -17,7 +17,7 @@ from pyspark.ml.util import MLWriter
 from pyspark.sql import DataFrame
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, param
 from hvd_estimators.saving.save import FileReadable, FileWritable, dump_param, is_json

@@ -24,7 +24,7 @@ from pyspark.ml.util import Identifiable
 from pyspark.sql.types import DataType
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.inputs import MATRIX_NAME, InputColumns
 from hvd_estimators.exceptions import (
     HvdEstimatorsError,

@@ -16,7 +16,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 
 from hvd_estimators._util.install_hints import CONNECTORS
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators.exceptions import DependencyError, StoreError, StoreUnavailableError
+from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.registry import scheme_of
@@ -154,14 +154,10 @@ def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
     kind = kind_of(error)
     settings = connector.settings if connector else ""
     remedy = f"{REMEDIES.get(kind, '')} {settings}".strip()
-    return _error_class(kind)(
+    return kind.error_class(
         f"store: Spark cannot write to {url!r}{_named(kind)} ({message}). "
         f"{remedy or 'Set what its connector needs for it.'}"
     )
-
-
-def _error_class(kind: Kind) -> type[StoreError]:
-    return StoreUnavailableError if kind.is_transient else StoreError
 
 
 def _named(kind: Kind) -> str:
@@ -198,7 +194,7 @@ def storage_errors(store: Store, url: str) -> Iterator[None]:
             kind,
             "Check that there is enough space, and that credentials are valid until the end.",
         )
-        raise _error_class(kind)(
+        raise kind.error_class(
             f"store: Spark failed while it wrote training data to {url!r}{_named(kind)} "
             f"({message}). {remedy} If the rows come from other storage, check it, too.{settings}"
         ) from error

@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.spark_session import is_connect
-from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
@@ -121,11 +121,9 @@ def prepare_data(
         If the store cannot be written to.
     """
     # Arithmetic in a notebook may give NumPy scalars, which the JVM does not accept.
-    num_processes, partitions_per_process = (
-        to_python(num_processes),
-        to_python(partitions_per_process),
+    num_processes, partitions_per_process, validation, random_seed = to_python(
+        (num_processes, partitions_per_process, validation, random_seed)
     )
-    validation, random_seed = to_python(validation), to_python(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
     store = as_store(store)
     require_frame("df", df)
@@ -185,7 +183,7 @@ def prepare_data(
             logging.INFO if verbose else logging.DEBUG,
             "Prepared %d training and %d validation rows under %s (dataset %s)",
             manifest.train.rows,
-            manifest.validation.rows if manifest.validation else 0,
+            manifest.validation_rows,
             store.folder,
             index,
         )

@@ -120,7 +120,7 @@ def describe_dataset(store: Store, index: str) -> PreparedDataset:
     return PreparedDataset(
         index,
         manifest.train.rows,
-        manifest.validation.rows if manifest.validation else 0,
+        manifest.validation_rows,
         tuple(column.name for column in manifest.columns),
         num_bytes,
         store.modified(manifest_path(store, index)),
@@ -600,7 +600,7 @@ def get_dataset_properties(
     num_bytes = sum(int(found.fs.size(file)) for file in files)
     return (
         manifest.train.rows,
-        manifest.validation.rows if manifest.validation else 0,
+        manifest.validation_rows,
         column_metadata(manifest.columns),
         num_bytes / max(manifest.train.rows, 1),
     )

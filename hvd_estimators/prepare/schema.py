@@ -430,18 +430,13 @@ def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredCol
     raw = F.unwrap_udt(column)
     values = raw["values"].cast("array<float>")
     size = F.when(raw["type"] == DENSE, F.size(values)).otherwise(raw["size"])
-    pairs = F.when(
-        raw["type"] == DENSE,
-        F.transform(
-            values, lambda value, index: F.struct(index.alias("index"), value.alias("value"))
-        ),
-    ).otherwise(
-        F.zip_with(
-            raw["indices"],
-            values,
-            lambda index, value: F.struct(index.alias("index"), value.alias("value")),
-        )
-    )
+
+    def pair(index: Column, value: Column) -> Column:
+        return F.struct(index.alias("index"), value.alias("value"))
+
+    of_dense = F.transform(values, lambda value, index: pair(index, value))
+    of_sparse = F.zip_with(raw["indices"], values, pair)
+    pairs = F.when(raw["type"] == DENSE, of_dense).otherwise(of_sparse)
     # A sparse vector may also contain zeros.
     pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
     return StoredColumn(spec, (pairs["index"], pairs["value"]), size)

@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from hvd_estimators._util.documents import check_types, parse_object
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
-from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.registry import require_path
 
 _HOMES = {

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TypeVar
 
+from hvd_estimators._util.documents import check_types, parse_object, strict_number
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
-from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.files import CHUNK_BYTES, Files, is_missing
-from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
-from hvd_estimators.store.storage_errors import Kind, kind_of
+from hvd_estimators.store.storage_errors import Kind, kind_of, naming_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +264,7 @@ def write_manifest(store: Files, info: CheckpointInfo) -> None:
     document = {
         "format": _FORMAT,
         **{name: value for name, value in vars(info).items() if name != "path"},
-        # JSON has no NaN.
-        "metrics": {n: v if math.isfinite(v) else str(v) for n, v in info.metrics.items()},
+        "metrics": {name: strict_number(value) for name, value in info.metrics.items()},
     }
     store.write_text(manifest_of(info.path), json.dumps(document, indent=1))
 

@@ -17,10 +17,9 @@ import fsspec
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
-from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.redaction import secret_values
 from hvd_estimators.store.retries import TruncatedResponse, with_retries
-from hvd_estimators.store.storage_errors import text_of
+from hvd_estimators.store.storage_errors import naming_full_disk, text_of
 
 CHUNK_BYTES = 2**22
 """Bytes copied per read."""
@@ -225,10 +224,7 @@ class Files(ABC):
         size = self._size(path)
         expected = min(stop, size) - start
         if length < expected:
-            raise TruncatedResponse(
-                f"the response was cut: it has {length} of {expected} bytes at {start}, and the "
-                f"file has {size} bytes"
-            )
+            raise TruncatedResponse(length, expected, start, size)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes.

@@ -68,10 +68,6 @@ class RemoteFile(io.RawIOBase):
         """Return True."""
         return True
 
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position and return it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
@@ -89,7 +85,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 if self._file is None:
                     self._open()
-                content = bytes_of(self._file.read(-1 if size is None else size))
+                content = bytes(self._file.read(-1 if size is None else size))
                 self._check_length(len(content), size)
                 return content
             except Exception:
@@ -133,20 +129,12 @@ class RemoteFile(io.RawIOBase):
         left = self.size - self._position
         reads_all = size is None or size < 0
         if left > 0 and size != 0 and (length < left if reads_all else not length):
-            raise TruncatedResponse(
-                f"the response was cut: it has {length} of {left} bytes at {self._position}, and "
-                f"the file has {self.size} bytes"
-            )
+            raise TruncatedResponse(length, left, self._position, self.size)
 
     def _discard(self) -> None:
         file, self._file = self._file, None
         with contextlib.suppress(Exception):
             file.close()
-
-
-def bytes_of(content: Any) -> bytes:
-    """Convert content to bytes, without a copy if it already is bytes."""
-    return content if isinstance(content, bytes) else bytes(content)
 
 
 _PACKAGES = {
@@ -245,7 +233,8 @@ class FilesystemStore(Store):
         scheme, rest = path.split("://", 1)
         if scheme in _AZURE:
             return self._azure_url(rest)
-        return f"s3a://{rest}" if scheme == "s3" and self._given_scheme == "s3a" else path
+        is_s3a = scheme == "s3" and scheme_of(self._first_path or "") == "s3a"
+        return f"s3a://{rest}" if is_s3a else path
 
     def spark_urls(self, path: str) -> Sequence[str]:
         """Return the result of `spark_url`, and for S3 also its other scheme.
@@ -368,10 +357,6 @@ class FilesystemStore(Store):
             )
         return f"abfss://{container}@{host}/{path}"
 
-    @property
-    def _given_scheme(self) -> str:
-        return scheme_of(self._first_path or "")
-
     def _azure_host(self) -> str | None:
         match = _ACCOUNT.match(self._first_path or "")
         if match:
@@ -402,7 +387,7 @@ class FilesystemStore(Store):
 def _not_installed(path: str, error: Exception) -> DependencyError:
     package = _PACKAGES.get(scheme_of(path), "")
     remedy = INSTALL.get(package, "Install that package")
-    run = f"Run: {remedy}" if package in INSTALL else f"{remedy}"
+    run = f"Run: {remedy}" if package in INSTALL else remedy
     return DependencyError(
         f"The store cannot open {path!r}: {error}. {run}, on the driver and on all executors."
     )

@@ -55,9 +55,9 @@ from typing import Any
 
 from typing_extensions import Self
 
+from hvd_estimators._util.documents import parse_object
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.documents import parse_object
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.paths import RunPaths
 from hvd_estimators.store.retries import at_exit
@@ -404,46 +404,6 @@ def holder(store: Files, run_path: str) -> LeaseRecord | None:
     return None if is_abandoned(store, path, record) else record
 
 
-def require_free(store: Files, run: RunPaths) -> None:
-    """Check that a run's lease is free.
-
-    Raises
-    ------
-    ParamError
-        If the lease is held. The message names the owner and the start time.
-    """
-    record = holder(store, run.run_path)
-    if record is not None:
-        raise _held_error(run, record)
-
-
-def await_free(store: Files, run: RunPaths) -> None:
-    """Check that a run's lease is free; wait if its owner may be dead.
-
-    An owner that was killed on another machine counts as dead `STALE_SECONDS` after its last
-    heartbeat. A live owner reveals itself by its next heartbeat, within half a minute.
-
-    Raises
-    ------
-    ParamError
-        If a live owner holds the lease.
-    """
-    first = record = holder(store, run.run_path)
-    deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
-    while record is not None and first is not None:
-        has_beaten = (record.token, record.beaten) != (first.token, first.beaten)
-        if has_beaten or is_here(record.owner) or time.monotonic() > deadline:
-            raise _held_error(run, record)
-        if record is first:
-            logger.warning(
-                "run_id: %r was being trained by %s. Waiting for a heartbeat of that process: "
-                "without one, the run is free after %g minutes.",
-                *(run.run_id, record.owner, STALE_SECONDS / 60),
-            )
-        time.sleep(_POLL_SECONDS)
-        record = holder(store, run.run_path)
-
-
 class Lease(Heartbeat):
     """Context manager that holds a run's lease.
 
@@ -454,7 +414,7 @@ class Lease(Heartbeat):
     run : RunPaths
         The run.
     patient : bool
-        Whether to wait if the current owner may be dead, see `await_free`.
+        Whether to wait if the current owner may be dead, see `require_free`.
     """
 
     def __init__(self, store: Files, run: RunPaths, *, patient: bool = False) -> None:
@@ -484,8 +444,31 @@ class Lease(Heartbeat):
             raise
 
     def require_free(self) -> None:
-        """Check that the lease is free, see the functions `require_free` and `await_free`."""
-        (await_free if self._is_patient else require_free)(self._store, self._run)
+        """Check that the lease is free; a patient lease waits if the owner may be dead.
+
+        An owner that was killed on another machine counts as dead `STALE_SECONDS` after its last
+        heartbeat. A live owner reveals itself by its next heartbeat, within half a minute.
+
+        Raises
+        ------
+        ParamError
+            If the lease is held. The message names the owner and the start time.
+        """
+        first = record = holder(self._store, self._run.run_path)
+        deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
+        while record is not None and first is not None:
+            has_beaten = (record.token, record.beaten) != (first.token, first.beaten)
+            is_certain = has_beaten or is_here(record.owner) or time.monotonic() > deadline
+            if is_certain or not self._is_patient:
+                raise _held_error(self._run, record)
+            if record is first:
+                logger.warning(
+                    "run_id: %r was being trained by %s. Waiting for a heartbeat of that process: "
+                    "without one, the run is free after %g minutes.",
+                    *(self._run.run_id, record.owner, STALE_SECONDS / 60),
+                )
+            time.sleep(_POLL_SECONDS)
+            record = holder(self._store, self._run.run_path)
 
     def note_launch(self, number: int) -> None:
         """Record the launch number, so that ranks of earlier launches stop writing to the run.

@@ -46,10 +46,6 @@ class LocalStore(Store):
             )
         return str(Path(path).expanduser().absolute())
 
-    def full_path(self, listed: str) -> str:
-        """Return the path unchanged."""
-        return listed
-
     def local_path(self, path: str) -> str:
         """Return the path unchanged."""
         return path
@@ -140,6 +136,10 @@ class _MountedStore(LocalStore):
     # FUSE mounts do not guarantee the semantics of links and exclusive creation.
     creates_exclusively = False
 
+    def spark_url(self, path: str) -> str:
+        """Return the first of `spark_urls`."""
+        return self.spark_urls(path)[0]
+
     def write_new(self, path: str, text: str) -> bool:
         """Write a file unless it exists; see `Store.write_new`."""
         return Store.write_new(self, path, text)
@@ -211,10 +211,6 @@ class DBFSLocalStore(_MountedStore):
         """Return ``dbfs:/path``, and a ``file:`` URL for Sparks that do not know ``dbfs:``."""
         return (f"dbfs:{path.removeprefix(self._mount) or '/'}", f"file://{path}")
 
-    def spark_url(self, path: str) -> str:
-        """Return ``dbfs:/path``."""
-        return self.spark_urls(path)[0]
-
 
 class VolumesStore(_MountedStore):
     """Store in a Unity Catalog volume, as ``/Volumes/catalog/schema/volume/path``."""
@@ -222,7 +218,3 @@ class VolumesStore(_MountedStore):
     def spark_urls(self, path: str) -> Sequence[str]:
         """Return ``dbfs:/Volumes/…``, and a ``file:`` URL for Sparks that do not know ``dbfs:``."""
         return (f"dbfs:{path}", f"file://{path}")
-
-    def spark_url(self, path: str) -> str:
-        """Return ``dbfs:/Volumes/…``."""
-        return self.spark_urls(path)[0]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, TypeVar
 
-from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnavailableError
+from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, text_of
 
@@ -38,6 +38,12 @@ _MOST_CHARACTERS = 400
 
 class TruncatedResponse(ConnectionError):
     """Response with fewer bytes than the storage has. A retry may return all of them."""
+
+    def __init__(self, length: int, expected: int, start: int, size: int) -> None:
+        super().__init__(
+            f"the response was cut: it has {length} of {expected} bytes at {start}, and the file "
+            f"has {size} bytes"
+        )
 
 
 def with_retries(action: Callable[[], T], description: str, secrets: Collection[str] = ()) -> T:
@@ -95,7 +101,7 @@ def with_retries(action: Callable[[], T], description: str, secrets: Collection[
 
 
 @contextlib.contextmanager
-def typed_errors(description: str, secrets: Collection[str] = ()) -> Iterator[None]:
+def typed_errors(description: str) -> Iterator[None]:
     """Convert permission and disk-space errors of a block to `StoreError`.
 
     For blocks that cannot be retried because other code writes in them.
@@ -113,7 +119,7 @@ def typed_errors(description: str, secrets: Collection[str] = ()) -> Iterator[No
         kind = kind_of(error)
         if kind not in (Kind.PERMISSION, Kind.SPACE):
             raise
-        _raise_typed(error, kind, description, secrets)
+        _raise_typed(error, kind, description, secrets=())
 
 
 def at_exit(function: Callable[[], None]) -> None:
@@ -153,8 +159,7 @@ def _raise_typed(
             raise FileNotFoundError(shown) from None
         raise StoreError(f"The store failed at {description}: {shown}.") from None
     tries = "" if tried_for is None else f", tried again for {tried_for:.0f} seconds"
-    error_class = StoreUnavailableError if kind.is_transient else StoreError
-    typed = error_class(
+    typed = kind.error_class(
         f"The store failed at {description}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
     )
     # A traceback also prints the text of the cause.

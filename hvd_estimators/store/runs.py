@@ -9,21 +9,18 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hvd_estimators._util.documents import check_types, parse_object, strict_number
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.documents import check_types, parse_object
 from hvd_estimators.store.leases import Lease, holder
+from hvd_estimators.store.paths import StorePaths
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-from hvd_estimators.store.paths import StorePaths
 
 COLUMNS = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
 """Columns of a history and their dtypes in pandas."""
@@ -134,7 +131,7 @@ def _epoch(value: Any) -> int:
 
 def history_text(rows: Iterable[Row]) -> str:
     """Return the content of ``history.json``: one row per line, infinity and NaN as strings."""
-    lines = (json.dumps([*row[:3], _strict(row[3])]) for row in rows)
+    lines = (json.dumps([*row[:3], strict_number(row[3])]) for row in rows)
     return f'{{"columns": {json.dumps(list(COLUMNS))}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -280,8 +277,3 @@ def _moment(text: str | None) -> datetime.datetime | None:
         return None
     moment = datetime.datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)
-
-
-def _strict(value: float) -> float | str:
-    """Return a number, or its string if standard JSON cannot represent it."""
-    return value if math.isfinite(value) else str(value)

@@ -2,22 +2,31 @@
 
 fsspec's filesystems pass on the errors of their clients, which come in different forms: Python
 errors, HTTP statuses and named error codes. Client errors are recognized by their class names, so
-that no client must be installed. Errors of Spark's clients are Java exceptions. Runs on the driver
-and on ranks.
+that no client must be installed. Errors of Spark's clients are Java exceptions.
+
+Readers, frameworks and user code write temporary files. If the disk is full, each raises another
+error, which seldom names the folder. `naming_full_disk` names it.
+
+Runs on the driver and on ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import http.client
+import math
+import os
 import re
+import shutil
 import socket
 import ssl
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnavailableError
 
 
 class Kind(enum.Enum):
@@ -38,6 +47,11 @@ class Kind(enum.Enum):
     def is_transient(self) -> bool:
         """True if a retry may succeed."""
         return self in (Kind.TRANSIENT, Kind.STARTING, Kind.NO_DATA_NODE)
+
+    @property
+    def error_class(self) -> type[StoreError]:
+        """Class of the typed error."""
+        return StoreUnavailableError if self.is_transient else StoreError
 
 
 REMEDIES = {
@@ -171,6 +185,19 @@ _HADOOP = (
         r"Connection (refused|reset|closed)|[Tt]imed out",
     ),
 )
+
+_FULL = re.compile("|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)))
+
+_FAILED_WRITE = re.compile(
+    r"PytorchStreamWriter failed|iostream error|unexpected pos \d+ vs"  # torch
+    r"|\d+ requested and \d+ written"  # NumPy's tofile
+)
+"""Messages of failed writes that do not include the reason."""
+
+_FULL_BYTES = 2**26
+"""Free space below which a failed write without a reason counts as one for want of space."""
+
+_MOST_ERROR_CHARACTERS = 500
 
 _TRACE = re.compile(r"(?:\n|\\n)(?:\s|\\t)*(?:at |Caused by: )")
 """The start of a Java stack trace, in a text or in a Rust string."""
@@ -310,3 +337,73 @@ def kind_of_text(text: str) -> Kind:
     # Frames of a stack trace have names such as those of the patterns.
     text = _TRACE.split(text, maxsplit=1)[0]
     return next((kind for kind, pattern in _HADOOP if re.search(pattern, text)), Kind.OTHER)
+
+
+@contextlib.contextmanager
+def naming_full_disk() -> Iterator[None]:
+    """Convert errors of the block that a full disk causes to a `StoreError`.
+
+    Its message names the folder, the free space and the remedy. A `StoreError` is not changed.
+
+    Raises
+    ------
+    StoreError
+        If a disk is full, or a quota is used up.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        raise StoreError(_full_disk_message(error)) from error
+
+
+def _is_full(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if kind_of(error) is Kind.SPACE or _FULL.search(str(error)):
+            return True
+        if _FAILED_WRITE.search(str(error)) and _free_bytes(_temporary_folder()) < _FULL_BYTES:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _full_disk_message(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
+    temporary = _temporary_folder()
+    free = _free_bytes(temporary) / 1e6
+    file = getattr(error, "filename", None)
+    folder = os.path.dirname(file) if isinstance(file, str) else temporary
+    found = f"No space is left on a disk, or a quota is used up ({text})."
+    if not _same_disk(folder, temporary):
+        return f"{found} Free space in {folder!r}, or write the file elsewhere."
+    return (
+        f"{found} Temporary files are in {temporary!r}, whose disk has {free:,.1f} MB left. "
+        "Free space there, or set the environment variable TMPDIR to a folder with more space (on "
+        "Spark: spark.executorEnv.TMPDIR)."
+    )
+
+
+def _temporary_folder() -> str:
+    # Python itself passes over a TMPDIR that is full when it first needs the folder.
+    return tempfile.tempdir or os.environ.get("TMPDIR") or tempfile.gettempdir()
+
+
+def _same_disk(folder: str, other: str) -> bool:
+    while folder and not os.path.exists(folder):  # the writer may have deleted its folder
+        folder = os.path.dirname(folder)
+    try:
+        return os.stat(folder or ".").st_dev == os.stat(other).st_dev
+    except OSError:
+        return True
+
+
+def _free_bytes(folder: str) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return math.nan

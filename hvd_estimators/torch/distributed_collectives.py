@@ -25,8 +25,7 @@ import torch.distributed.distributed_c10d
 from hvd_estimators.exceptions import CollectiveError, ParamError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.hang_detection import hold_up_limits, not_taking_part
-from hvd_estimators.launch.rendezvous.rank_client import JOINED, RankClient
-from hvd_estimators.launch.versions import ADDRESS_VARIABLE
+from hvd_estimators.launch.rendezvous.client import ADDRESS_VARIABLE, JOINED, RankClient
 from hvd_estimators.torch.collectives import CARRIED_AS, Collectives
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
 from hvd_estimators.training.horovod_session import check_ranks, set_start_method

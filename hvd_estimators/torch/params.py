@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.fitting.building import build, is_function
+from hvd_estimators.fitting.hooks import build, is_function
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.params.class_weight import ClassWeightParams

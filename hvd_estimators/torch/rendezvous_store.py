@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from hvd_estimators.launch.rendezvous.rank_client import RankClient
+from hvd_estimators.launch.rendezvous.client import RankClient
 
 _OK = 200
 

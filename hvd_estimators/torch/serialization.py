@@ -30,8 +30,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from hvd_estimators._util import unpickle_imports
+from hvd_estimators._util.documents import to_python
 from hvd_estimators._util.temp_files import LazyFile, LocalFile
-from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError, StoreError
 
 logger = logging.getLogger(__name__)

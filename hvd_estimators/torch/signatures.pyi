@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
 from typing_extensions import Self
 
-from hvd_estimators.fitting.parquet_files import Paths
+from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.loggers import Logger
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.store import Store

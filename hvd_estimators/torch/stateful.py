@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.torch.serialization import load_state, save_state
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from hvd_estimators.launch.rank.directory import use_own_temporary_folder
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.files import CHUNK_BYTES, HashingWriter, copy_from, fetch
-from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.leases import FencingToken
+from hvd_estimators.store.storage_errors import naming_full_disk
 from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 

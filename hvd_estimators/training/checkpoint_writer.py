@@ -28,8 +28,8 @@ from hvd_estimators.store.checkpoints import (
     write_manifest,
 )
 from hvd_estimators.store.files import CHUNK_BYTES
-from hvd_estimators.store.full_disk import naming_full_disk
 from hvd_estimators.store.paths import Position, manifest_of, orphans, with_manifest
+from hvd_estimators.store.storage_errors import naming_full_disk
 from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
 from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.run_state import (

@@ -22,7 +22,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
-from hvd_estimators.store.full_disk import naming_full_disk
+from hvd_estimators.store.storage_errors import naming_full_disk
 from hvd_estimators.training.spec import EpochMetrics
 
 _REGISTERED = 2

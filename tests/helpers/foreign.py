@@ -29,10 +29,11 @@ def load(folder, *names):
     whole = read(manifest.train, manifest.columns)
     # The trial rows for the model are the first training rows.
     store = LocalStore(str(folder.parent))
+    specs = {spec.name: spec for spec in manifest.columns}
     for name, array in first_rows(store, manifest, 2).items():
         np.testing.assert_array_equal(array, whole[name][: len(array)])
-        assert array.dtype == whole[name].dtype == manifest.column(name).dtype
-        assert array.shape[1:] == whole[name].shape[1:] == manifest.column(name).shape
+        assert array.dtype == whole[name].dtype == specs[name].dtype
+        assert array.shape[1:] == whole[name].shape[1:] == specs[name].shape
     return whole
 
 

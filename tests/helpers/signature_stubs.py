@@ -38,7 +38,7 @@ IMPORTS = {
     "NDArray": "from numpy.typing import NDArray",
     "ParamMap": "from pyspark.ml._typing import ParamMap",
     "PathLike": "from os import PathLike",
-    "Paths": "from hvd_estimators.fitting.parquet_files import Paths",
+    "Paths": "from hvd_estimators.fitting.stores import Paths",
     "ResourceProfile": "from pyspark.resource import ResourceProfile",
     "Self": "from typing_extensions import Self",
     "Sequence": "from collections.abc import Sequence",

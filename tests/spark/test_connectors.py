@@ -22,7 +22,7 @@ from hvd_estimators.data import footers
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.launch import SparkBackend
-from hvd_estimators.launch.cluster.spread import spread_over_tasks
+from hvd_estimators.launch.cluster.jobs import spread_over_tasks
 from hvd_estimators.launch.task.run import hosts_without
 from hvd_estimators.prepare.connectors import check_connector, spark_url
 from hvd_estimators.prepare.dataframe import prepare_data

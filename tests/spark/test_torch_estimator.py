@@ -17,8 +17,8 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import Store, clear_training_cache, list_prepared_data, prepare_data
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.fitting.default_store import STORE_SETTING, default_store
 from hvd_estimators.fitting.progress import StageRow
+from hvd_estimators.fitting.stores import STORE_SETTING, default_store
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.prepare.datasets import load_manifest
 from hvd_estimators.torch import TorchEstimator, TorchModel

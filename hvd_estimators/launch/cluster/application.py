@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,10 @@ from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
-from hvd_estimators.launch.service.stages import RunningTask
+from hvd_estimators.launch.service.events import RankStage
+from hvd_estimators.launch.service.stages import started_task
+from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import broadcast
-from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -120,25 +120,6 @@ _accepting = 0
 
 
 _lock = threading.Lock()
-
-
-@dataclass(frozen=True, order=True)
-class FailedTask:
-    """Failed task.
-
-    Attributes
-    ----------
-    ended_at : int
-        Time of the failure, in milliseconds since the epoch.
-    host : str
-        The machine that ran the task.
-    executor : str
-        Spark's name of the executor.
-    """
-
-    ended_at: int
-    host: str
-    executor: str
 
 
 class Cluster:
@@ -374,18 +355,22 @@ class Cluster:
                 active += stage.numCompleteTasks() if with_completed else 0
         return active
 
-    def failed_tasks(self, tag: str) -> list[FailedTask] | None:
-        """Return the failed tasks of the jobs with a tag, or None if unknown."""
+    def failed_tasks(self, tag: str) -> list[tuple[int, str, str]] | None:
+        """Return the failed tasks of the jobs with a tag, or None if unknown.
+
+        Each has the time of its failure, in milliseconds since the epoch, and the names of its host
+        and its executor.
+        """
         failed = []
         for task in self._tasks(tag, "FAILED"):
             took = task.duration()
             ended_at = task.launchTime().getTime() + (took.get() if took.isDefined() else 0)
-            failed.append(FailedTask(ended_at, task.host(), task.executorId()))
+            failed.append((ended_at, task.host(), task.executorId()))
         return failed
 
-    def running_tasks(self, tag: str) -> list[RunningTask]:
+    def running_tasks(self, tag: str) -> list[RankStage]:
         """Return the tasks that run in the jobs with a tag."""
-        return [RunningTask(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]
+        return [started_task(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]
 
     def _tasks(self, tag: str, status: str) -> Iterator[Any]:
         """Yield Spark's data about the tasks with a status in the jobs with a tag."""

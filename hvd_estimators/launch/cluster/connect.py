@@ -28,9 +28,11 @@ from hvd_estimators.launch.cluster.application import (
     expected_executors,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
-from hvd_estimators.launch.service.stages import RunningTask
+from hvd_estimators.launch.service.events import RankStage
+from hvd_estimators.launch.service.stages import started_task
+from hvd_estimators.launch.task.addresses import route_address
+from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile
-from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -123,15 +125,7 @@ class ConnectCluster(Cluster):
         """Return the address at which executors can probably reach this process."""
         if self.is_local:
             return "127.0.0.1"
-        with contextlib.suppress(OSError):
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                self._server(), 1, type=socket.SOCK_DGRAM
-            )[0]
-            with socket.socket(family, kind, protocol) as probe:
-                # Sends nothing, but sets the local address of the route to the server.
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        return socket.gethostname()
+        return route_address(self._server()) or socket.gethostname()
 
     @property
     def knows_slots(self) -> bool:  # type: ignore[override]
@@ -253,10 +247,10 @@ class ConnectCluster(Cluster):
     def failed_tasks(self, tag: str) -> None:
         """Return None: the machines of failed tasks are unknown, and stay so."""
 
-    def running_tasks(self, tag: str) -> list[RunningTask]:
+    def running_tasks(self, tag: str) -> list[RankStage]:
         """Return the tasks that have started in the job with a tag, on unknown machines."""
         # A barrier job starts all of its tasks at once.
-        return [RunningTask(task, "") for task in range(self.started_tasks(tag))]
+        return [started_task(task, "") for task in range(self.started_tasks(tag))]
 
     def _server(self) -> str:
         return str(self._session.client.host)

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvd_estimators._util.spark_session import using_session
-from hvd_estimators.exceptions import SlotsError
+import cloudpickle
+import pyarrow as pa
+
+from hvd_estimators._util.spark_session import current_session, using_session
+from hvd_estimators._util.unpickle_imports import loads
+from hvd_estimators.exceptions import HvdEstimatorsError, SlotsError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
@@ -27,6 +33,9 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.launch.task.job import Job
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 _TAG = "hvd_estimators"
 
@@ -295,3 +304,79 @@ def _end_imports(request: BackgroundJob, seconds: float) -> None:
             last_with_slots = now
         if now > late or now - last_with_slots > timeouts.IMPORT_JOB_SLOTS:
             request.cancel()
+
+
+def spread_over_tasks(
+    function: Callable[[Sequence[A]], list[B]],
+    parts: Sequence[Sequence[A]],
+    *,
+    description: str,
+) -> list[list[B]]:
+    """Call a function with each part in Spark's tasks, and return the results in their order.
+
+    Parameters
+    ----------
+    function : callable
+        Serializable by cloudpickle, as are its results. Runs in the tasks, whose Python has this
+        package.
+    parts : sequence of sequence
+        The parts, which pickle serializes.
+    description : str
+        Shown by Spark.
+
+    Raises
+    ------
+    HvdEstimatorsError
+        The typed error of the first part that has one, or an error of `spark_job`.
+    """
+    rows = [(zlib.compress(pickle.dumps(part), 1),) for part in parts]
+    sent = cloudpickle.dumps(function)
+
+    def call(batches: Iterator[pa.RecordBatch]) -> Iterator[list[B]]:
+        called = pickle.loads(sent)
+        for batch in batches:
+            for part in batch.column(0).to_pylist():
+                yield called(pickle.loads(zlib.decompress(part)))
+
+    with spark_job(current_cluster(), description):
+        return collect_results(current_session().createDataFrame(rows, "part binary"), call)
+
+
+def collect_results(
+    frame: DataFrame, function: Callable[[Iterator[pa.RecordBatch]], Iterator[Any]]
+) -> list[Any]:
+    """Call a function with the batches of each partition, and return all results in their order.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        The rows.
+    function : callable
+        Yields results that cloudpickle serializes. Runs in the tasks.
+
+    Raises
+    ------
+    HvdEstimatorsError
+        The first typed error of a task.
+    """
+
+    def results(batches: Iterator[pa.RecordBatch]) -> Iterator[Any]:
+        try:
+            yield from function(batches)
+        except HvdEstimatorsError as error:
+            # A raised error would be repeated, and Spark's error shows only its text.
+            yield error
+            for _ in batches:  # Spark's worker must read its input to the end
+                pass
+
+    def call(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for result in results(iter(batches)):
+            packed = zlib.compress(cloudpickle.dumps(result), 1)
+            yield pa.RecordBatch.from_pydict({"result": pa.array([packed], pa.binary())})
+
+    rows = frame.mapInArrow(call, "result binary").collect()
+    collected = [loads(zlib.decompress(row["result"])) for row in rows]
+    for result in collected:
+        if isinstance(result, HvdEstimatorsError):
+            raise result
+    return collected

@@ -15,7 +15,7 @@ from hvd_estimators.exceptions import ParamError, SlotsError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark import RDD, SparkContext
+    from pyspark import SparkContext
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
@@ -73,7 +73,17 @@ class TaskResources:
 
     def built(self) -> ResourceProfile | None:
         """Return the profile, or None for the default one."""
-        return None if self.is_default else _built(self)
+        if self.is_default or self.resource_profile is not None:
+            profile: ResourceProfile | None = self.resource_profile
+            return profile
+        from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+        requests = TaskResourceRequests()
+        if self.cpus_per_task is not None:
+            requests = requests.cpus(self.cpus_per_task)
+        if self.gpus_per_task is not None:
+            requests = requests.resource("gpu", self.gpus_per_task)
+        return ResourceProfileBuilder().require(requests).build
 
     def on(self, context: SparkContext) -> ResourceProfile | None:
         """Return the profile as registered with an application, or None for the default one.
@@ -123,7 +133,8 @@ def _registered(
     if key not in _registered_profiles:
         # An RDD registers its profile with the application, and then returns it with its id.
         try:
-            rdd: RDD[Any] = context.parallelize([], 1).withResources(_built(resources))
+            rdd: Any = context.parallelize([], 1)
+            rdd = rdd.withResources(resources.built())
         except Exception as error:
             java = getattr(error, "java_exception", None)
             if java is None:
@@ -148,20 +159,6 @@ def _remedy(message: str) -> str:
         "Ask for less, or start Spark with more for each executor (spark.executor.cores, "
         "spark.executor.resource.gpu.amount)."
     )
-
-
-def _built(resources: TaskResources) -> ResourceProfile:
-    if resources.resource_profile is not None:
-        profile: ResourceProfile = resources.resource_profile
-        return profile
-    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
-
-    requests = TaskResourceRequests()
-    if resources.cpus_per_task is not None:
-        requests = requests.cpus(resources.cpus_per_task)
-    if resources.gpus_per_task is not None:
-        requests = requests.resource("gpu", resources.gpus_per_task)
-    return ResourceProfileBuilder().require(requests).build
 
 
 Task = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]

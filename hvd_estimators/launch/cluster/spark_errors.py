@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
@@ -31,52 +29,44 @@ if TYPE_CHECKING:
 _MESSAGE_CHARS = 4000
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Kind of failure: the pattern of Spark's message, and the error and message to raise."""
-
-    pattern: str
-    error: Callable[[str], HvdEstimatorsError]
-    summary: str
-
-
-_KINDS = [
-    _Kind(
+# Pattern of Spark's message, and the error and the message to raise.
+_KINDS: list[tuple[str, type[HvdEstimatorsError], str]] = [
+    (
         r"SparkContext (was|has been) shut ?down",
         JobCancelledError,
         "The Spark application has ended: the program stopped its session, or the cluster manager "
         "ended the application. Start it again; a fit with the same run_id resumes the run.",
     ),
-    _Kind(r"Job \S+ cancelled|OPERATION_CANCEL", JobCancelledError, "The Spark job was cancelled."),
-    _Kind(
+    (r"Job \S+ cancelled|OPERATION_CANCEL", JobCancelledError, "The Spark job was cancelled."),
+    (
         r"spark\.driver\.maxResultSize",
         ResultsError,
         f"The driver rejects the job's results, because they are too large. {LESS_RESULTS}",
     ),
-    _Kind(
+    (
         r"barrier stage that requires more slots",
         SlotsError,
         "The cluster has fewer task slots than ranks.",
     ),
-    _Kind(
+    (
         r"StoreError: No space is left on a disk",
         StoreError,
         "The disk of temporary files is full on a machine that should start a rank.",
     ),
-    _Kind(
+    (
         r"Cannot run program",
         DependencyError,
         "The executors cannot start Python. Set PYSPARK_PYTHON (or spark.pyspark.python) to a "
         "Python that exists on all machines. A relative path starts at an executor's working "
         "folder; Spark Connect's sessions have one below it (../environment/bin/python).",
     ),
-    _Kind(
+    (
         r"PYTHON_VERSION_MISMATCH|Python in worker has different version",
         DependencyError,
         f"The executors run another version of Python than the driver ({sys.version.split()[0]}). "
         "Set PYSPARK_PYTHON (or spark.pyspark.python) to one of the same version on all machines.",
     ),
-    _Kind(
+    (
         r"ModuleNotFoundError: No module named|Error from python worker:[^$]*No module named",
         DependencyError,
         "The executors' Python lacks a package. Install the driver's packages on all machines, or "
@@ -139,9 +129,9 @@ def typed_failure(
     ):
         return None
     message = _message(error)
-    for kind in _KINDS:
-        if re.search(kind.pattern, message):
-            return kind.error(f"{kind.summary} Spark says:\n{message}")
+    for pattern, error_class, summary in _KINDS:
+        if re.search(pattern, message):
+            return error_class(f"{summary} Spark says:\n{message}")
     cause = next((text for pattern, text in _LOST if re.search(pattern, message)), None)
     if cause is None and not all_failures:
         return None
@@ -179,7 +169,7 @@ def failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
             if failed is None:
                 return None, None
             if failed:
-                return min(failed).host, min(failed).executor
+                return min(failed)[1:]
             if time.monotonic() > deadline:
                 return None, None
             time.sleep(timeouts.TASK_STATUS_POLL)

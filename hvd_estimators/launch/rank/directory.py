@@ -44,7 +44,7 @@ def make_rank_folder() -> str:
         Path(folder, _OWNER_FILE).write_text(json.dumps(asdict(this_process())))
     except OSError:
         # Processes that start ranks otherwise do not need the store's modules.
-        from hvd_estimators.store.full_disk import naming_full_disk
+        from hvd_estimators.store.storage_errors import naming_full_disk
 
         with naming_full_disk():
             raise

@@ -1,14 +1,21 @@
-"""Environment variables of ranks: those copied from the driver and those added by the launch."""
+"""Environment variables of ranks: those copied from the driver and those added by the launch.
+
+With the ranks' places in their job, and the port that programs for ``torchrun`` need.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvd_estimators._util.system import PLATFORM
 from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
+from hvd_estimators.launch.rendezvous.channel import bound_socket
 from hvd_estimators.launch.timeouts import GLOO_TIMEOUT, GLOO_TIMEOUT_VARIABLE
 
 
@@ -58,6 +65,28 @@ class Master:
     address: str
     port: int
     run_id: str
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a free TCP port that the system gives to no other program until the block ends.
+
+    A socket stays bound to the port on all addresses, and does not listen. On Linux, a process may
+    listen on the port meanwhile if it sets ``SO_REUSEADDR``, as torch's ``TCPStore`` does. It may
+    also close the port and listen again.
+
+    Other systems do not allow this. There, the socket is closed at once, and the port is only
+    unlikely to be taken.
+    """
+    bound = None
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            bound = bound_socket("::", is_shared=True)
+    with bound or bound_socket("0.0.0.0", is_shared=True) as reserving:
+        port = int(reserving.getsockname()[1])
+        if PLATFORM != "linux":
+            reserving.close()
+        yield port
 
 
 def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:

@@ -160,6 +160,11 @@ class RankOutcome:
         """Return whether the rank has no result."""
         return self.result is None
 
+    @property
+    def headline(self) -> str:
+        """The exception as one line, or the description of another failure."""
+        return self.error.rstrip() if self.report is None else self.report.headline
+
 
 def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     """Return the ranks' results in the order of the ranks.
@@ -200,7 +205,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         )
     if first.error_type not in _CAUSES or first.error_type == "aborted":
         _raise_if_stalled(outcomes, first)
-    lines = [f"Rank {first.rank} on {first.host} failed: {_headline(first)}"]
+    lines = [f"Rank {first.rank} on {first.host} failed: {first.headline}"]
     lines += [f"{_ranks(ranks)} {how}." for how, ranks in _others(failed, first) if ranks]
     if first.report is not None:
         logger.info("The traceback of rank %d:\n%s", first.rank, first.report.full_traceback)
@@ -221,14 +226,10 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     )
 
 
-def _headline(outcome: RankOutcome) -> str:
-    return outcome.error.rstrip() if outcome.report is None else outcome.report.headline
-
-
 def _others(failed: Sequence[RankOutcome], first: RankOutcome) -> Iterator[tuple[str, list[int]]]:
     """Yield descriptions of the other failures with their ranks; equal errors are grouped."""
     others = [o for o in failed if o is not first and o.error_type != ABORTED]
-    alike = [o.rank for o in others if _headline(o) == _headline(first)]
+    alike = [o.rank for o in others if o.headline == first.headline]
     yield "failed in the same way", alike
     yield "failed after it", [o.rank for o in others if o.rank not in alike]
 

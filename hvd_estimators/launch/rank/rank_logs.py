@@ -122,9 +122,7 @@ class RankLog:
         lines = []
         if outcome.report is not None:
             lines = outcome.report.full_traceback.splitlines(keepends=True)
-        how = "has ended" if not outcome.failed else "failed: "
-        if outcome.failed:
-            how += outcome.error.rstrip() if outcome.report is None else outcome.report.headline
+        how = f"failed: {outcome.headline}" if outcome.failed else "has ended"
         self.add([*lines, f"[rank {outcome.rank} on {outcome.host} {how}]\n"])
 
     def text(self) -> str:

@@ -74,7 +74,7 @@ def _overwrite(file: Path, content: bytes) -> None:
 
 def _named(error: OSError, directory: str) -> Exception:
     """Return the error to report instead of one of writing the outcome."""
-    from hvd_estimators.store.full_disk import naming_full_disk
+    from hvd_estimators.store.storage_errors import naming_full_disk
 
     try:
         with naming_full_disk():
@@ -145,10 +145,10 @@ def call_with(
 
 
 def call_without_notifications(
-    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a function, which may be a program for ``horovod.elastic``."""
-    return call_with(NoNotifications(), fn, args, kwargs or {})
+    return call_with(NoNotifications(), fn, args, kwargs)
 
 
 def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

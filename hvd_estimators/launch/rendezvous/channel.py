@@ -286,7 +286,9 @@ _MAX_STRANGERS = 256
 logger = logging.getLogger(__name__)
 
 
-def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
+def bound_socket(
+    address: str, is_ipv6: bool | None = None, *, is_shared: bool = False
+) -> socket.socket:
     """Return a TCP socket that is bound to a free port of an address of this machine.
 
     Parameters
@@ -295,6 +297,9 @@ def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
         A numeric address; an empty string means all addresses.
     is_ipv6 : bool, optional
         Whether to use IPv6. Default: determined by the address.
+    is_shared : bool
+        Whether another process may listen on the port meanwhile. An IPv6 socket then also has the
+        port of IPv4.
 
     Raises
     ------
@@ -304,6 +309,10 @@ def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
     is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
     bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        if is_shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared and is_ipv6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind((address, 0))
     except OSError:
         bound.close()

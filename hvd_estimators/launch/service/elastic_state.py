@@ -19,7 +19,6 @@ import contextlib
 import io
 import logging
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -201,9 +200,11 @@ def commit(address: str, state: int, value: Any) -> None:
 
     def send(channel: Channel) -> None:
         _send(channel, {"kind": "commit", "state": state})
-        parts = _Parts(channel)
+        # The buffer passes large arrays without copying them.
+        parts = io.BufferedWriter(_Parts(channel), _PART_BYTES)
         StatePickler(parts, protocol=5).dump(value)
-        parts.end()
+        parts.flush()
+        _send(channel, {"kind": "end"})
         reply, _ = _receive(channel)
         if reply["kind"] != "stored":
             raise StoreError(
@@ -253,29 +254,19 @@ def _converse(address: str, conversation: Callable[[Channel], T]) -> T:
         ) from error
 
 
-class _Parts:
-    """Writable file whose bytes are sent in parts."""
+class _Parts(io.RawIOBase):
+    """Writable stream whose bytes are sent in parts."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._buffer = bytearray()
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
-        # pickle passes large arrays without copying them.
-        with pickle.PickleBuffer(data).raw() as view:
-            for start in range(0, len(view), _PART_BYTES):
-                self._buffer += view[start : start + _PART_BYTES]
-                if len(self._buffer) >= _PART_BYTES:
-                    self._send()
-            return len(view)
-
-    def end(self) -> None:
-        self._send()
-        _send(self._channel, {"kind": "end"})
-
-    def _send(self) -> None:
-        _send(self._channel, {"kind": "part"}, bytes(self._buffer))
-        self._buffer.clear()
+        part = bytes(memoryview(data)[:_PART_BYTES])
+        _send(self._channel, {"kind": "part"}, part)
+        return len(part)
 
 
 class _Stream(io.RawIOBase):

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.graceful_stop import AwaitedRanks
@@ -187,10 +187,7 @@ Handler = Callable[[Event], None]
 """Called on the driver with one event at a time, from another thread."""
 
 
-_KINDS: dict[str, Callable[..., Event]] = {
-    kind.kind: kind
-    for kind in (RankProgress, RankEpoch, RankOutput, RankMessage, RankStage, RankWaiting)
-}
+_KINDS: dict[str, Callable[..., Event]] = {kind.kind: kind for kind in get_args(Event)}
 
 
 def encoded(event: Event) -> dict[str, Any]:

@@ -119,22 +119,6 @@ class StageReporter:
 
 
 @dataclass(frozen=True)
-class RunningTask:
-    """Task of a launch that Spark has started.
-
-    Attributes
-    ----------
-    task : int
-        The task's number.
-    host : str
-        Name of the executor's machine; empty if unknown.
-    """
-
-    task: int
-    host: str
-
-
-@dataclass(frozen=True)
 class LaunchState:
     """State of a launch.
 
@@ -172,6 +156,11 @@ def observing_launches(observe: Callable[[LaunchState], None]) -> Iterator[None]
         _observer.reset(token)
 
 
+def started_task(task: int, host: str) -> RankStage:
+    """Return the stage of a task that Spark has started; the host is empty if unknown."""
+    return RankStage(-1, task, host, Stage.PYTHON_START)
+
+
 class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
@@ -189,7 +178,7 @@ class LaunchWatch:
     """
 
     def __init__(self, num_ranks: int, host: str = "") -> None:
-        self._running_tasks: Callable[[], Sequence[RunningTask] | None] | None = None
+        self._running_tasks: Callable[[], Sequence[RankStage] | None] | None = None
         self._host = host
         self._lock = threading.Lock()
         first = Stage.PROCESS_START if host else Stage.TASK_SLOT
@@ -206,11 +195,11 @@ class LaunchWatch:
         self._observer = _observer.get()
         self._observe()
 
-    def asking(self, running_tasks: Callable[[], Sequence[RunningTask] | None]) -> Self:
+    def asking(self, running_tasks: Callable[[], Sequence[RankStage] | None]) -> Self:
         """Find tasks whose Python has not reported with a function.
 
-        The function returns the tasks that Spark has started. It returns None while the launch
-        waits its turn, because other launches of this package hold the task slots.
+        The function returns the tasks that Spark has started, see `started_task`. It returns None
+        while the launch waits its turn, because other launches of this package hold the task slots.
         """
         self._running_tasks = running_tasks
         return self
@@ -286,7 +275,7 @@ class LaunchWatch:
             logger.debug("Spark does not answer which tasks run", exc_info=True)
             return
         for task in running or ():
-            self.record(RankStage(-1, task.task, task.host, Stage.PYTHON_START))
+            self.record(task)
         if running is None:
             now = time.monotonic()
             with self._lock:

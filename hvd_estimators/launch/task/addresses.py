@@ -56,6 +56,16 @@ def executor_identity() -> str:
     return f"{os.environ.get('CONTAINER_ID', '')} {namespace_id('pid')} {os.getppid()}"
 
 
+def route_address(host: str) -> str:
+    """Return this machine's address on the route to another host; empty if unknown."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return ""
+
+
 def candidate_addresses(
     preferred: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
 ) -> list[str]:
@@ -161,23 +171,6 @@ class HostCandidates:
         return [address for address, _ in self.endpoints]
 
 
-@dataclass(frozen=True)
-class HostAddresses:
-    """Hosts and addresses of a job's tasks, each list in task order.
-
-    Attributes
-    ----------
-    hosts : list of str
-        Names of the hosts, unique for each host.
-    addresses : list of str
-        Numeric address at which all others reach the task's host. All addresses are IPv4, or all
-        are IPv6. If there is only one host, this is the loopback address.
-    """
-
-    hosts: list[str]
-    addresses: list[str]
-
-
 class ProbeListener:
     """Listener that answers connections to this host's addresses until the block ends.
 
@@ -247,7 +240,7 @@ def agree(
     candidates: Sequence[HostCandidates],
     task: int,
     exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
-) -> HostAddresses:
+) -> tuple[list[str], list[str]]:
     """Agree with all other tasks on the addresses at which the tasks are reached.
 
     Parameters
@@ -258,6 +251,14 @@ def agree(
         The number of this task.
     exchange : callable
         All-gathers one message per task, in task order. Called only if there are several hosts.
+
+    Returns
+    -------
+    list of str
+        Name of each task's host, unique for each host.
+    list of str
+        Numeric address at which all others reach each task's host. All addresses are IPv4, or all
+        are IPv6. If there is only one host, this is the loopback address.
 
     Raises
     ------
@@ -271,7 +272,7 @@ def agree(
     hosts = {identity: candidates[first] for identity, first in first_tasks.items()}
     if len(hosts) == 1:
         count = len(candidates)
-        return HostAddresses([_url_safe(candidates[0].name)] * count, [LOOPBACK] * count)
+        return [_url_safe(candidates[0].name)] * count, [LOOPBACK] * count
     errors = [host.error for host in hosts.values() if host.error]
     if errors:
         raise UnreachableError(" ".join(errors))
@@ -286,10 +287,8 @@ def agree(
         identity: name if names.count(name) == 1 else _url_safe(f"{name}-{chosen[identity]}")
         for identity, name in zip(hosts, names, strict=True)
     }
-    return HostAddresses(
-        [labels[host.identity] for host in candidates],
-        [chosen[host.identity] for host in candidates],
-    )
+    identities = [host.identity for host in candidates]
+    return [labels[each] for each in identities], [chosen[each] for each in identities]
 
 
 def choose(

@@ -1,15 +1,22 @@
 """Exchange and check of facts about the tasks' machines.
 
 Each task receives the facts of all others before it starts its rank. So all tasks stop for the same
-reason, and they do not wait for tasks that cannot start. Runs in the tasks.
+reason, and they do not wait for tasks that cannot start.
+
+Versions of packages are also compared with the driver's. Ranks unpickle objects from the driver,
+and the driver reads files that ranks save. Different versions fail late, with messages that do not
+mention versions. Runs in the tasks, except for `installed_versions`, which the driver calls, too.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import hvd_estimators
 from hvd_estimators.exceptions import DependencyError, GpuError
 from hvd_estimators.launch.gpus import (
     VISIBLE_VARIABLE,
@@ -18,8 +25,12 @@ from hvd_estimators.launch.gpus import (
     gpu_place,
     rank_gpus,
 )
-from hvd_estimators.launch.horovod_build import check_builds, horovod_build, require_patches
-from hvd_estimators.launch.versions import differences, installed_versions
+from hvd_estimators.launch.horovod_build import (
+    check_builds,
+    horovod_build,
+    installed_version,
+    patches_problem,
+)
 
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
@@ -27,6 +38,11 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.rank.environment import SlotInfo
     from hvd_estimators.launch.task.addresses import HostCandidates
     from hvd_estimators.launch.task.job import Job
+
+_PACKAGES = (
+    *("cloudpickle", "horovod", "keras", "lightning", "pyarrow", "pytorch-lightning"),
+    *("tensorflow", "torch"),
+)
 
 
 def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[str, Any]:
@@ -43,12 +59,11 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
     """
     facts: dict[str, Any] = {}
     if job.executable is None:
-        try:
-            require_patches()
-        except DependencyError as error:
-            facts["horovod_problem"] = str(error)
+        problem = patches_problem()
+        if problem:
+            facts["horovod_problem"] = problem
         if job.versions:
-            facts["build"] = "" if "horovod_problem" in facts else horovod_build()
+            facts["build"] = "" if problem else horovod_build()
             other = differences(installed_versions(), job.versions)
             if other:
                 facts["problem"] = other
@@ -138,3 +153,36 @@ def _addresses(context: BarrierTaskContext) -> list[str]:
 def _environment(job: Job) -> dict[str, str | None]:
     """Return the executor's environment, updated with the ranks' variables."""
     return {**os.environ, **job.driver_env, **job.env}
+
+
+@functools.cache
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that must be equal on both sides.
+
+    Build suffixes (``+cpu``) are removed, because a driver may not have GPUs.
+    """
+    found = {package: installed_version(package) for package in _PACKAGES}
+    return {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "hvd_estimators": hvd_estimators.__version__,
+        **{name: version.partition("+")[0] for name, version in found.items() if version},
+    }
+
+
+def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
+    """Describe how a machine's versions differ from the driver's; empty if they match.
+
+    A package that only one side has is ignored. Not all jobs need it, and a missing package reports
+    itself.
+    """
+    different = [
+        f"{name} {version} where the driver has {driver[name]}"
+        for name, version in here.items()
+        if driver.get(name, version) != version
+    ]
+    if not different:
+        return ""
+    return (
+        f"has {', '.join(different)}. Install the same versions on all machines, or give executors "
+        "the driver's environment (spark.archives, or PYSPARK_PYTHON with a Python that all share)."
+    )

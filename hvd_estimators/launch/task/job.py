@@ -30,14 +30,14 @@ class Job:
 
     Attributes
     ----------
+    one_machine : bool
+        Whether all tasks are known to run on one machine.
     call : bytes, Broadcast or AddedFile
         Result of `pickle_call`.
     max_bytes : int
         Maximum size of an outcome.
     secret : bytes
         Secret with which tasks prove to each other that they belong to this job.
-    one_machine : bool
-        Whether all tasks are known to run on one machine.
     service : str
         Address of the driver's service; empty if the job runs no ranks.
     streams : tuple of str
@@ -54,16 +54,16 @@ class Job:
         Pickle of the `RankLogs` that tasks write, if any. Importing a store takes some time.
     """
 
-    call: bytes | Broadcast[bytes] | AddedFile = field(repr=False)
-    max_bytes: int
-    secret: bytes = field(repr=False)
     one_machine: bool
     driver_env: dict[str, str] = field(repr=False)
     env: dict[str, str | None] = field(repr=False)
-    service: str = field(repr=False)
     driver_path: tuple[str, ...]
     executable: str | None
     verbose: int
+    call: bytes | Broadcast[bytes] | AddedFile = field(default=b"", repr=False)
+    max_bytes: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    service: str = field(default="", repr=False)
     streams: tuple[str, ...] = ()
     separate_streams: bool = False
     modules: tuple[str, ...] | None = None

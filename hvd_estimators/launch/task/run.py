@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.environment import Master, SlotInfo, assign_ranks
+from hvd_estimators.launch.rank.environment import Master, SlotInfo, assign_ranks, reserved_port
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
 from hvd_estimators.launch.rank.rank_logs import RankLog
@@ -35,7 +35,6 @@ from hvd_estimators.launch.rendezvous.client import (
     RendezvousClient,
 )
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
-from hvd_estimators.launch.rendezvous.reserved_port import ReservedPort
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankOutput
 from hvd_estimators.launch.service.exchange import Exchange
@@ -242,9 +241,9 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
                 server = stack.enter_context(
                     RendezvousServer(job.secret, listening, num_clients=num_tasks)
                 )
-                port = stack.enter_context(ReservedPort())
+                port = stack.enter_context(reserved_port())
                 message["endpoints"] = server.endpoints
-                message["master"] = {"port": port.number, "run_id": uuid.uuid4().hex}
+                message["master"] = {"port": port, "run_id": uuid.uuid4().hex}
             # On one host, this is the only exchange.
             exchange = Exchange(context, job, lambda: stages.enter(Stage.EXCHANGE))
             peers = exchange(message)
@@ -254,17 +253,17 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
                 if problem is not None:
                     return _not_run(task, host.name, NOT_STARTED if problem else ABORTED, problem)
                 stages.enter(Stage.ADDRESSES)
-                addresses = agree(candidates, task, exchange)
+                names, addresses = agree(candidates, task, exchange)
             except (DependencyError, GpuError, UnreachableError) as error:
                 return _not_run(task, host.name, type(error).__name__, str(error))
         # Task 0 has rank 0.
-        slots = assign_ranks(addresses.hosts, [peer.executor for peer in candidates])
+        slots = assign_ranks(names, [peer.executor for peer in candidates])
         slot = slots[task]
-        master = Master(addresses.addresses[0], **peers[0]["master"])
+        server_address = addresses[0]
+        master = Master(server_address, **peers[0]["master"])
         stages.enter(Stage.RENDEZVOUS, slot.rank)
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
         client: RendezvousClient
-        server_address = addresses.addresses[0]
         if server is not None:
             client = LocalRendezvousClient(server.store, slot.rank)
             server.store.expect(hosts)
@@ -284,8 +283,7 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
             job.executable,
             warm_start(job),
         )
-        address = addresses.addresses[task]
-        outcome = _run_process(context, job, launcher, slot, address, client, stages)
+        outcome = _run_process(context, job, launcher, slot, addresses[task], client, stages)
         if outcome.failed:
             client.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
         client.notify("done")

@@ -15,8 +15,7 @@ from hvd_estimators.commands.build import (
 )
 from hvd_estimators.commands.source_patches import PATCHES
 from hvd_estimators.exceptions import BuildError
-from hvd_estimators.launch.horovod_build import read_record
-from hvd_estimators.launch.versions import PATCHES_REVISION
+from hvd_estimators.launch.horovod_build import PATCHES_REVISION, read_record
 
 
 @pytest.fixture

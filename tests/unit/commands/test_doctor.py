@@ -20,9 +20,12 @@ from hvd_estimators.commands.doctor import (
 )
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import horovod_build
-from hvd_estimators.launch.horovod_build import installed_patches
+from hvd_estimators.launch.horovod_build import (
+    PATCHES_REVISION,
+    REQUIRED_PATCHES,
+    installed_patches,
+)
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES
 
 pytestmark = pytest.mark.versions
 

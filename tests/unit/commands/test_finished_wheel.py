@@ -21,13 +21,13 @@ from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import horovod_build
 from hvd_estimators.launch.horovod_build import (
     BUILD_FILE,
+    MARKER,
     check_builds,
     describe_build,
     horovod_problem,
     installed_record,
     read_record,
 )
-from hvd_estimators.launch.versions import MARKER
 
 TORCH_ONLY = replace(RECIPE, tensorflow=None)
 REVISION = f"{RECIPE_REVISION}.{FINISH_REVISION}"

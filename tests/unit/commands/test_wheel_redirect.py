@@ -11,10 +11,9 @@ import pytest
 from horovod_wheels import RECIPE, WHEEL_NAME, is_as_recorded, make_wheel
 
 from hvd_estimators._util.horovod_spark_names import HOMES
-from hvd_estimators.commands import wheel_redirect
-from hvd_estimators.commands.finished_wheel import finish_wheel
-from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
+from hvd_estimators.commands.finished_wheel import finish_wheel, installed_horovod_spark
 from hvd_estimators.exceptions import BuildError
+from hvd_estimators.launch import horovod_build
 
 
 def finished(tmp_path, with_compat=False):
@@ -135,8 +134,8 @@ def test_the_installed_state_is_detected_without_importing_it(
         wheel = finished(tmp_path, with_compat)
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "site" / "horovod")])
-    monkeypatch.setattr(wheel_redirect, "find_spec", lambda name: found)
+    monkeypatch.setattr(horovod_build, "find_spec", lambda name: found)
 
     assert installed_horovod_spark() == expected
-    monkeypatch.setattr(wheel_redirect, "find_spec", lambda name: None)
+    monkeypatch.setattr(horovod_build, "find_spec", lambda name: None)
     assert installed_horovod_spark() is None

@@ -153,12 +153,12 @@ class TestAgreement:
         found = Hosts(["127.0.0.1"], ["127.0.0.2"], ["127.0.0.3"]).agree()
 
         assert found[0] == found[1] == found[2]
-        assert found[0].addresses == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+        assert found[0][1] == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 
     def test_hosts_with_the_same_name_are_distinguished(self):
         found = Hosts(["127.0.0.1"], ["127.0.0.2"]).agree()
 
-        assert found[0].hosts == ["node-127.0.0.1", "node-127.0.0.2"]
+        assert found[0][0] == ["node-127.0.0.1", "node-127.0.0.2"]
 
     def test_an_address_answered_by_a_stranger_is_not_used(self):
         hosts = Hosts(["127.0.0.1", "127.0.0.9"], ["127.0.0.2"])
@@ -170,7 +170,7 @@ class TestAgreement:
         with elsewhere:
             found = hosts.agree()
 
-        assert found[0].addresses == ["127.0.0.1", "127.0.0.2"]
+        assert found[0][1] == ["127.0.0.1", "127.0.0.2"]
 
     def test_a_silent_address_is_given_up_after_the_timeout(self, monkeypatch):
         monkeypatch.setattr(timeouts, "PROBES", 1.0)
@@ -194,15 +194,15 @@ class TestAgreement:
         found = hosts.agree()
 
         assert found[0] == found[1] == found[2]
-        assert found[0].addresses == ["127.0.0.1", "127.0.0.1", "127.0.0.3"]
+        assert found[0][1] == ["127.0.0.1", "127.0.0.1", "127.0.0.3"]
 
     def test_tasks_on_one_host_use_the_loopback_and_exchange_nothing(self):
         with ProbeListener(["127.0.0.1"]) as first, ProbeListener([], "no network") as second:
             candidates = [first.candidates(), second.candidates()]
-            places = agree(candidates, 0, exchange=None)
+            names, addresses = agree(candidates, 0, exchange=None)
 
-        assert places.addresses == ["127.0.0.1", "127.0.0.1"]
-        assert places.hosts[0] == places.hosts[1]
+        assert addresses == ["127.0.0.1", "127.0.0.1"]
+        assert names[0] == names[1]
 
     def test_a_host_without_an_address_fails_all_tasks(self):
         hosts = Hosts(["127.0.0.1"], [])

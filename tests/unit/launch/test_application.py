@@ -12,7 +12,8 @@ import pytest
 
 from hvd_estimators import launch
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.launch.cluster.application import Cluster, FailedTask
+from hvd_estimators.launch.cluster.application import Cluster
+from hvd_estimators.launch.cluster.spark_errors import failed_on
 
 
 def application(master: str, python: str = sys.executable, **conf: str) -> Cluster:
@@ -71,9 +72,9 @@ def test_a_local_session_must_run_this_python() -> None:
 
 
 def test_the_first_of_several_failed_tasks_counts() -> None:
-    tasks = [FailedTask(30, "a", "1"), FailedTask(20, "b", "9"), FailedTask(20, "b", "8")]
+    tasks = [(30, "a", "1"), (20, "b", "9"), (20, "b", "8")]
 
-    assert min(tasks) == FailedTask(20, "b", "8")
+    assert failed_on(SimpleNamespace(failed_tasks=lambda tag: tasks), "tag") == ("b", "8")
 
 
 def test_only_the_application_module_accesses_sparks_jvm() -> None:

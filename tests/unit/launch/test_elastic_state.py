@@ -180,7 +180,7 @@ def test_states_work_without_relaunches_and_without_notifications(
     """`run` accepts elastic programs, too. Horovod's manager would ask the rendezvous."""
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
-    assert call_without_notifications(program, (None, [])) == (5, 1)
+    assert call_without_notifications(program, (None, []), {}) == (5, 1)
 
 
 def test_an_unknown_kind_of_state_is_warned_about(

@@ -15,10 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, PeerLostError
+from hvd_estimators.launch.rendezvous.client import (
+    TOKEN_VARIABLE,
+    LocalRendezvousClient,
+    PeerLostError,
+)
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
-from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.timeout(60)
 

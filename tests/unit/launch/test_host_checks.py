@@ -14,13 +14,14 @@ from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome, results
 from hvd_estimators.launch.task import host_checks
 from hvd_estimators.launch.task.host_checks import (
     check_machines,
+    differences,
     gpu_variables,
     horovod_problem,
+    installed_versions,
     machine_facts,
 )
 from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import ABORTED
-from hvd_estimators.launch.versions import differences, installed_versions
 
 JOB = Job(
     call=b"",

@@ -1,10 +1,18 @@
-"""Selection of the driver's environment variables for the ranks."""
+"""Environment variables of the ranks, and the reserved port."""
+
+from __future__ import annotations
 
 import dataclasses
+import socket
+import struct
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
-from hvd_estimators.launch.rank.environment import shared_environment
+from hvd_estimators.launch.rank import environment
+from hvd_estimators.launch.rank.environment import reserved_port, shared_environment
 from hvd_estimators.launch.task.job import Job
 
 
@@ -109,8 +117,119 @@ def test_only_urls_with_a_password_are_secrets():
 
 def test_the_repr_of_a_job_shows_no_variables():
     job = Job(
-        b"", 1, b"value-3", True, {"A": "value-1"}, {"B": "value-2"}, {"C": "value-4"}, (), None, 1
+        one_machine=True,
+        driver_env={"A": "value-1"},
+        env={"B": "value-2"},
+        driver_path=(),
+        executable=None,
+        verbose=1,
+        call=b"value-3",
+        secret=b"value-4",
+        service="value-5",
     )
 
     assert "value" not in repr(job)
     assert dataclasses.asdict(job)["driver_env"] == {"A": "value-1"}
+
+
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is not kept")
+
+
+def listening(port: int, address: str = "0.0.0.0", reuse: bool = True) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        made.bind((address, port))
+        made.listen()
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def restricted_to(port: int) -> socket.socket:
+    """Return a socket to which the system may assign only one port."""
+    made = socket.socket()
+    ip_local_port_range = 51
+    made.setsockopt(socket.IPPROTO_IP, ip_local_port_range, struct.pack("I", port << 16 | port))
+    return made
+
+
+def answers(port: int, address: str = "127.0.0.1") -> bool:
+    try:
+        socket.create_connection((address, port), 5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@only_linux
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::", "::1"])
+def test_a_server_can_listen_on_it_repeatedly(address: str) -> None:
+    with reserved_port() as port:
+        assert not answers(port)
+        for _ in range(2):
+            with listening(port, address):
+                assert answers(port, "::1" if address == "::1" else "127.0.0.1")
+            # The system still remembers the first server's connection.
+            assert not answers(port)
+    listening(port).close()
+
+
+@only_linux
+def test_a_second_server_or_one_without_reuseaddr_cannot_listen() -> None:
+    with reserved_port() as port:
+        with pytest.raises(OSError, match="in use"):
+            listening(port, reuse=False)
+        with listening(port), pytest.raises(OSError, match="in use"):
+            listening(port)
+
+
+@only_linux
+def test_the_system_assigns_it_to_no_other_program() -> None:
+    """Neither for listening on port 0 nor for outgoing connections."""
+    with reserved_port() as port, listening(0) as server:
+        with restricted_to(port) as made, pytest.raises(OSError, match="in use"):
+            made.bind(("0.0.0.0", 0))
+        with restricted_to(port) as made, pytest.raises(OSError, match="assign"):
+            made.connect(("127.0.0.1", server.getsockname()[1]))
+    with restricted_to(port) as made:
+        made.bind(("0.0.0.0", 0))
+        assert made.getsockname()[1] == port
+
+
+@only_linux
+def test_torch_can_listen_on_it_in_another_process() -> None:
+    program = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+port = int(sys.argv[1])
+for libuv in (True, False):
+    server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=20), use_libuv=libuv)
+    client = TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=20), use_libuv=libuv)
+    server.set("key", "value")
+    print(client.get("key").decode())
+    del client, server
+"""
+    with reserved_port() as port:
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stdout.split() == ["value", "value"], done.stderr
+
+
+def test_without_ipv6_the_port_covers_all_ipv4_addresses(monkeypatch: Any) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with reserved_port() as port:
+        listening(port).close()
+
+
+def test_on_other_systems_it_is_free_at_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(environment, "PLATFORM", "darwin")
+    with reserved_port() as port:
+        listening(port, reuse=False).close()

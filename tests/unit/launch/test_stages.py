@@ -24,9 +24,9 @@ from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.service.stages import (
     LaunchState,
     LaunchWatch,
-    RunningTask,
     StageReporter,
     observing_launches,
+    started_task,
 )
 from hvd_estimators.launch.stage import Stage
 
@@ -114,7 +114,7 @@ def test_a_late_stage_does_not_set_a_rank_back(
 def test_spark_names_the_host_of_a_task_whose_python_does_not_start(
     fast: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = [RunningTask(0, "host-a"), RunningTask(1, "host-b")]
+    running = [started_task(0, "host-a"), started_task(1, "host-b")]
     with LaunchWatch(2).asking(lambda: running) as watch:
         watch.record(RankStage(-1, 0, "host-a", Stage.EXCHANGE))
         wait_until(lambda: caplog.records)

@@ -19,10 +19,12 @@ from json_values import JSON_VALUES, NO_JSON, Effort, edited_anywhere, efforts, 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import Channel, MessageError, new_secret
-from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, RemoteRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.gloo_keys import GlooKeys
-from hvd_estimators.launch.rendezvous.rank_client import RankClient
+from hvd_estimators.launch.rendezvous.client import (
+    LocalRendezvousClient,
+    RankClient,
+    RemoteRendezvousClient,
+)
+from hvd_estimators.launch.rendezvous.gloo_http import GlooKeys, GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore, RendezvousServer
 from hvd_estimators.launch.service.events import RankMessage, RankStage
 from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer

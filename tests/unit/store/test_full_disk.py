@@ -12,10 +12,10 @@ import pytest
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ReaderError, StoreError
-from hvd_estimators.store import full_disk
+from hvd_estimators.store import storage_errors
 from hvd_estimators.store.checkpoints import CheckpointInfo, open_valid
 from hvd_estimators.store.files import copy_from
-from hvd_estimators.store.full_disk import naming_full_disk
+from hvd_estimators.store.storage_errors import naming_full_disk
 
 
 def fail(error: Exception) -> None:
@@ -60,10 +60,10 @@ FAILED_WRITE = RuntimeError("[enforce fail at inline_container.cc:672] . unexpec
 def test_a_failed_write_without_a_reason_counts_if_little_space_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(full_disk, "_free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(storage_errors, "_free_bytes", lambda folder: 1000)
     with pytest.raises(StoreError, match=r"unexpected pos.*has 0.0 MB left"):
         fail(FAILED_WRITE)
-    monkeypatch.setattr(full_disk, "_free_bytes", lambda folder: 2**40)
+    monkeypatch.setattr(storage_errors, "_free_bytes", lambda folder: 2**40)
     with pytest.raises(RuntimeError, match="unexpected pos"):
         fail(FAILED_WRITE)
 

@@ -26,11 +26,9 @@ from hvd_estimators.store.leases import (
     Heartbeat,
     Lease,
     LeaseRecord,
-    await_free,
     holder,
     lease_path,
     read_lease_record,
-    require_free,
 )
 
 HOLDER = """
@@ -74,7 +72,7 @@ def test_a_run_is_rejected_while_another_process_trains_it(
         with pytest.raises(ParamError, match=message), Lease(store, run):
             pass
     with pytest.raises(ParamError, match=message):
-        require_free(store, run)
+        Lease(store, run).require_free()
     claim = read_lease_record(store, path_of(store))
     assert claim is not None
     assert claim.owner.pid == other.pid
@@ -83,7 +81,7 @@ def test_a_run_is_rejected_while_another_process_trains_it(
         pass
     assert other.communicate("\n", timeout=60)[0] == "ended\n"
     assert not store.exists(path_of(store))
-    require_free(store, run)
+    Lease(store, run).require_free()
 
 
 def test_killed_processes_hold_no_lease(
@@ -94,7 +92,7 @@ def test_killed_processes_hold_no_lease(
     other.wait(60)
     assert store.exists(path_of(store))
     run = store.run_paths("mine")
-    require_free(store, run)
+    Lease(store, run).require_free()
     with Lease(store, run) as taken:
         taken.confirm()
         claim = holder(store, run.run_path)
@@ -120,7 +118,7 @@ def test_a_remote_lease_expires_without_heartbeats(
     run = store.run_paths("mine")
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with pytest.raises(ParamError, match=r"by process \d+ on node7 .* free 5 minutes after"):
-        require_free(store, run)
+        Lease(store, run).require_free()
     leave_lease_of_another_machine(store, STALE_SECONDS + 100)
     with Lease(store, run) as taken:
         taken.confirm()
@@ -134,7 +132,7 @@ def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     # A holder on this machine is known to live.
     with pytest.raises(ParamError, match=f"by process {other.pid}"):
-        await_free(store, run)
+        Lease(store, run, patient=True).require_free()
 
     def age(seconds: float) -> None:
         slept.append(seconds)
@@ -157,7 +155,7 @@ def test_patient_leases_wait_until_a_remote_holder_is_gone_or_beats(
     clock.sleep = beat
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with pytest.raises(ParamError, match="on node7"):
-        await_free(store, run)
+        Lease(store, run, patient=True).require_free()
 
 
 def test_corrupted_leases_are_judged_by_their_age(
@@ -167,7 +165,7 @@ def test_corrupted_leases_are_judged_by_their_age(
     run, path = store.run_paths("mine"), path_of(store)
     store.write_text(path, "{")
     with pytest.raises(ParamError, match="'mine' is being trained by"):
-        require_free(store, run)
+        Lease(store, run).require_free()
     os.utime(path, (1, 1))
     with Lease(store, run):
         assert json.loads(Path(path).read_text())["pid"] == os.getpid()
@@ -183,11 +181,13 @@ def test_only_one_of_several_concurrent_fits_gets_the_lease(
     everybody_tried, refused = threading.Barrier(number), []
     if remote:
         # The worst case: all of them read before any of them writes.
-        def look(*given: Any) -> None:
-            require_free(*given)
+        require_free = Lease.require_free
+
+        def look(lease: Lease) -> None:
+            require_free(lease)
             looked.wait(60)
 
-        monkeypatch.setattr(leases, "require_free", look)
+        monkeypatch.setattr(Lease, "require_free", look)
 
     def take() -> None:
         start.wait(60)
@@ -230,7 +230,7 @@ def test_a_second_thread_is_rejected_before_the_first_heartbeat(
 
     def start(self: Heartbeat) -> None:
         with pytest.raises(ParamError, match="by another fit of this application"):
-            require_free(store, run)
+            Lease(store, run).require_free()
         real(self)
 
     monkeypatch.setattr(Heartbeat, "start", start)

@@ -275,7 +275,7 @@ def test_ranks_connect_under_other_launchers_such_as_torchrun() -> None:
     """Without this project's rendezvous, torch's environment variables connect the ranks."""
 
     def meet(port: int) -> float:
-        from hvd_estimators.launch.versions import ADDRESS_VARIABLE, TOKEN_VARIABLE
+        from hvd_estimators.launch.rendezvous.client import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
         for name in (TOKEN_VARIABLE, ADDRESS_VARIABLE):
             del os.environ[name]

@@ -13,9 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from hvd_estimators.launch.rendezvous.channel import new_secret
-from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, RemoteRendezvousClient
+from hvd_estimators.launch.rendezvous.client import (
+    LocalRendezvousClient,
+    RankClient,
+    RemoteRendezvousClient,
+)
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
-from hvd_estimators.launch.rendezvous.rank_client import RankClient
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
 

@@ -1,10 +1,16 @@
-"""JSON documents that a store holds and this package reads back: parsing and checks of types."""
+"""Plain values for JSON documents and ``torch.load``, and checks of documents that are read back.
+
+Used on the driver and on workers.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 
 def parse_object(content: str | bytes) -> dict[str, Any]:
@@ -55,3 +61,28 @@ def check_types(
         is_bool = isinstance(value, bool) and kind is not bool
         if name in values and (is_bool or not isinstance(value, kind)):
             raise ValueError(f"{name}: found {value!r:.100}")
+
+
+def strict_number(value: float) -> float | str:
+    """Return a number, or its string if standard JSON cannot represent it."""
+    return value if math.isfinite(value) else str(value)
+
+
+def to_python(value: Any) -> Any:
+    """Convert NumPy scalars to Python values, also inside lists, tuples and dicts.
+
+    Lists, tuples and dicts are copied, so later changes to the originals have no effect. Other
+    objects, and instances of subclasses of these types, are returned unchanged.
+
+    Parameters
+    ----------
+    value : object
+        Any value.
+    """
+    if isinstance(value, (np.bool_, np.number, np.str_)):
+        return value.item()
+    if type(value) is dict:
+        return {to_python(key): to_python(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(to_python, value))
+    return value
