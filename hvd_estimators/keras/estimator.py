@@ -15,7 +15,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
-from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import (
     all_layers,
     kept_random_state,
@@ -25,13 +24,14 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun, check_batches
-from hvd_estimators.keras.inputs import input_keys, input_structure
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
+from hvd_estimators.keras.tensors import input_keys, input_structure
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.summary import as_keras_history
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.class_weight import check_classes
 from hvd_estimators.training.run_state import check_state

@@ -14,8 +14,8 @@ from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.keras.backend import all_layers, function_of, has_own_step, is_keras
 from hvd_estimators.keras.compile_args import losses
-from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
+from hvd_estimators.keras.tensors import SHAPE_KINDS
 
 logger = logging.getLogger(__name__)
 

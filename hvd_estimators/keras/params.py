@@ -25,7 +25,6 @@ from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
 from hvd_estimators.keras.custom_objects import UnequalCopyError
 from hvd_estimators.keras.dry_run import LAMBDA_REMEDY, check_lambdas
-from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
@@ -36,10 +35,10 @@ from hvd_estimators.keras.losses import (
     without_reduction,
 )
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
+from hvd_estimators.keras.tensors import input_structure, text_columns
 from hvd_estimators.keras.user_callbacks import check_callbacks
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
-from hvd_estimators.params.class_weight import ClassWeightParams
-from hvd_estimators.params.loggers import LoggerParams
+from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
 
 
 def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:

@@ -1,12 +1,18 @@
-"""Params of all estimators, in one mixin for each purpose. Runs on the driver."""
+"""Params of estimators, in one mixin for each purpose. Runs on the driver.
+
+All estimators have these params, except that `ClassWeightParams` and `LoggerParams` are those of
+`KerasEstimator` and `TorchEstimator`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
 from hvd_estimators.data.inputs import InputColumns
@@ -14,6 +20,7 @@ from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module
+from hvd_estimators.loggers import Logger
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,
@@ -537,3 +544,70 @@ class RankParams(DeclaredParams):
                     f"backend and {name} are both set. Set {name} on the backend only."
                 )
         return backend
+
+
+def _class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
+    """Accept a dict of class numbers to weights."""
+    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{expected}, found {value!r}.")
+    weights = {}
+    for key, weight in value.items():
+        try:
+            index = -1 if isinstance(key, (bool, np.bool_)) else operator.index(key)
+        except TypeError:
+            index = -1
+        if index < 0:
+            raise ParamError(f"{expected}, found the class {key!r}.")
+        weights[index] = number(0)(f"{name}[{index}]", weight)
+        if not np.isfinite(weights[index]):
+            raise ParamError(f"{name}[{index}]: expected a finite number, found {weight!r}.")
+    return weights
+
+
+class ClassWeightParams(DeclaredParams):
+    """Param for weights of rows by their class."""
+
+    class_weight = param(
+        "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
+        "In training, a row's weight is its class's weight times that of sample_weight_col. "
+        "Other classes have the weight 1.",
+        convert=_class_weights,
+    )
+
+    def _check_class_weight(self, label_cols: Sequence[str]) -> None:
+        """Check that there is one label if classes have weights."""
+        if self.getOrDefault("class_weight") and len(label_cols) != 1:
+            raise ParamError(
+                f"class_weight: expected a single label, found {label_cols}. Set "
+                "sample_weight_col, or weights in the losses."
+            )
+
+
+def _loggers(name: str, value: Iterable[Logger]) -> list[Logger]:
+    """Accept a list of loggers."""
+    loggers = objects(name, value)
+    for entry in loggers:
+        if not isinstance(entry, Logger):
+            hint = (
+                f" Set an object of the class: {entry.__name__}(...)."
+                if isinstance(entry, type)
+                else " Set WandbLogger(...), CometLogger(...), or your own subclass of Logger."
+            )
+            raise ParamError(
+                f"{name}: expected objects of subclasses of hvd_estimators.loggers.Logger, found "
+                f"{entry!r}.{hint}"
+            )
+    return loggers
+
+
+class LoggerParams(DeclaredParams):
+    """Param for loggers of experiment trackers."""
+
+    loggers = param(
+        "Loggers of experiment trackers, such as hvd_estimators.loggers.WandbLogger, CometLogger "
+        "and your own subclasses of Logger. Rank 0 logs losses, metrics, learning rate and rows "
+        "per second of each epoch, and the hyperparameters.",
+        default=[],
+        convert=_loggers,
+    )

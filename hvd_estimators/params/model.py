@@ -14,7 +14,6 @@ from pyspark.ml.param.shared import (
 )
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.history import history_rows
 from hvd_estimators.inference.classification import (
     ClassScores,
     check_classes,
@@ -32,6 +31,7 @@ from hvd_estimators.params import (
     param,
     string,
 )
+from hvd_estimators.summary import history_rows
 
 _ONE_VS_REST = "mc2b$"
 """Prefix of the label columns that Spark's ``OneVsRest`` creates."""
