@@ -33,7 +33,7 @@ from pyspark.sql.pandas.functions import pandas_udf
 from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import first_imports
-from hvd_estimators.data.arrays import Array, to_vectors
+from hvd_estimators.data.arrays import Array, one_array, to_vectors
 from hvd_estimators.data.types import (
     VECTOR_FIELDS,
     is_bytes,
@@ -278,9 +278,7 @@ def _unconverted() -> Iterator[None]:
     is_own = _CONVERT in vars(serializer)
 
     def leave(self: Any, column: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(column, pa.ChunkedArray):
-            return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        return column
+        return one_array(column)
 
     setattr(serializer, _CONVERT, leave)
     try:

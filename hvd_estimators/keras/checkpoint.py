@@ -184,16 +184,12 @@ def _restore_metrics(
     positions = {id(variable): position for position, variable in enumerate(variables)}
     for variable in summed_variables(model):
         values = [state[positions[id(variable)]] for state in own]
-        kind = getattr(variable, "aggregation", "sum")
-        if len(values) == 1 and (kind != "mean" or size == len(of_ranks)):
-            variable.assign(values[0])
-        elif kind == "sum":
-            variable.assign(np.add.reduce(values))
-        elif kind == "mean":
+        if variable.aggregation == "mean":
             # Keeps the mean over all ranks unchanged.
             variable.assign(np.add.reduce(values) * (size / len(of_ranks)))
         else:
-            variable.assign(values[0])
+            is_sum = variable.aggregation == "sum"
+            variable.assign(np.add.reduce(values) if is_sum else values[0])
     for metric in metrics_with_merge_state(model):
         merge_states(metric, [[state[positions[id(v)]] for v in metric.variables] for state in own])
 

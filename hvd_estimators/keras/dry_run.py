@@ -313,7 +313,8 @@ class DryRun:
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
         """Reject outputs without one entry per row."""
-        flat, labels = self._selected(outputs), [None] * len(self._selected(outputs))
+        flat = self._selected(outputs)
+        labels: Sequence[str | None] = [None] * len(flat)
         if self.outputs is not None and self._selection is None:
             flat, labels = keras.tree.flatten(outputs), self.outputs.labels
         for label, output in zip(labels, flat, strict=True):

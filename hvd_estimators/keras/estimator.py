@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,22 +108,19 @@ class KerasEstimator(KerasEstimatorSignatures):
         return super()._try_frame(dataset)
 
     def _dry_run(self, columns: Columns) -> Trial:
-        dry_run, settings = self._new_dry_run()
-        dry_run.run(columns)
-        self._check_monitors(dry_run)
-        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        return self._tried(DryRun.run, columns)
 
     def _without_dry_run(self, manifest: DatasetManifest) -> Trial:
-        dry_run, settings = self._new_dry_run()
-        dry_run.look_at(self._first_rows(manifest))
-        self._check_monitors(dry_run)
-        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        return self._tried(DryRun.look_at, self._first_rows(manifest))
 
-    def _check_monitors(self, dry_run: DryRun) -> None:
-        dry_run.check_monitors("callbacks", self.getOrDefault("callbacks"))
+    def _tried(self, use: Callable[[DryRun, Columns], None], columns: Columns) -> Trial:
+        """Return the results of a new dry run that has used some rows."""
+        dry_run, settings = self._new_dry_run()
+        use(dry_run, columns)
         checkpoint = self.getOrDefault("checkpoint_callback")
-        if checkpoint is not None:
-            dry_run.check_monitors("checkpoint_callback", [checkpoint])
+        dry_run.check_monitors("callbacks", self.getOrDefault("callbacks"))
+        dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
+        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
 
     def _check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
         super()._check_trial(trial, manifest)

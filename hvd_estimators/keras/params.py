@@ -36,7 +36,7 @@ from hvd_estimators.keras.losses import (
 )
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
 from hvd_estimators.keras.tensors import input_structure, text_columns
-from hvd_estimators.keras.user_callbacks import check_callbacks
+from hvd_estimators.keras.user_callbacks import check_callbacks, reject_callback_list
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
 from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
 
@@ -61,11 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 def _callbacks(name: str, value: Iterable[Any]) -> list[Any]:
-    if isinstance(value, keras.callbacks.CallbackList):
-        raise ParamError(
-            f"{name}: a CallbackList holds callbacks that run on different ranks. Give them as a "
-            "plain list."
-        )
+    reject_callback_list(name, value)
     return objects(name, value)
 
 

@@ -7,14 +7,13 @@ All estimators have these params, except that `ClassWeightParams` and `LoggerPar
 from __future__ import annotations
 
 import contextlib
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
@@ -552,16 +551,10 @@ def _class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ParamError(f"{expected}, found {value!r}.")
     weights = {}
-    for key, weight in value.items():
-        try:
-            index = -1 if isinstance(key, (bool, np.bool_)) else operator.index(key)
-        except TypeError:
-            index = -1
-        if index < 0:
+    for key, weight in to_python(dict(value)).items():
+        if not isinstance(key, int) or isinstance(key, bool) or key < 0:
             raise ParamError(f"{expected}, found the class {key!r}.")
-        weights[index] = number(0)(f"{name}[{index}]", weight)
-        if not np.isfinite(weights[index]):
-            raise ParamError(f"{name}[{index}]: expected a finite number, found {weight!r}.")
+        weights[key] = number(0)(f"{name}[{key}]", weight)
     return weights
 
 

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import BestModelCheckpoint, LearningRateScheduleCallback, LogCallback
+from hvd_estimators.keras import (
+    BestModelCheckpoint,
+    KerasEstimator,
+    LearningRateScheduleCallback,
+    LogCallback,
+)
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.loop import ProgressReports, RankCallbacks, StatisticsCallback
 from hvd_estimators.keras.metrics import are_built
@@ -230,8 +235,8 @@ def test_a_csv_log_of_a_resumed_run_has_one_header(tmp_path: Path) -> None:
 
 def test_callbacks_must_be_a_list() -> None:
     callbacks: Any = keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()])
-    with pytest.raises(ParamError, match="callbacks: expected a list of callbacks"):
-        check_callbacks(callbacks)
+    with pytest.raises(ParamError, match="callbacks: a CallbackList"):
+        KerasEstimator(callbacks=callbacks)
     with pytest.raises(ParamError, match="Give them as a plain list"):
         check_callbacks([callbacks])
 
