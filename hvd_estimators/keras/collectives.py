@@ -48,7 +48,11 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     GpuError
         If only some ranks see a GPU, or if two ranks share a GPU although NCCL reduces.
     """
-    limit_threads()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        # TensorFlow raises if it has started already.
+        with contextlib.suppress(RuntimeError):
+            tf.config.threading.set_intra_op_parallelism_threads(int(threads))
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
     index = gpu_index(len(gpus), hvd.local_rank())
     chosen = [] if index is None else [gpus[index]]
@@ -64,16 +68,6 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     line = describe_gpus(used, str(kind), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
         notify_driver(line, verbose)
-
-
-def limit_threads() -> None:
-    """Set TensorFlow's thread count to ``OMP_NUM_THREADS``, unless TensorFlow has started."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit():
-        try:
-            tf.config.threading.set_intra_op_parallelism_threads(int(threads))
-        except RuntimeError:
-            return
 
 
 @contextlib.contextmanager

@@ -116,9 +116,7 @@ def compares_elements(loss: Any) -> bool:
     except ValueError:
         return False
     function = function_of(resolved)
-    module = str(getattr(function, "__module__", ""))
-    name = str(getattr(function, "__name__", ""))
-    return module.startswith("keras.") and name not in _SPARSE
+    return is_keras(function) and getattr(function, "__name__", "") not in _SPARSE
 
 
 # Losses that determine ``outputs_are``, see `kind_of_outputs`.
@@ -159,8 +157,8 @@ def kind_of_outputs(
         resolved = keras.losses.get(loss)
     except ValueError:
         return None
-    function = getattr(resolved, "fn", resolved)
-    if not str(getattr(function, "__module__", "")).startswith("keras."):
+    function = function_of(resolved)
+    if not is_keras(function):
         return None
     name = getattr(function, "__name__", "")
     is_one_number = shape is not None and is_scalar(shape)
