@@ -135,9 +135,16 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         params = {**(params or {})}
         if validation_path is not None:
             params[self.getParam("validation")] = True
-        estimator = self.copy(params) if params else self
-        with estimator._naming_as_set():
-            estimator = estimator._with_objects()
+        if params:
+            changed = self.copy(params)
+            return changed._fit_on_parquet(path, dataset_idx, validation_path)
+        return self._fit_on_parquet(path, dataset_idx, validation_path)
+
+    def _fit_on_parquet(
+        self, path: Paths | None, dataset_idx: str | None, validation_path: Paths | None
+    ) -> HorovodModel:
+        with self._naming_as_set():
+            estimator = self._with_objects()
             if dataset_idx is not None:
                 return estimator._fit_on_dataset(dataset_idx)
             return estimator._fit_on_files(estimator._find_files(path, validation_path))
@@ -213,8 +220,10 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         """Write the DataFrame as Parquet, train on it, and return the model."""
         with self._naming_as_set():
             require_frame("dataset", dataset)
-            estimator = self._with_objects()
-            return estimator._with_class_labels(_numbers_in(dataset))._fit_rows(dataset)
+            return self._with_objects()._fit_frame(dataset)
+
+    def _fit_frame(self, dataset: DataFrame) -> HorovodModel:
+        return self._with_class_labels(_numbers_in(dataset))._fit_rows(dataset)
 
     def _fit_rows(self, dataset: DataFrame) -> HorovodModel:
         written_after = None

@@ -182,7 +182,7 @@ def _data_files(folder: Folder, name: str) -> list[str]:
 
 
 def _contents(instance: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return what to write for an instance.
+    """Return the metadata and the documents of an instance.
 
     Returns
     -------
