@@ -9,33 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "BuildError",
-    "CollectiveError",
-    "ColumnError",
-    "DataError",
-    "DependencyError",
-    "GpuError",
-    "HvdEstimatorsError",
-    "JobCancelledError",
-    "LeftOutError",
-    "LoggerError",
-    "NotFiniteError",
-    "ParamError",
-    "PredictionError",
-    "ReaderError",
-    "ResultsError",
-    "ShapeError",
-    "SlotsError",
-    "StoreError",
-    "StoreUnavailableError",
-    "TrainingInterruptedError",
-    "UnreachableError",
-    "WorkerFailedError",
-    "WorkerStoreError",
-    "did_you_mean",
-]
-
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint for a message about an unknown name: the most similar known name.

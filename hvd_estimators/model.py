@@ -27,14 +27,22 @@ from hvd_estimators.inference.broadcast import Payload, SharedBytes
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.evaluation import Evaluator, evaluate_partitions
 from hvd_estimators.inference.frame import (
+    PaddedFrame,
     as_rows,
     pad_large_rows,
     with_barrier_column,
     without_nulls,
 )
 from hvd_estimators.inference.output_columns import output_columns, output_types
-from hvd_estimators.inference.sql import active_session, checked_name, spark_type
-from hvd_estimators.inference.udf import Output, has_arrow_udfs, make_udf, vector_parts
+from hvd_estimators.inference.udf import (
+    Output,
+    active_session,
+    checked_name,
+    has_arrow_udfs,
+    make_udf,
+    spark_type,
+    vector_parts,
+)
 from hvd_estimators.launch.cluster.jobs import describing, jobs_on
 from hvd_estimators.params import (
     DeclaredParams,
@@ -61,8 +69,6 @@ from hvd_estimators.prepare.schema import (
 )
 from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.summary import EvaluationSummary, TrainingSummary
-
-__all__ = ["PREDICTION", "HorovodModel", "Predictor"]
 
 PREDICTION = "prediction"
 """Name of the prediction column that Spark ML's evaluators read by default."""
@@ -222,23 +228,14 @@ class HorovodModel(
         inputs = self._applied(dataset, [*groups["label_columns"], *groups["sample_weight_col"]])
         inputs = replace(inputs, batch_rows=self.getOrDefault("inference_batch_size"))
         rows = dataset.select(*(quoted(name) for name in inputs.columns))
-        if self.getOrDefault("handleInvalid") == "skip":
-            rows = without_nulls(rows, inputs.columns)
-        padded = pad_large_rows(rows, inputs.columns, self._known_sizes(), 1)
-        frame = rows if padded is None else padded.frame
-        given = [
-            argument.alias(f"c{number}")
-            for number, argument in enumerate(self._udf_arguments(frame, inputs.columns))
-        ]
-        if padded is not None:
-            given.append(padded.is_row.alias("is_row"))
+        frame, padded, given = self._with_arguments(rows, inputs.columns, 1)
         run_id = self.getOrDefault("run_id")
         with (
             describing("Evaluate a model" + (f" of run {run_id}" if run_id else "")),
             jobs_on(dataset),
         ):
             states = evaluate_partitions(
-                frame.select(*given),
+                frame.select(*(column.alias(f"c{n}") for n, column in enumerate(given))),
                 document,
                 load,
                 inputs,
@@ -286,10 +283,7 @@ class HorovodModel(
 
     def getOutputCols(self) -> list[str]:
         """Return the names of the columns that `transform` adds; defaults if no names are set."""
-        return output_columns(self._param_or_none)
-
-    def _param_or_none(self, name: str) -> Any:
-        return self.getOrDefault(name) if self.hasParam(name) else None
+        return output_columns(lambda name: self.getOrDefault(name) if self.hasParam(name) else None)
 
     @abc.abstractmethod
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
@@ -401,21 +395,16 @@ class HorovodModel(
                 )
         inference = self._inference(dataset)
         outputs = self._udf_outputs(inference)
-        if self.getOrDefault("handleInvalid") == "skip":
-            dataset = without_nulls(dataset, inference.columns)
-        document, load = self._make_predictor()
         items = sum(math.prod(known_sizes(output.shape)) for output in outputs)
-        padded = pad_large_rows(dataset, inference.columns, self._known_sizes(), items)
-        if padded is not None:
-            dataset = padded.frame
-        elif has_arrow_udfs():
+        dataset, padded, given = self._with_arguments(dataset, inference.columns, items)
+        if padded is None and has_arrow_udfs():
             dataset = as_rows(dataset)
-        given = self._udf_arguments(dataset, inference.columns)
-        if padded is not None:
-            given.append(padded.is_row)
-        send = functools.partial(self._shared.send, dataset)
         predicted = make_udf(
-            document, load, inference, send, outputs, has_empty_rows=padded is not None
+            *self._make_predictor(),
+            inference,
+            functools.partial(self._shared.send, dataset),
+            outputs,
+            has_empty_rows=padded is not None,
         )(*given)
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run twice: in a filter on a prediction, and after it.
@@ -434,6 +423,21 @@ class HorovodModel(
         if self._copies_output(inference.shapes):
             columns[self.getOrDefault("predictionCol")] = columns[outputs[0].column]
         return with_made.withColumns(columns).drop(made)
+
+    def _with_arguments(
+        self, rows: DataFrame, names: Sequence[str], output_items: int
+    ) -> tuple[DataFrame, PaddedFrame | None, list[Column]]:
+        """Return the rows to predict on, their padding, and the columns that executors receive.
+
+        With ``handleInvalid="skip"``, rows with nulls are left out. With padding, a further, last
+        column is false for empty rows. See `pad_large_rows` for ``output_items``.
+        """
+        if self.getOrDefault("handleInvalid") == "skip":
+            rows = without_nulls(rows, names)
+        padded = pad_large_rows(rows, names, self._known_sizes(), output_items)
+        if padded is None:
+            return rows, None, self._udf_arguments(rows, names)
+        return padded.frame, padded, [*self._udf_arguments(padded.frame, names), padded.is_row]
 
     def _copies_output(self, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Return whether the only column for classes equals the output, a double per row."""

@@ -87,9 +87,14 @@ def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Array:
 def _one_chunk(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name)
     _reject_nulls(name, column.null_count)
-    if column.num_chunks == 0:
-        return pa.array([], type=column.type)
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    return one_array(column)
+
+
+def one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; a single chunk is not copied."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def to_array(column: pa.Array, name: str, shape: Sequence[int] | None = None) -> Array:

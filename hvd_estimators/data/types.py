@@ -64,6 +64,9 @@ is_list_view = _one_of("is_list_view", "is_large_list_view")
 is_bytes = _one_of("is_binary", "is_large_binary", "is_binary_view", "is_fixed_size_binary")
 
 
+is_number = _one_of("is_integer", "is_floating", "is_boolean", "is_decimal")
+
+
 is_string = _one_of("is_string", "is_large_string", "is_string_view")
 
 

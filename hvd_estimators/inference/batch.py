@@ -6,6 +6,7 @@ without Spark use this module, too.
 
 from __future__ import annotations
 
+import abc
 import collections
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from hvd_estimators.data.arrays import Array, Columns, rows_of, to_array, valid_
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
+from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.loading.transform import Transformation
 
 Result = TypeVar("Result")
@@ -78,6 +80,63 @@ class Resources:
 
 FRAMEWORKS_CHOICE = Resources()
 """The CPU, with the framework's default number of threads."""
+
+
+class FrameworkPredictor(abc.ABC):
+    """Base of predictors that run the forward pass of a framework's model.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        The feature columns.
+
+    Attributes
+    ----------
+    overlaps : bool
+        Whether `begin` returns before the outputs are computed, so that the next batch can start.
+    """
+
+    overlaps = False
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = tuple(columns)
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        """Return the outputs as numbers, for the feature columns of a batch.
+
+        Raises
+        ------
+        PredictionError
+            If the model fails.
+        """
+        return self.begin(arrays)()
+
+    def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
+        """Start a forward pass; return a function that waits for the outputs and returns them."""
+        given: dict[str, Any] = dict(zip(self._columns, arrays, strict=True))
+        with naming_inputs(lambda: described(given), self._expected_inputs):
+            inputs = self._inputs(arrays)
+            given = dict(zip(self._columns, inputs, strict=True))
+            wait = self._start(inputs)
+
+        def finish() -> list[Array]:
+            # Errors of a GPU surface when the process waits for it.
+            with naming_inputs(lambda: described(given), self._expected_inputs):
+                return wait()
+
+        return finish
+
+    @abc.abstractmethod
+    def _inputs(self, arrays: list[Array]) -> list[Any]:
+        """Return the model's input for each feature column."""
+
+    @abc.abstractmethod
+    def _start(self, inputs: list[Any]) -> Callable[[], list[Array]]:
+        """Start a forward pass with `_inputs`; return a function that waits for the outputs."""
+
+    @abc.abstractmethod
+    def _expected_inputs(self) -> str:
+        """Describe the inputs that the model declares; empty if it declares none."""
 
 
 @dataclass(frozen=True)

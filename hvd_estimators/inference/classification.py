@@ -14,9 +14,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
 
-Get = Callable[[str], Any]
-"""Function from a param's name to its value."""
-
 _PARAMS = {
     "prediction": "predictionCol",
     "probability": "probabilityCol",
@@ -108,21 +105,29 @@ def _highest(raw: Array) -> Array:
     return positions
 
 
-def class_columns(get: Get) -> dict[str, str]:
-    """Return the names of the requested columns, keyed by content."""
+def class_columns(get: Callable[[str], Any]) -> dict[str, str]:
+    """Return the names of the requested columns by content, given a function that reads params."""
     columns = {content: get(param) for content, param in _PARAMS.items()}
     return {content: name for content, name in columns.items() if name}
 
 
-def check_classes(get: Get, outputs: int) -> None:
+def check_classes(requested: Mapping[str, str], kind: str | None, outputs: int) -> None:
     """Check the params as far as possible before the outputs' shapes are known.
+
+    Parameters
+    ----------
+    requested : mapping
+        The requested columns, see `class_columns`.
+    kind : str or None
+        The value of ``outputs_are``.
+    outputs : int
+        Number of the model's outputs.
 
     Raises
     ------
     ParamError
         If the params contradict each other, or if the model does not have exactly one output.
     """
-    requested, kind = class_columns(get), get("outputs_are")
     if not requested:
         return
     if outputs != 1:
@@ -139,18 +144,26 @@ def check_classes(get: Get, outputs: int) -> None:
         )
 
 
-def class_scores(get: Get, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
+def class_scores(
+    requested: Mapping[str, str], kind: str | None, shapes: Sequence[tuple[int | None, ...]]
+) -> ClassScores | None:
     """Return the conversion to a classifier's columns; None if no column is requested.
+
+    Parameters
+    ----------
+    requested, kind
+        See `check_classes`.
+    shapes : sequence of tuple of (int or None)
+        Shape of a row of each output.
 
     Raises
     ------
     ParamError
         If the columns cannot be computed from outputs of these shapes.
     """
-    requested, kind = class_columns(get), get("outputs_are")
     if not requested:
         return None
-    check_classes(get, len(shapes))
+    check_classes(requested, kind, len(shapes))
     shape = tuple(shapes[0])
     single = shape in ((), (1,))
     if len(shape) > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.arrays import Array, one_array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.batch import is_scalar, to_arrays
@@ -293,11 +293,7 @@ def _columns_of_input(given: Any, name: str, inputs: InputColumns) -> dict[str, 
 
 def _column(values: Any, name: str) -> Array | pa.Array:
     """Return a column as a NumPy array if it holds numbers, otherwise as an Arrow array."""
-    if isinstance(values, pa.ChunkedArray):
-        values = values.combine_chunks()
-        if isinstance(values, pa.ChunkedArray):
-            values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([])
-    if isinstance(values, pa.Array):
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return _decoded(values)
     numpy_type = getattr(values, "dtype", None)
     is_extension = numpy_type is not None and not isinstance(numpy_type, np.dtype)
@@ -331,7 +327,7 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         raise ColumnError(
             f"Column {name!r} holds values of which the model can take none ({error})."
         ) from error
-    return _decoded(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)
+    return _decoded(column)
 
 
 def _for_arrow(value: Any, is_text: bool) -> Any:
@@ -344,7 +340,8 @@ def _for_arrow(value: Any, is_text: bool) -> Any:
     return None if is_missing else value
 
 
-def _decoded(column: pa.Array) -> pa.Array:
+def _decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    column = one_array(column)
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 

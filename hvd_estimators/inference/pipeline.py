@@ -9,7 +9,15 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from hvd_estimators.data.arrays import Array, from_vectors, rows_of, to_array, to_lists, to_vectors
+from hvd_estimators.data.arrays import (
+    Array,
+    from_vectors,
+    one_array,
+    rows_of,
+    to_array,
+    to_lists,
+    to_vectors,
+)
 from hvd_estimators.data.types import is_list, is_vector, without_decimals
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.pipeline_stages import (
@@ -75,7 +83,7 @@ class ModelStage(Stage):
         names = (*self.inputs, *self.optional_inputs)
         given = {name: columns[name] for name in names if name in columns}
         table, kept = self._predictor.predict_columns(given)
-        made = {name: _one_array(table.column(name)) for name in self.outputs}
+        made = {name: one_array(table.column(name)) for name in self.outputs}
         for name in self._predictor.vector_columns.intersection(made):
             kind = made[name].type
             if is_list(kind) and not is_list(kind.value_type):
@@ -216,10 +224,6 @@ def _as_arrow(column: Array | pa.Array, name: str) -> pa.Array:
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ColumnError(f"Column {name!r} holds {column.dtype.name}. Convert it.") from error
     return elements if column.ndim == 1 else to_lists(elements, column.shape)
-
-
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
 def _as_vectors(column: pa.Array) -> pa.Array:

@@ -17,7 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hvd_estimators.data.arrays import Array, from_vectors, rows_of, to_array, to_vectors
-from hvd_estimators.data.types import DENSE, is_list, is_string, is_vector, without_decimals
+from hvd_estimators.data.types import (
+    DENSE,
+    is_list,
+    is_number,
+    is_string,
+    is_vector,
+    without_decimals,
+)
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
 from hvd_estimators.inference.output_columns import OutputType, java_text
 from hvd_estimators.saving.saved import Saved
@@ -143,15 +150,7 @@ class FeatureStage(Stage):
         """Return a column of numbers as doubles, NaN for nulls, and a mask of the others."""
         column = without_decimals(columns[name])
         kind = column.type
-        if not any(
-            is_kind(kind)
-            for is_kind in (
-                pa.types.is_integer,
-                pa.types.is_floating,
-                pa.types.is_boolean,
-                pa.types.is_null,
-            )
-        ):
+        if not (is_number(kind) or pa.types.is_null(kind)):
             raise ColumnError(
                 f"{self.name}: column {name!r} has type {kind}; expected numbers. Convert it."
             )

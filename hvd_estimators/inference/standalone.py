@@ -243,7 +243,7 @@ class SavedPredictor:
         inference = replace(
             inference,
             shapes=tuple(map(tuple, shapes)),
-            scores=class_scores(self._get, list(shapes)),
+            scores=class_scores(class_columns(self._get), self._get("outputs_are"), shapes),
             batch_rows=self._batch_rows or _default_rows(given),
         )
         fields = list(inference.fields.values())

@@ -1,7 +1,8 @@
 """The UDF that predicts on batches of rows.
 
 `hvd_estimators.model` creates the UDF, its input columns and its output columns. `make_udf` runs
-on the driver, the UDF on executors.
+on the driver, the UDF on executors. `transform` converts columns in the JVM, where their types are
+known. The argument types of a UDF in SQL are known only when a batch arrives.
 
 Columns travel in Arrow's format. Spark 4.1 and later have Arrow UDFs. In PySpark 3.5 and 4.0 a
 pandas UDF is used. There, a batch's columns also reach the Python worker in Arrow's format, but
@@ -24,25 +25,33 @@ import pandas as pd
 import pyarrow as pa
 import pyspark
 from pyspark import TaskContext
-from pyspark.sql import Column
+from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
+from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import first_imports
-from hvd_estimators.data.arrays import Array, to_vectors
-from hvd_estimators.data.types import VECTOR_FIELDS
-from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.data.arrays import Array, one_array, to_vectors
+from hvd_estimators.data.types import (
+    VECTOR_FIELDS,
+    is_bytes,
+    is_list,
+    is_number,
+    is_string,
+    is_vector,
+)
+from hvd_estimators.exceptions import ColumnError, DependencyError, ParamError
 from hvd_estimators.inference.batch import (
     BatchPredictor,
     Predictor,
+    is_scalar,
     one_ahead,
     to_arrays,
 )
 from hvd_estimators.inference.broadcast import Hashed, Payload, Sent
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
-from hvd_estimators.inference.sql import sql_arguments
 from hvd_estimators.inference.worker import (
     cached_predictor,
     predictor_key,
@@ -269,9 +278,7 @@ def _unconverted() -> Iterator[None]:
     is_own = _CONVERT in vars(serializer)
 
     def leave(self: Any, column: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(column, pa.ChunkedArray):
-            return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        return column
+        return one_array(column)
 
     setattr(serializer, _CONVERT, leave)
     try:
@@ -288,3 +295,122 @@ def _serializer() -> Any:
         return getattr(importlib.import_module(_MODULE), _SERIALIZER, None)
     except ImportError:
         return None
+
+
+_TYPES: dict[str, type[T.DataType]] = {
+    made().simpleString(): made
+    for made in (
+        *(T.ByteType, T.ShortType, T.IntegerType, T.LongType),
+        *(T.FloatType, T.DoubleType, T.BooleanType, T.StringType),
+    )
+}
+"""Spark's name of each type of `OutputType.element`, to its class."""
+
+
+def active_session() -> SparkSession:
+    """Return the active session, in which UDFs are created.
+
+    Raises
+    ------
+    ParamError
+        If there is no active session.
+    DependencyError
+        If the session uses Spark Connect, and this PySpark is too old for Spark Connect.
+    """
+    session = SparkSession.getActiveSession()
+    if session is None:
+        raise ParamError(
+            "as_udf: there is no active Spark session. Start one with "
+            "SparkSession.builder.getOrCreate()."
+        )
+    is_connect(session)
+    return session
+
+
+def checked_name(session: SparkSession, name: Any) -> str:
+    """Check and return the name of a SQL function.
+
+    Raises
+    ------
+    ParamError
+        If the name is not text or is blank, or if it would hide one of Spark's own functions.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise ParamError(f"name: expected a name of a function, found {name!r}.")
+    own = session.sql("show system functions").collect() if name.isidentifier() else ()
+    if name.lower() in {row[0].lower() for row in own}:
+        raise ParamError(
+            f"name: {name!r} is one of Spark's own functions, which would be hidden. Set another "
+            "name."
+        )
+    return name
+
+
+def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
+    """Return Spark's type of an output column; doubles, or arrays of them, if no type is set."""
+    kind = kind or OutputType(depth=0 if is_scalar(shape) else len(shape))
+    data_type: T.DataType
+    if kind.element == "decimal":
+        data_type = T.DecimalType(kind.precision, kind.scale)
+    else:
+        data_type = _TYPES[kind.element]()
+    for _ in range(kind.depth):
+        data_type = T.ArrayType(data_type)
+    return data_type
+
+
+def sql_arguments(
+    given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str]
+) -> list[pa.Array]:
+    """Check that the arguments of a UDF in SQL are numbers, arrays of numbers, vectors or text.
+
+    Parameters
+    ----------
+    given : sequence of pa.Array
+        The arguments.
+    columns : sequence of str
+        Names of the arguments, by position.
+    text : sequence of str
+        Names of the arguments that may be text.
+
+    Raises
+    ------
+    ParamError
+        If the number of arguments is wrong.
+    ColumnError
+        If the model cannot take values of an argument's type.
+    """
+    if len(given) != len(columns):
+        raise ParamError(
+            f"The UDF takes {len(columns)} columns, {', '.join(columns)}, found {len(given)}. Call "
+            "it with the model's feature columns, in their order."
+        )
+    return [
+        _argument(values, name, name in text) for values, name in zip(given, columns, strict=True)
+    ]
+
+
+def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
+    data_type = leaf = column.type
+    while is_list(leaf):
+        leaf = leaf.value_type
+    if is_vector(data_type) or is_number(leaf):
+        return column
+    if is_text and (is_string(data_type) or is_bytes(data_type)):
+        return column
+    raise ColumnError(
+        f"Argument {name!r} {_described(data_type)}; the UDF takes numbers, booleans, vectors and "
+        "arrays of numbers. Convert it in the query, or select other columns."
+    )
+
+
+def _described(data_type: pa.DataType) -> str:
+    if pa.types.is_struct(data_type):
+        return f"is a struct of {', '.join(field.name for field in data_type)}"
+    if pa.types.is_temporal(data_type):
+        return "holds dates or times"
+    if is_string(data_type):
+        return "holds text"
+    if is_bytes(data_type):
+        return "holds bytes"
+    return f"holds values of type {data_type}"

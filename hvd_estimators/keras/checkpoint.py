@@ -1,4 +1,4 @@
-"""Checkpoints of a Keras run after and within epochs: contents and resuming.
+"""Checkpoints of a Keras run after and within epochs, and its best model: contents and resuming.
 
 ``Model.fit`` can start an epoch only at its first batch. To resume within an epoch, the rank starts
 the epoch as usual and notifies the callbacks. Then the rank restores the state of the partial
@@ -12,8 +12,12 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
+import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,12 +25,20 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.best_model import BestModel
 from hvd_estimators.keras.collectives import exchange
 from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
-from hvd_estimators.keras.model_file import load_weights, save_file, snapshot
+from hvd_estimators.keras.model_file import (
+    WEIGHTS,
+    load_weights,
+    rewritten_variables,
+    save_file,
+    snapshot,
+    write_rewritten,
+)
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates
+from hvd_estimators.store import Store
+from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
@@ -172,16 +184,12 @@ def _restore_metrics(
     positions = {id(variable): position for position, variable in enumerate(variables)}
     for variable in summed_variables(model):
         values = [state[positions[id(variable)]] for state in own]
-        kind = getattr(variable, "aggregation", "sum")
-        if len(values) == 1 and (kind != "mean" or size == len(of_ranks)):
-            variable.assign(values[0])
-        elif kind == "sum":
-            variable.assign(np.add.reduce(values))
-        elif kind == "mean":
+        if variable.aggregation == "mean":
             # Keeps the mean over all ranks unchanged.
             variable.assign(np.add.reduce(values) * (size / len(of_ranks)))
         else:
-            variable.assign(values[0])
+            is_sum = variable.aggregation == "sum"
+            variable.assign(np.add.reduce(values) if is_sum else values[0])
     for metric in metrics_with_merge_state(model):
         merge_states(metric, [[state[positions[id(v)]] for v in metric.variables] for state in own])
 
@@ -220,10 +228,113 @@ def restore_run(
     return state
 
 
+class BestModel:
+    """File that the user's checkpoint callback saves its model to. Rank 0 only.
+
+    Parameters
+    ----------
+    callback : keras.callbacks.ModelCheckpoint
+        The user's callback, whose path and saving method are replaced.
+    directory : str
+        A local directory for the file.
+    checkpoints_path : str or None
+        The run's checkpoint directory, which receives a copy of the file. None if the run is not
+        saved.
+    store : Store
+        The store that holds ``checkpoints_path``.
+    """
+
+    def __init__(
+        self,
+        callback: keras.callbacks.ModelCheckpoint,
+        directory: str,
+        checkpoints_path: str | None,
+        store: Store,
+    ) -> None:
+        suffix = ".weights.h5" if callback.save_weights_only else ".keras"
+        self._path = os.path.join(directory, f"kept{suffix}")
+        callback.filepath = self._path
+        name = "on_epoch_end" if callback.save_freq == "epoch" else "on_train_batch_end"
+        vars(callback)[name] = self._completing(callback, getattr(callback, name))
+        self._store = store
+        self._stored_at: str | None = None
+        self._written = 0
+        if checkpoints_path is not None:
+            self._stored_at = f"{checkpoints_path}/kept{suffix}"
+
+    def _completing(
+        self, callback: keras.callbacks.ModelCheckpoint, save: Callable[..., None]
+    ) -> Callable[..., None]:
+        """Return the callback's saving method, extended by the state that Keras's file omits."""
+        path = Path(self._path)
+
+        def saved_at() -> int:
+            return path.stat().st_mtime_ns if path.exists() else 0
+
+        def save_completely(*args: Any, **kwargs: Any) -> None:
+            before = saved_at()
+            save(*args, **kwargs)
+            if saved_at() == before:
+                return
+            values = rewritten_variables(callback.model)
+            if not values:
+                return
+            if path.read_bytes()[:2] == b"PK":
+                with zipfile.ZipFile(path, "a") as archive:
+                    write_rewritten(values, archive)
+                return
+            with zipfile.ZipFile(f"{path}.partial", "w") as archive:
+                archive.write(path, WEIGHTS)
+                write_rewritten(values, archive)
+            os.replace(f"{path}.partial", path)
+
+        return save_completely
+
+    def fetch(self) -> None:
+        """Fetch the file that an earlier part of the run stored."""
+        if self._stored_at is not None and self._store.exists(self._stored_at):
+            with (
+                self._store.open(self._stored_at) as stored,
+                open(self._path, "wb") as file,
+            ):
+                shutil.copyfileobj(stored, file, CHUNK_BYTES)
+            self._written = os.stat(self._path).st_mtime_ns
+
+    def upload(self) -> Callable[[], None] | None:
+        """Return a function that uploads the current file; None if no upload is needed.
+
+        If the store is on this machine's filesystem, the file is written at once. The previously
+        returned function must have finished before this call.
+        """
+        if self._stored_at is None or not os.path.exists(self._path):
+            return None
+        written = os.stat(self._path).st_mtime_ns
+        if written == self._written:
+            return None
+        self._written = written
+        if self._store.local_path(self._stored_at) is not None:
+            _upload(self._path, self._store, self._stored_at)
+            return None
+        # The callback may replace the file during the upload.
+        copy = f"{self._path}.copy"
+        shutil.copyfile(self._path, copy)
+        return functools.partial(_upload, copy, self._store, self._stored_at)
+
+    def path(self) -> str | None:
+        """Return the path of the model file; None if the callback saved no model."""
+        return self._path if os.path.exists(self._path) else None
+
+
+def _upload(path: str, store: Store, target: str) -> None:
+    with open(path, "rb") as file, store.open_atomic(target) as stored:
+        shutil.copyfileobj(file, stored, CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
 class RunSaver:
     """Checkpoint saver of a run. All ranks have a saver and call it together.
 
-    Parameters
+    Attributes
     ----------
     spec : TrainSpec
         The training job.
@@ -245,31 +356,19 @@ class RunSaver:
         The rank's virtual shards and micro-batches.
     """
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        model: keras.Model,
-        rank: int,
-        checkpoints: CheckpointWriter,
-        best_model: BestModel | None,
-        logs: SyncedDirectory,
-        states: CallbackStates,
-        streams: RandomStreams,
-        micro_batches: MicroBatches,
-    ) -> None:
-        self._spec = spec
-        self._model = model
-        self._rank = rank
-        self._checkpoints = checkpoints
-        self._best_model = best_model
-        self._logs = logs
-        self._states = states
-        self._streams = streams
-        self._micro_batches = micro_batches
+    spec: TrainSpec
+    model: keras.Model
+    rank: int
+    checkpoints: CheckpointWriter
+    best_model: BestModel | None
+    logs: SyncedDirectory
+    states: CallbackStates
+    streams: RandomStreams
+    micro_batches: MicroBatches
 
     def save_epoch(self, history: Sequence[EpochMetrics], stopped: bool) -> None:
         """Save the run after the last epoch of its history."""
-        self._logs.sync()
+        self.logs.sync()
         self._save(history, stopped=stopped)
 
     def save_within(
@@ -296,7 +395,7 @@ class RunSaver:
         partial = {
             "digests": digests,
             "bases": bases,
-            "metrics": metric_states(self._model),
+            "metrics": metric_states(self.model),
             "stop": stop,
         }
         self._save(history, batches, partial)
@@ -309,41 +408,41 @@ class RunSaver:
         stopped: bool = False,
     ) -> None:
         upload = None
-        if self._best_model is not None:
-            self._checkpoints.finish()
-            upload = self._best_model.upload()
-        if self._spec.run.checkpoints_path is None:
+        if self.best_model is not None:
+            self.checkpoints.finish()
+            upload = self.best_model.upload()
+        if self.spec.run.checkpoints_path is None:
             return
-        model = self._model
+        model = self.model
         state, of_ranks = gather_state(
-            self._spec,
+            self.spec,
             history,
             batches,
-            self._micro_batches.shards,
-            self._streams,
+            self.micro_batches.shards,
+            self.streams,
             exchange,
-            (self._states.own(), partial),
+            (self.states.own(), partial),
             stopped=stopped,
         )
-        variables = None if partial is None else unequal_variables(self._micro_batches)
-        if self._rank != 0:
+        variables = None if partial is None else unequal_variables(self.micro_batches)
+        if self.rank != 0:
             return
         callbacks, partials = zip(*of_ranks, strict=True)
-        callback_parts = self._states.parts(callbacks)
-        parts = {**callback_parts}
+        parts = callback_parts = self.states.parts(callbacks)
         if partial is not None:
-            parts["partial"] = {
+            of_epoch = {
                 "digests": partial["digests"],
                 "bases": partial["bases"],
                 "metrics": [of_rank["metrics"] for of_rank in partials],
                 "stop": any(of_rank["stop"] for of_rank in partials),
                 "variables": variables,
             }
+            parts = {**callback_parts, "partial": of_epoch}
         state = replace(state, parts=parts)
         made = None if partial is None else snapshot(model)
         if made is None:
-            self._checkpoints.save(state, lambda file: save_file(model, file), upload)
+            self.checkpoints.save(state, lambda file: save_file(model, file), upload)
             return
         # Only the values that callbacks returned can still change.
         state = replace(state, parts={**parts, **copy.deepcopy(callback_parts)})
-        self._checkpoints.save(state, made.save, upload, is_copy=True)
+        self.checkpoints.save(state, made.save, upload, is_copy=True)

@@ -25,13 +25,6 @@ from hvd_estimators.training.shard_state import ShardStates, find_buffers
 from hvd_estimators.training.spec import array_digest
 
 
-def gather_numbers(value: int, name: str) -> list[int]:
-    """All-gather an integer or a flag from every rank, in rank order."""
-    own = tf.constant([value], tf.int64)
-    gathered: Sequence[int] = hvd.allgather(own, name=name).numpy().tolist()
-    return list(gathered)
-
-
 def _gather_bytes(document: Bytes, name: str) -> Bytes:
     gathered: Bytes = hvd.allgather(tf.constant(document), name=name).numpy()
     return gathered
@@ -55,7 +48,11 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     GpuError
         If only some ranks see a GPU, or if two ranks share a GPU although NCCL reduces.
     """
-    limit_threads()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        # TensorFlow raises if it has started already.
+        with contextlib.suppress(RuntimeError):
+            tf.config.threading.set_intra_op_parallelism_threads(int(threads))
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
     index = gpu_index(len(gpus), hvd.local_rank())
     chosen = [] if index is None else [gpus[index]]
@@ -63,25 +60,14 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     tf.config.set_visible_devices(chosen, "GPU")
     for gpu in chosen:
         tf.config.experimental.set_memory_growth(gpu, True)
-    available = gather_numbers(bool(chosen), "hvd_estimators.gpus")
-    check_gpus([bool(has_gpu) for has_gpu in available])
+    used = exchange.gather(None if index is None else own_gpu(index), "hvd_estimators.gpus")
+    check_gpus([gpu is not None for gpu in used])
     if index is None:
         return
-    used = exchange.gather(own_gpu(index), "hvd_estimators.gpus")
     kind = tf.config.experimental.get_device_details(gpus[index]).get("device_name", "GPU")
     line = describe_gpus(used, str(kind), bool(hvd.nccl_built()))
     if hvd.rank() == 0:
         notify_driver(line, verbose)
-
-
-def limit_threads() -> None:
-    """Set TensorFlow's thread count to ``OMP_NUM_THREADS``, unless TensorFlow has started."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit():
-        try:
-            tf.config.threading.set_intra_op_parallelism_threads(int(threads))
-        except RuntimeError:
-            return
 
 
 @contextlib.contextmanager

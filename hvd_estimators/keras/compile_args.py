@@ -1,4 +1,4 @@
-"""Arguments of ``compile``, and class weights."""
+"""Arguments of ``compile``."""
 
 from __future__ import annotations
 
@@ -7,39 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
-from hvd_estimators.training.class_weight import check_rank
-
-
-def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
-    """Return the class weight of each row; 1 for classes without a weight.
-
-    Parameters
-    ----------
-    labels : tf.Tensor
-        Class numbers, of shape ``(rows,)`` or ``(rows, 1)``, or one-hot rows.
-    weights : mapping
-        Class to weight.
-    """
-    check_rank(labels)
-    if labels.shape.rank > 1 and labels.shape[-1] > 1:
-        classes = tf.argmax(labels, axis=-1)
-    else:
-        flat = tf.reshape(labels, (-1,))
-        classes = tf.cast(tf.round(flat) if flat.dtype.is_floating else flat, tf.int64)
-    weighted_classes = sorted(weights)
-    numbers = tf.constant(weighted_classes, tf.int64)
-    indices = tf.minimum(tf.searchsorted(numbers, classes), len(weighted_classes) - 1)
-    values = tf.gather(
-        tf.constant([weights[n] for n in weighted_classes], keras.config.floatx()), indices
-    )
-    has_weight = tf.equal(tf.gather(numbers, indices), classes)
-    return tf.where(has_weight, values, tf.ones_like(values))
 
 
 @dataclass(frozen=True)

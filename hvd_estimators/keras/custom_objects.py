@@ -155,7 +155,7 @@ def complete_configs(value: Any, extras: dict[str, Any]) -> Iterator[None]:
                 vars(part)["get_config"] = functools.partial(_config, part, extra)
                 if _has_no_shapes(part):
                     extra[_BUILT] = True
-                    vars(part)["get_build_config"] = _nothing
+                    vars(part)["get_build_config"] = lambda: None
             yield
         finally:
             for part in changed:
@@ -178,10 +178,6 @@ def _builds_of_parts(part: Any) -> list[dict[str, Any] | None]:
         return []
     layers = all_layers(part, include_self=False)
     return [layer.get_build_config() if layer.built else None for layer in layers]
-
-
-def _nothing() -> None:
-    return None
 
 
 def data_attributes(part: Any) -> dict[str, Any]:

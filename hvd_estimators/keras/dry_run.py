@@ -20,18 +20,21 @@ from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers, has_own_step
-from hvd_estimators.keras.inputs import (
+from hvd_estimators.keras.losses import check_loss, has_any_loss
+from hvd_estimators.keras.metrics import are_built, build_metrics, check_metrics
+from hvd_estimators.keras.outputs import Outputs, symbolic
+from hvd_estimators.keras.sync_batch_norm import synchronized_layers
+from hvd_estimators.keras.tensors import (
     SHAPE_KINDS,
+    ZEROS,
+    Field,
+    TensorSpec,
+    alike,
     called_with,
     input_structure,
     kept_variables,
     other_structure,
 )
-from hvd_estimators.keras.losses import check_loss, has_any_loss
-from hvd_estimators.keras.metrics import are_built, build_metrics, check_metrics
-from hvd_estimators.keras.outputs import Outputs, symbolic
-from hvd_estimators.keras.sync_batch_norm import synchronized_layers
-from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 from hvd_estimators.keras.user_callbacks import check_monitors, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
 
@@ -98,18 +101,6 @@ def check_lambdas(model: keras.Model) -> None:
                     f"model: the layer {layer.name!r} fails on the ranks (NameError: name "
                     f"{name!r} is not defined). {LAMBDA_REMEDY}"
                 )
-
-
-def check_rows(flat: Sequence[Any], labels: Sequence[str | None] | None, rows: int) -> None:
-    """Reject outputs without one entry per row; ``labels`` holds each output's label, if known."""
-    for label, output in zip(labels or (None,) * len(flat), flat, strict=True):
-        if not output.shape or output.shape[0] != rows:
-            which = "" if label is None else f" for label {label!r}"
-            raise ShapeError(
-                f"The model's output{which} has shape {tuple(output.shape)} for "
-                f"{rows} rows. Its first dimension must count the rows; outputs can leave out "
-                "others."
-            )
 
 
 def check_batches(model: keras.Model, data: DataSpec) -> None:
@@ -321,11 +312,18 @@ class DryRun:
                 self._check_loss(x, outputs, columns)
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
-        flat = keras.tree.flatten(outputs)
+        """Reject outputs without one entry per row."""
+        flat = self._selected(outputs)
+        labels: Sequence[str | None] = [None] * len(flat)
         if self.outputs is not None and self._selection is None:
-            check_rows(flat, self.outputs.labels, rows)
-        else:
-            check_rows(self._selected(outputs), None, rows)
+            flat, labels = keras.tree.flatten(outputs), self.outputs.labels
+        for label, output in zip(labels, flat, strict=True):
+            if not output.shape or output.shape[0] != rows:
+                which = "" if label is None else f" for label {label!r}"
+                raise ShapeError(
+                    f"The model's output{which} has shape {tuple(output.shape)} for {rows} rows. "
+                    "Its first dimension must count the rows; outputs can leave out others."
+                )
 
     def _selected(self, outputs: Any) -> list[Any]:
         """Return the selected outputs, or all outputs without a selection."""

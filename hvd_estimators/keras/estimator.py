@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
-from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import (
     all_layers,
     kept_random_state,
@@ -25,13 +24,14 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun, check_batches
-from hvd_estimators.keras.inputs import input_keys, input_structure
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
+from hvd_estimators.keras.tensors import input_keys, input_structure
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.summary import as_keras_history
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.class_weight import check_classes
 from hvd_estimators.training.run_state import check_state
@@ -108,22 +108,19 @@ class KerasEstimator(KerasEstimatorSignatures):
         return super()._try_frame(dataset)
 
     def _dry_run(self, columns: Columns) -> Trial:
-        dry_run, settings = self._new_dry_run()
-        dry_run.run(columns)
-        self._check_monitors(dry_run)
-        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        return self._tried(DryRun.run, columns)
 
     def _without_dry_run(self, manifest: DatasetManifest) -> Trial:
-        dry_run, settings = self._new_dry_run()
-        dry_run.look_at(self._first_rows(manifest))
-        self._check_monitors(dry_run)
-        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        return self._tried(DryRun.look_at, self._first_rows(manifest))
 
-    def _check_monitors(self, dry_run: DryRun) -> None:
-        dry_run.check_monitors("callbacks", self.getOrDefault("callbacks"))
+    def _tried(self, use: Callable[[DryRun, Columns], None], columns: Columns) -> Trial:
+        """Return the results of a new dry run that has used some rows."""
+        dry_run, settings = self._new_dry_run()
+        use(dry_run, columns)
         checkpoint = self.getOrDefault("checkpoint_callback")
-        if checkpoint is not None:
-            dry_run.check_monitors("checkpoint_callback", [checkpoint])
+        dry_run.check_monitors("callbacks", self.getOrDefault("callbacks"))
+        dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
+        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
 
     def _check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
         super()._check_trial(trial, manifest)

@@ -1,6 +1,6 @@
 """Losses and metrics of a trained Keras model on rows of a DataFrame.
 
-`KerasEvaluator` runs in an executor's Python worker, and `combine` on the driver. Both run the
+`load_evaluator` runs in an executor's Python worker, and `combine` on the driver. Both run the
 model's ``test_step`` as validation in training does, without Horovod.
 """
 
@@ -44,7 +44,7 @@ class EvaluationSteps:
     Attributes
     ----------
     model : keras.Model
-        The model, compiled. `start` and `run` change its metrics.
+        The model, compiled. `reset` and `run` change its metrics.
     """
 
     def __init__(
@@ -68,7 +68,11 @@ class EvaluationSteps:
         step = tf.function(self._step, autograph=False, reduce_retracing=True)
         self._traced = self._step if self.model.run_eagerly else step
 
-    def start(self, columns: Mapping[str, Array]) -> None:
+    def start(self) -> KerasSums:
+        """Return sums over no rows."""
+        return KerasSums(self)
+
+    def reset(self, columns: Mapping[str, Array]) -> None:
         """Reset the metrics, after they were built from the first of some rows."""
         if not self._is_built:
             with self._patched():
@@ -92,34 +96,28 @@ class EvaluationSteps:
             return self.model.test_step(batch)
 
 
-class KerasEvaluator:
-    """A compiled model.
+def load_evaluator(
+    document: bytes | os.PathLike[str],
+    resources: Resources = FRAMEWORKS_CHOICE,
+    *,
+    compiled: bytes,
+    tensors: TensorSpec,
+    floatx: str,
+) -> EvaluationSteps:
+    """Load the evaluator of a compiled model in a Python worker.
 
     Parameters
     ----------
     document, compiled, tensors
         See `EvaluationSteps`.
-    floatx : str
-        Keras's float type during training.
     resources : Resources
         Threads and GPU.
+    floatx : str
+        Keras's float type during training.
     """
-
-    def __init__(
-        self,
-        document: bytes | os.PathLike[str],
-        compiled: bytes,
-        tensors: TensorSpec,
-        floatx: str,
-        resources: Resources = FRAMEWORKS_CHOICE,
-    ) -> None:
-        device = choose_device(resources)
-        keras.config.set_floatx(floatx)
-        self._steps = EvaluationSteps(document, compiled, tensors, device)
-
-    def start(self) -> KerasSums:
-        """Return sums over no rows."""
-        return KerasSums(self._steps)
+    device = choose_device(resources)
+    keras.config.set_floatx(floatx)
+    return EvaluationSteps(document, compiled, tensors, device)
 
 
 class KerasSums:
@@ -134,7 +132,7 @@ class KerasSums:
         """Evaluate a batch."""
         if not self._rows:
             self._first = {name: array[:1].copy() for name, array in columns.items()}
-            self._steps.start(columns)
+            self._steps.reset(columns)
         self._rows += num_rows(columns)
         self._steps.run(columns)
 
@@ -146,10 +144,11 @@ class KerasSums:
 
 def combine(
     document: bytes | os.PathLike[str],
+    states: Sequence[tuple[int, dict[str, Array], Any]],
+    *,
     compiled: bytes,
     tensors: TensorSpec,
     floatx: str,
-    states: Sequence[tuple[int, dict[str, Array], Any]],
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of rows and the values by name, given the states of all partitions."""
     measured = [state for state in states if state[0]]
@@ -158,7 +157,7 @@ def combine(
     with kept_random_state(), _using_floatx(floatx):
         steps = EvaluationSteps(document, compiled, tensors)
         # The row builds the metrics, which have names only then.
-        steps.start(measured[0][1])
+        steps.reset(measured[0][1])
         merge_captured(steps.model, [captured for _, _, captured in measured])
         return sum(rows for rows, _, _ in measured), results(steps.model)
 

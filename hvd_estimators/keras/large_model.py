@@ -10,6 +10,7 @@ Used on the driver and on workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -88,7 +89,7 @@ class LargeModel:
         with (
             self.metadata.policy(),
             constructing(self.custom_objects) as made,
-            tf.variable_creator_scope(_create_unwritten),
+            tf.variable_creator_scope(functools.partial(_create, lambda initial: True)),
         ):
             model: keras.Model = keras.saving.deserialize_keras_object(
                 json.loads(self.config), made, safe_mode=False
@@ -183,7 +184,7 @@ def size_of(model: keras.Model) -> int:
 @contextlib.contextmanager
 def unwritten_zeros() -> Iterator[None]:
     """Create variables whose initial value is zero without memory until they are written."""
-    with tf.variable_creator_scope(_create_zeros_unwritten):
+    with tf.variable_creator_scope(functools.partial(_create, _is_zero)):
         yield
 
 
@@ -197,27 +198,12 @@ def _alias(value: Array) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
 
 
-def _create_unwritten(next_creator: Callable[..., tf.Variable], **given: Any) -> tf.Variable:
-    """Create a variable of zeros that take no memory, whatever its initial value."""
-    return _created(next_creator, given, lambda initial: True)
-
-
-def _create_zeros_unwritten(next_creator: Callable[..., tf.Variable], **given: Any) -> tf.Variable:
-    """Create a variable that takes no memory if its initial value is zero."""
-    return _created(
-        next_creator,
-        given,
-        lambda initial: (
-            initial.op.type == "Fill" and tf.get_static_value(initial.op.inputs[1]) == 0
-        ),
-    )
-
-
-def _created(
-    next_creator: Callable[..., tf.Variable],
-    given: dict[str, Any],
+def _create(
     is_replaced: Callable[[tf.Tensor], bool],
+    next_creator: Callable[..., tf.Variable],
+    **given: Any,
 ) -> tf.Variable:
+    """Create a variable of zeros that take no memory, if its initial value is to be replaced."""
     initializer = given.get("initial_value")
     # If an initializer's shape or type is unknown in a graph, the initializer runs as usual.
     with contextlib.suppress(Exception):
@@ -230,6 +216,10 @@ def _created(
             if is_replaced_here and _can_alias(zeros):
                 given = {**given, "initial_value": _alias(zeros)}
     return next_creator(**given)
+
+
+def _is_zero(initial: tf.Tensor) -> bool:
+    return initial.op.type == "Fill" and tf.get_static_value(initial.op.inputs[1]) == 0
 
 
 def _zeros(shape: Sequence[int], dtype: Any) -> Array:

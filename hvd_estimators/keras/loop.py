@@ -75,6 +75,11 @@ class StepEnd:
         Called on all ranks with the completed batches of the epoch.
     control : StepControl
         Lets ranks agree on values that are not finite, on checkpoints and on stop requests.
+
+    Attributes
+    ----------
+    checks_nan : bool
+        Whether each step's logs must be checked.
     """
 
     def __init__(
@@ -86,14 +91,10 @@ class StepEnd:
         self._spec = spec
         self._save = save
         self._control = control
+        self.checks_nan = spec.terminate_on_nan
         self._not_finite: NotFinite | None = None
         self._batches = spec.data.train_steps_per_epoch
         self._passes = spec.backward_passes_per_step
-
-    @property
-    def checks_nan(self) -> bool:
-        """True if each step's logs must be checked."""
-        return self._spec.terminate_on_nan
 
     def check_nan(
         self, model: keras.Model, epoch: int, batches: int, logs: Mapping[str, Any]
@@ -167,7 +168,7 @@ class EpochEnd(keras.callbacks.Callback):
     progress : Progress
         Reports to the driver.
     save : callable
-        Called after each epoch, on all ranks, with the number of completed epochs.
+        Called after each epoch, on all ranks.
     step_end : StepEnd
         Stops training after an epoch on request.
 
@@ -188,7 +189,7 @@ class EpochEnd(keras.callbacks.Callback):
         states: CallbackStates,
         logs: RunLogs,
         progress: Progress,
-        save: Callable[[int], None],
+        save: Callable[[], None],
         step_end: StepEnd,
     ) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class EpochEnd(keras.callbacks.Callback):
         stop = float(self.stop or self.model.stop_training)
         (ranks,) = sum_arrays([np.array(stop)], "stop")
         self.model.stop_training = self.stopped = bool(ranks)
-        self._save(epoch + 1)
+        self._save()
         if not self.stopped:
             self._step_end.finish_epoch(epoch)
 
@@ -374,11 +375,11 @@ class RankCallbacks(keras.callbacks.CallbackList):
         Epochs of the run, and steps per epoch.
     micro_batches : MicroBatches
         Groups batches into steps.
-    statistics : StatisticsCallback, optional
+    statistics : StatisticsCallback
         The statistics callback among ``callbacks``.
-    step_end : StepEnd, optional
+    step_end : StepEnd
         Called after each step, after all callbacks.
-    resumed : PartialEpoch, optional
+    resumed : PartialEpoch or None
         Resumes within the first epoch.
     """
 
@@ -390,9 +391,9 @@ class RankCallbacks(keras.callbacks.CallbackList):
         epochs: int,
         steps: int,
         micro_batches: MicroBatches,
-        statistics: StatisticsCallback | None = None,
-        step_end: StepEnd | None = None,
-        resumed: PartialEpoch | None = None,
+        statistics: StatisticsCallback,
+        step_end: StepEnd,
+        resumed: PartialEpoch | None,
     ) -> None:
         super().__init__(
             [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
@@ -401,7 +402,6 @@ class RankCallbacks(keras.callbacks.CallbackList):
         self._micro_batches = micro_batches
         self._statistics = statistics
         self._step_end = step_end
-        self._checks_nan = step_end is not None and step_end.checks_nan
         self._resumed = resumed
         # Batches of the epoch that an earlier part of the run has trained on.
         self._skipped = 0
@@ -423,8 +423,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
         if resumed is not None:
             self._skipped = resumed.batches
             digests, bases, stop = resumed.restore()
-            if self._statistics is not None:
-                self._statistics.resume_epoch(digests, bases)
+            self._statistics.resume_epoch(digests, bases)
             self._end.resume_epoch(stop)
         self._epoch, self._done = epoch, self._skipped // self._micro_batches.passes
         self._is_training = True
@@ -447,18 +446,17 @@ class RankCallbacks(keras.callbacks.CallbackList):
         step = self._micro_batches.end(batch)
         if step is None:
             return
-        if self._micro_batches.passes > 1 and (self._checks_nan or self._batch_ends):
+        if self._micro_batches.passes > 1 and (self._step_end.checks_nan or self._batch_ends):
             # The logs from Keras may be those of an empty micro-batch.
             logs = self.model.get_metrics_result()
-        if self._checks_nan and self._step_end is not None:
+        if self._step_end.checks_nan:
             # Checked before the callbacks: one may raise its own error on one rank only.
             self._step_end.check_nan(self.model, self._epoch, step + 1, logs or {})
         if self._batch_ends and self._micro_batches.notifies_after(step):
             super().on_train_batch_end(step, logs)
             self._defer_stop()
-        if self._step_end is not None:
-            before, self._done = self._done, step + 1
-            self._step_end.end(self._epoch, before, step + 1)
+        before, self._done = self._done, step + 1
+        self._step_end.end(self._epoch, before, step + 1)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks before a validation, which ends the epoch's training."""

@@ -14,8 +14,8 @@ from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.keras.backend import all_layers, function_of, has_own_step, is_keras
 from hvd_estimators.keras.compile_args import losses
-from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
+from hvd_estimators.keras.tensors import SHAPE_KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,7 @@ def compares_elements(loss: Any) -> bool:
     except ValueError:
         return False
     function = function_of(resolved)
-    module = str(getattr(function, "__module__", ""))
-    name = str(getattr(function, "__name__", ""))
-    return module.startswith("keras.") and name not in _SPARSE
+    return is_keras(function) and getattr(function, "__name__", "") not in _SPARSE
 
 
 # Losses that determine ``outputs_are``, see `kind_of_outputs`.
@@ -159,8 +157,8 @@ def kind_of_outputs(
         resolved = keras.losses.get(loss)
     except ValueError:
         return None
-    function = getattr(resolved, "fn", resolved)
-    if not str(getattr(function, "__module__", "")).startswith("keras."):
+    function = function_of(resolved)
+    if not is_keras(function):
         return None
     name = getattr(function, "__name__", "")
     is_one_number = shape is not None and is_scalar(shape)

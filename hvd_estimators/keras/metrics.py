@@ -63,10 +63,9 @@ def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
 
 def share_of(variable: Any, rank: int, size: int) -> float:
     """Return the factor for a rank's metric variable before the sum over the ranks."""
-    aggregation = getattr(variable, "aggregation", "sum")
-    if aggregation == "sum":
+    if variable.aggregation == "sum":
         return 1.0
-    if aggregation == "mean":
+    if variable.aggregation == "mean":
         return 1.0 / size
     return float(rank == 0)
 

@@ -10,23 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
-from hvd_estimators.inference.broadcast import Payload
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.evaluation import KerasEvaluator, combine
-from hvd_estimators.keras.inputs import call_on_zeros, input_structure, text_columns
+from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.model_file import save_plainly
 from hvd_estimators.keras.outputs import Outputs, symbolic
-from hvd_estimators.keras.predictor import KerasPredictor, of_labels
+from hvd_estimators.keras.predictor import (
+    KerasPredictor,
+    inputs_of,
+    of_labels,
+    predictor_settings,
+)
 from hvd_estimators.keras.serialization import compile_arguments, dump, model_payload
-from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
-from hvd_estimators.model import HorovodModel, Predictor
+from hvd_estimators.keras.tensors import (
+    ZEROS,
+    Field,
+    TensorSpec,
+    call_on_zeros,
+    text_columns,
+)
+from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import narrowed, param, shapes
-from hvd_estimators.saving.export import exported, is_installed
+from hvd_estimators.saving.export import exported, require_packages
 
 if TYPE_CHECKING:
     from hvd_estimators.keras.signatures import KerasModelSignatures
@@ -128,12 +135,8 @@ class KerasModel(KerasModelSignatures):
         model = self.getOrDefault("model")
         if model is None:
             raise ParamError("model is not set. Set model.")
-        for package in ("onnx", "tf2onnx") if format == "onnx" else ():
-            if not is_installed(package):
-                raise DependencyError(
-                    f"export(format='onnx') needs {package}, which is not installed. Run: "
-                    f"{INSTALL['onnx']}"
-                )
+        if format == "onnx":
+            require_packages("export(format='onnx')", "onnx", "tf2onnx")
         with exported(path, overwrite, storage_options, last="saved_model.pb") as target:
             try:
                 model.export(target, format=format, **{"verbose": False, **options})
@@ -148,26 +151,9 @@ class KerasModel(KerasModelSignatures):
         model = self.getOrDefault("model")
         if model is None:
             raise ParamError("model is not set. Set model.")
-        columns = self._input_columns().names
-        labels = self.getOrDefault("label_columns") or []
-        structure, floatx = self._inputs(), self.getOrDefault("_floatx")
-        compares, selection = pairs_labels(model), self.getOrDefault("outputs")
-        precision = self.getOrDefault("inference_precision")
-
-        def load(document: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
-            return KerasPredictor(
-                document,
-                structure,
-                columns,
-                labels,
-                floatx,
-                compares,
-                selection,
-                precision,
-                resources,
-            )
-
-        return model_payload(model, self.getOrDefault("custom_objects")), load
+        document = model_payload(model, self.getOrDefault("custom_objects"))
+        settings = predictor_settings(model, self.getOrDefault)
+        return document, functools.partial(KerasPredictor, **settings)
 
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
         require_tensorflow()
@@ -184,10 +170,16 @@ class KerasModel(KerasModelSignatures):
             arguments["jit_compile"] = False
         compiled, document = dump(arguments, custom_objects), model_payload(model, custom_objects)
 
-        def load(payload: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> KerasEvaluator:
-            return KerasEvaluator(payload, compiled, tensors, floatx, resources)
-
-        return document, load, functools.partial(combine, document, compiled, tensors, floatx)
+        settings: dict[str, Any] = {
+            "compiled": compiled,
+            "tensors": tensors,
+            "floatx": floatx,
+        }
+        return (
+            document,
+            functools.partial(load_evaluator, **settings),
+            functools.partial(combine, document, **settings),
+        )
 
     def _label_structure(self) -> Any:
         """Return the label columns in the structure of the model's outputs."""
@@ -233,10 +225,7 @@ class KerasModel(KerasModelSignatures):
         return [tuple(output.shape[1:]) for output in selected]
 
     def _inputs(self) -> Any:
-        columns = self._input_columns().names
-        keys = self.getOrDefault("_input_keys")
-        by_name = self.getOrDefault("_input_pairing") == "name"
-        return input_structure(self.getOrDefault("model"), columns, keys, by_name)
+        return inputs_of(self.getOrDefault("model"), self.getOrDefault)
 
     def _adapt(self, saved: Collection[str]) -> None:
         if "_input_pairing" not in saved:

@@ -10,7 +10,6 @@ adapters. The original values of such variables are written beside Keras's own f
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import logging
 import os
@@ -115,10 +114,6 @@ WEIGHTS = "model.weights.h5"
 """Name of the weights file, also inside a ``.keras`` file."""
 
 
-# Keras has supported unzipped folders since about 3.6.
-_HAS_FOLDERS = "zipped" in inspect.signature(keras.saving.save_model).parameters
-
-
 # Larger files are mapped into memory.
 _MAPPED_BYTES = 2**20
 
@@ -141,14 +136,7 @@ def uncompiled(model: keras.Model) -> keras.Model:
 
 def save_folder(model: keras.Model, directory: str) -> None:
     """Write the content of a ``.keras`` file as separate files into an existing folder."""
-    if _HAS_FOLDERS:
-        keras.saving.save_model(model, directory, zipped=False)
-    else:
-        with tempfile.TemporaryDirectory() as beside:
-            path = os.path.join(beside, "model.keras")
-            keras.saving.save_model(model, path)
-            with zipfile.ZipFile(path) as archive:
-                archive.extractall(directory)
+    keras.saving.save_model(model, directory, zipped=False)
     for folder, _, _ in os.walk(directory, topdown=False):
         # A ``.keras`` file contains no empty folders, and loading checks if there are assets.
         if folder != directory and not os.listdir(folder):
@@ -158,14 +146,7 @@ def save_folder(model: keras.Model, directory: str) -> None:
 def load_folder(directory: str, custom_objects: Mapping[str, Any]) -> keras.Model:
     """Return the model that `save_folder` wrote, not compiled."""
     with constructing(custom_objects) as made:
-        given = {"custom_objects": made, "compile": False, "safe_mode": False}
-        if _HAS_FOLDERS:
-            return keras.saving.load_model(directory, **given)
-        with tempfile.TemporaryDirectory() as beside:
-            path = os.path.join(beside, "model.keras")
-            with zipfile.ZipFile(path, "w") as archive:
-                _zip(directory, archive)
-            return keras.saving.load_model(path, **given)
+        return keras.saving.load_model(directory, made, compile=False, safe_mode=False)
 
 
 def read_files(directory: str) -> dict[str, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -104,7 +104,7 @@ class Outputs:
         labels: list[str | None] = [None] * len(self.labels)
         for label, position in zip(label_cols, selected, strict=False):
             labels[position] = label
-        return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
+        return replace(self, labels=tuple(labels), selected=selected)
 
     def _position(self, given: int | str) -> int:
         """Return the flat position of an output, given its position or name."""
@@ -123,7 +123,7 @@ class Outputs:
         def paired(labels: Sequence[str | None]) -> Outputs:
             positions = tuple(labels.index(label) for label in label_cols)
             selected = positions or self.selected
-            return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
+            return replace(self, labels=tuple(labels), selected=selected)
 
         count = len(self.names)
         if count == len(label_cols) == 1:

@@ -25,7 +25,6 @@ from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
 from hvd_estimators.keras.custom_objects import UnequalCopyError
 from hvd_estimators.keras.dry_run import LAMBDA_REMEDY, check_lambdas
-from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
@@ -36,10 +35,10 @@ from hvd_estimators.keras.losses import (
     without_reduction,
 )
 from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dump, load
-from hvd_estimators.keras.user_callbacks import check_callbacks
+from hvd_estimators.keras.tensors import input_structure, text_columns
+from hvd_estimators.keras.user_callbacks import check_callbacks, reject_callback_list
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
-from hvd_estimators.params.class_weight import ClassWeightParams
-from hvd_estimators.params.loggers import LoggerParams
+from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
 
 
 def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:
@@ -62,11 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 def _callbacks(name: str, value: Iterable[Any]) -> list[Any]:
-    if isinstance(value, keras.callbacks.CallbackList):
-        raise ParamError(
-            f"{name}: a CallbackList holds callbacks that run on different ranks. Give them as a "
-            "plain list."
-        )
+    reject_callback_list(name, value)
     return objects(name, value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,15 +14,13 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
-from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.keras.backend import all_layers, require_tensorflow
-from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load_model, load_uncompiled
-from hvd_estimators.keras.tensors import Field, alike
+from hvd_estimators.keras.tensors import alike, input_structure, text_columns
 from hvd_estimators.saving.saved import Saved
 
 CPU = "/CPU:0"
@@ -90,7 +88,7 @@ def _computing(layer: keras.Layer) -> list[keras.Layer]:
     return all_layers(layer)
 
 
-class KerasPredictor:
+class KerasPredictor(FrameworkPredictor):
     """Predictor that runs a Keras model's forward pass.
 
     Parameters
@@ -98,6 +96,8 @@ class KerasPredictor:
     document : bytes, path or keras.Model
         Result of `hvd_estimators.keras.serialization.model_payload`; or a model, which this object
         then owns.
+    resources : Resources
+        Threads and GPU.
     structure : Field, or nested structure of Field
         The model's inputs.
     columns, labels : list of str
@@ -110,27 +110,22 @@ class KerasPredictor:
         Positions or names of the outputs that are predictions; None for the labels' outputs.
     precision : str
         Type that the model computes in, see ``inference_precision``.
-    resources : Resources
-        Threads and GPU.
-
-    Attributes
-    ----------
-    overlaps : bool
-        Whether `begin` returns before the outputs are computed, so that the next batch can start.
     """
 
     def __init__(
         self,
         document: bytes | os.PathLike[str] | keras.Model,
+        resources: Resources = FRAMEWORKS_CHOICE,
+        *,
         structure: Any,
         columns: Sequence[str],
-        labels: Sequence[str],
+        labels: list[str],
         floatx: str,
         compares: bool,
         selection: Sequence[int | str] | None,
-        precision: str = "float32",
-        resources: Resources = FRAMEWORKS_CHOICE,
+        precision: str,
     ) -> None:
+        super().__init__(columns)
         self._device = choose_device(resources)
         self.overlaps = self._device != CPU
         keras.config.set_floatx(floatx)
@@ -141,59 +136,72 @@ class KerasPredictor:
                 self._model = load_model(document, mapped=self._device == CPU)
         reduce_precision(self._model, precision)
         self._structure = structure
-        self._columns = tuple(columns)
-        self._labels = list(labels)
-        self._compares, self._selection = compares, selection
+        self._fields = {field.column: field for field in keras.tree.flatten(structure)}
+        self._labels, self._compares, self._selection = labels, compares, selection
 
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        """Return the outputs as numbers, for the feature columns of a batch.
+    def _inputs(self, arrays: list[Array]) -> list[Any]:
+        with tf.device(self._device):
+            return [
+                self._fields[name].array(array)
+                for name, array in zip(self._columns, arrays, strict=True)
+            ]
 
-        Raises
-        ------
-        PredictionError
-            If the model fails.
-        """
-        return self.begin(arrays)()
-
-    def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
-        """Start a forward pass; return a function that waits for the outputs and returns them."""
-        columns = dict(zip(self._columns, arrays, strict=True))
-        given: dict[str, Any] = columns
-
-        def naming() -> Any:
-            return naming_inputs(lambda: described(given), self._expected)
-
-        with naming(), tf.device(self._device):
-            fields = keras.tree.flatten(self._structure)
-            values = [field.array(columns[field.column]) for field in fields]
-            given = {f.column: value for f, value in zip(fields, values, strict=True)}
-            x = alike(keras.tree.pack_sequence_as(self._structure, values))
-            outputs = self._start(x)
+    def _start(self, inputs: list[Any]) -> Callable[[], list[Array]]:
+        given = dict(zip(self._columns, inputs, strict=True))
+        with tf.device(self._device):
+            x = alike(keras.tree.map_structure(lambda f: given[f.column], self._structure))
+            if self.overlaps:
+                # As predict_on_batch, without waiting for the GPU.
+                self._model.make_predict_function()
+                outputs = self._model.predict_function([(x,)])
+            else:
+                outputs = self._model.predict_on_batch(x)
 
         def finish() -> list[Array]:
             computed = outputs
             if self.overlaps:
-                with naming():
-                    computed = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+                computed = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
             chosen = of_labels(self._model, computed, self._labels, self._compares, self._selection)
             return [_as_numbers(output) for output in chosen]
 
         return finish
 
-    def _start(self, x: Any) -> Any:
-        if not self.overlaps:
-            return self._model.predict_on_batch(x)
-        # Do the same without waiting for the GPU.
-        self._model.make_predict_function()
-        return self._model.predict_function([(x,)])
-
-    def _expected(self) -> str:
+    def _expected_inputs(self) -> str:
         """Describe the inputs that the model declares."""
-        shaped: list[Field] = [
-            f for f in keras.tree.flatten(self._structure) if f.shape is not None
-        ]
+        shaped = [field for field in self._fields.values() if field.shape is not None]
         forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in shaped)
         return f"{', '.join(forms)} per row" if shaped else ""
+
+
+def inputs_of(model: keras.Model, get: Callable[[str], Any]) -> Any:
+    """Return a fitted model's inputs as `input_structure` does, given its params.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    get : callable
+        Function from the name of a param to its value.
+    """
+    columns = InputColumns.of(get("feature_columns") or []).names
+    # Models of earlier versions, without this param, paired their inputs by position in training.
+    by_name = get("_input_pairing") == "name"
+    return input_structure(model, columns, get("_input_keys"), by_name)
+
+
+def predictor_settings(
+    model: keras.Model, get: Callable[[str], Any], compiled: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return arguments of `KerasPredictor`; see `inputs_of` and `pairs_labels`."""
+    return {
+        "structure": inputs_of(model, get),
+        "columns": InputColumns.of(get("feature_columns") or []).names,
+        "labels": list(get("label_columns") or []),
+        "floatx": get("_floatx") or "float32",
+        "compares": pairs_labels(model, compiled),
+        "selection": get("outputs"),
+        "precision": get("inference_precision") or "float32",
+    }
 
 
 def of_labels(
@@ -235,27 +243,12 @@ def _as_numbers(output: Any) -> Array:
 
 def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
     require_tensorflow()
-    get = saved.get
-    columns = InputColumns.of(get("feature_columns")).names
-    floatx = get("_floatx") or "float32"
-    device = choose_device(resources)
-    keras.config.set_floatx(floatx)
-    with tf.device(device):
+    keras.config.set_floatx(saved.get("_floatx") or "float32")
+    with tf.device(choose_device(resources)):
         model, compiled = load_uncompiled(saved.read("model"))
-    by_name = get("_input_pairing") == "name"
-    structure = input_structure(model, columns, get("_input_keys"), by_name)
-    predictor = KerasPredictor(
-        model,
-        structure,
-        columns,
-        list(get("label_columns") or []),
-        floatx,
-        pairs_labels(model, compiled),
-        get("outputs"),
-        get("inference_precision") or "float32",
-        resources,
-    )
-    return predictor, list(text_columns(structure))
+    settings = predictor_settings(model, saved.get, compiled)
+    predictor = KerasPredictor(model, resources, **settings)
+    return predictor, list(text_columns(settings["structure"]))
 
 
 load_predictor = predictor_loader(

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -429,7 +429,7 @@ class Zeros:
 
 
 class _State(dict[str, Any]):
-    """State that stores large arrays of zeros as `Zeros`, while variables are added one by one."""
+    """State that keeps large arrays of zeros as `Zeros`; reading one creates the array."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         array = np.asarray(value)
@@ -437,22 +437,9 @@ class _State(dict[str, Any]):
             value = Zeros(array.shape, array.dtype)
         super().__setitem__(name, value)
 
-
-class _Filled(Mapping[str, Any]):
-    """Contents of a `_State`, with arrays instead of `Zeros`."""
-
-    def __init__(self, state: Mapping[str, Array | Zeros]) -> None:
-        self._state = state
-
-    def __getitem__(self, name: str) -> Array:
-        value = self._state[name]
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
         return np.zeros(value.shape, value.dtype) if isinstance(value, Zeros) else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 @dataclass(frozen=True)
@@ -510,7 +497,7 @@ class OptimizerPayload:
             optimizer.build(list(variables))
         # The state of an optimizer that was never built has only its iterations and learning rate.
         if len(self.state) == len(optimizer.variables):
-            optimizer.load_own_variables(_Filled(self.state))
+            optimizer.load_own_variables(_State(self.state))
 
 
 def _make_optimizer(document: OptimizerPayload) -> keras.optimizers.Optimizer:

@@ -15,13 +15,12 @@ import keras
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras.backend import has_own_step, model_optimizers, require_tensorflow
-from hvd_estimators.keras.best_model import BestModel
 from hvd_estimators.keras.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
     turn_off_jit_compile,
 )
-from hvd_estimators.keras.checkpoint import PartialEpoch, RunSaver, restore_run
+from hvd_estimators.keras.checkpoint import BestModel, PartialEpoch, RunSaver, restore_run
 from hvd_estimators.keras.collectives import (
     GradientAverager,
     broadcast_variables,
@@ -309,9 +308,8 @@ class _Trainer:
                 verbose=0,
             )
 
-    def _save_epoch(self, epochs: int) -> None:
+    def _save_epoch(self) -> None:
         """Save the run after its newest epoch. Called by all ranks."""
-        assert len(self.end.history) == epochs
         self.saver.save_epoch(self.end.history, self.end.stopped)
 
     def _save_within(self, batches: int) -> None:

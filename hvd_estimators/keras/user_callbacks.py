@@ -92,14 +92,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     ParamError
         If a callback is not a Keras callback, or backs up and restores models by itself.
     """
-    if isinstance(callbacks, keras.callbacks.Callback):
-        raise ParamError(f"callbacks: expected a list of callbacks, found {callbacks!r}.")
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.CallbackList):
-            raise ParamError(
-                "callbacks: a CallbackList holds callbacks that run on different ranks. Give them "
-                "as a plain list."
-            )
+        reject_callback_list("callbacks", callback)
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -107,6 +101,15 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 "callbacks: BackupAndRestore would restore one rank only. Remove it: the store "
                 "has a checkpoint of every epoch, and a fit with the same run_id resumes from it."
             )
+
+
+def reject_callback_list(param: str, value: Any) -> None:
+    """Raise a `ParamError` for a CallbackList, whose callbacks may run on different ranks."""
+    if isinstance(value, keras.callbacks.CallbackList):
+        raise ParamError(
+            f"{param}: a CallbackList holds callbacks that run on different ranks. Give them as a "
+            "plain list."
+        )
 
 
 def judges_by_name(callback: Any) -> bool:
@@ -260,9 +263,10 @@ def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
     attributes = {name: v for name, v in vars(callback).items() if name not in left_out}
     plain_values = {name: _plain(value) for name, value in attributes.items()}
     functions = {
-        name: f"{value.__module__}:{value.__qualname__}"
+        name: path
         for name, value in attributes.items()
-        if isinstance(value, types.FunctionType) and _function_of(value) is value
+        if isinstance(value, types.FunctionType)
+        and _function(path := f"{value.__module__}:{value.__qualname__}") is value
     }
     values = {name: value for name, value in plain_values.items() if is_encodable(value)}
     return {"values": values, "functions": functions}
@@ -316,12 +320,6 @@ def _like(given: Any, value: Any) -> Any:
     if isinstance(given, tuple) and isinstance(value, tuple):
         return type(given)(*value)
     return value
-
-
-def _function_of(value: types.FunctionType) -> Any:
-    if not value.__module__.startswith("keras."):
-        return None
-    return _function(f"{value.__module__}:{value.__qualname__}")
 
 
 def _function(name: str) -> Any:

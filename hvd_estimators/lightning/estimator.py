@@ -14,7 +14,6 @@ from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
-from hvd_estimators.history import as_records
 from hvd_estimators.lightning.dry_run import (
     check_shards_of_module,
     check_step,
@@ -32,6 +31,7 @@ from hvd_estimators.lightning.trainer_args import (
     adapted_trainer_args,
     as_list,
 )
+from hvd_estimators.summary import as_records
 from hvd_estimators.torch.dry_run import check_one_row
 from hvd_estimators.torch.serialization import (
     dump_module,

@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, BatchPredictor, Resources
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, BatchPredictor, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
 from hvd_estimators.lightning.package import is_lightning
@@ -29,7 +29,6 @@ from hvd_estimators.lightning.predictor import (
     forward_inputs,
 )
 from hvd_estimators.loading.transform import EditedField
-from hvd_estimators.model import Predictor
 from hvd_estimators.params import boolean, param
 from hvd_estimators.prepare.schema import fields_by_name, quoted
 from hvd_estimators.torch import model as torch_model

@@ -1,19 +1,25 @@
-"""Params of all estimators, in one mixin for each purpose. Runs on the driver."""
+"""Params of estimators, in one mixin for each purpose. Runs on the driver.
+
+All estimators have these params, except that `ClassWeightParams` and `LoggerParams` are those of
+`KerasEstimator` and `TorchEstimator`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module
+from hvd_estimators.loggers import Logger
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,
@@ -537,3 +543,64 @@ class RankParams(DeclaredParams):
                     f"backend and {name} are both set. Set {name} on the backend only."
                 )
         return backend
+
+
+def _class_weights(name: str, value: Mapping[int, float]) -> dict[int, float]:
+    """Accept a dict of class numbers to weights."""
+    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{expected}, found {value!r}.")
+    weights = {}
+    for key, weight in to_python(dict(value)).items():
+        if not isinstance(key, int) or isinstance(key, bool) or key < 0:
+            raise ParamError(f"{expected}, found the class {key!r}.")
+        weights[key] = number(0)(f"{name}[{key}]", weight)
+    return weights
+
+
+class ClassWeightParams(DeclaredParams):
+    """Param for weights of rows by their class."""
+
+    class_weight = param(
+        "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
+        "In training, a row's weight is its class's weight times that of sample_weight_col. "
+        "Other classes have the weight 1.",
+        convert=_class_weights,
+    )
+
+    def _check_class_weight(self, label_cols: Sequence[str]) -> None:
+        """Check that there is one label if classes have weights."""
+        if self.getOrDefault("class_weight") and len(label_cols) != 1:
+            raise ParamError(
+                f"class_weight: expected a single label, found {label_cols}. Set "
+                "sample_weight_col, or weights in the losses."
+            )
+
+
+def _loggers(name: str, value: Iterable[Logger]) -> list[Logger]:
+    """Accept a list of loggers."""
+    loggers = objects(name, value)
+    for entry in loggers:
+        if not isinstance(entry, Logger):
+            hint = (
+                f" Set an object of the class: {entry.__name__}(...)."
+                if isinstance(entry, type)
+                else " Set WandbLogger(...), CometLogger(...), or your own subclass of Logger."
+            )
+            raise ParamError(
+                f"{name}: expected objects of subclasses of hvd_estimators.loggers.Logger, found "
+                f"{entry!r}.{hint}"
+            )
+    return loggers
+
+
+class LoggerParams(DeclaredParams):
+    """Param for loggers of experiment trackers."""
+
+    loggers = param(
+        "Loggers of experiment trackers, such as hvd_estimators.loggers.WandbLogger, CometLogger "
+        "and your own subclasses of Logger. Rank 0 logs losses, metrics, learning rate and rows "
+        "per second of each epoch, and the hyperparameters.",
+        default=[],
+        convert=_loggers,
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pandas as pd
 from pyspark.ml.param.shared import (
@@ -14,7 +14,6 @@ from pyspark.ml.param.shared import (
 )
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.history import history_rows
 from hvd_estimators.inference.classification import (
     ClassScores,
     check_classes,
@@ -32,6 +31,7 @@ from hvd_estimators.params import (
     param,
     string,
 )
+from hvd_estimators.summary import history_rows
 
 _ONE_VS_REST = "mc2b$"
 """Prefix of the label columns that Spark's ``OneVsRest`` creates."""
@@ -93,7 +93,7 @@ class ClassificationParams(_ClassifierColumns):
 
     def _check_classification(self, outputs: int) -> None:
         """Check these params as far as possible before the outputs' shapes are known."""
-        check_classes(self._class_param(None), outputs)
+        check_classes(self._class_columns(), self._outputs_are(None), outputs)
 
     def _check_one_vs_rest(self) -> None:
         """Check that a classifier in Spark's ``OneVsRest`` returns the scores that it compares.
@@ -114,15 +114,8 @@ class ClassificationParams(_ClassifierColumns):
 
     def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
         """Return the object that computes the columns; None if no columns are requested."""
-        return class_scores(self._class_param(shapes[0] if len(shapes) == 1 else None), shapes)
-
-    def _class_param(self, shape: tuple[int | None, ...] | None) -> Callable[[str], Any]:
-        """Return a function from the name of one of these params to its value."""
-
-        def get(name: str) -> Any:
-            return self._outputs_are(shape) if name == "outputs_are" else self.getOrDefault(name)
-
-        return get
+        kind = self._outputs_are(shapes[0] if len(shapes) == 1 else None)
+        return class_scores(self._class_columns(), kind, shapes)
 
 
 class InferenceParams(DeclaredParams, HasHandleInvalid):

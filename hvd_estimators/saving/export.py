@@ -13,18 +13,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators.exceptions import DependencyError, ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 
 
-def is_installed(package: str) -> bool:
-    """Return whether a package can be imported."""
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError:
-        return False
-    return True
+def require_packages(call: str, *packages: str) -> None:
+    """Check that the packages for an export to ONNX can be imported.
+
+    Raises
+    ------
+    DependencyError
+        If one of them is not installed; the message begins with ``call``.
+    """
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            raise DependencyError(
+                f"{call} needs {package}, which is not installed. Run: {INSTALL['onnx']}"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -17,19 +17,17 @@ import logging
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import cloudpickle
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 from typing_extensions import Self
 
-from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folder import Folder, open_folder
-from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, check_metadata, class_of
+from hvd_estimators.saving.saved import FORMAT_VERSION, class_of, read_metadata
 from hvd_estimators.store import Store
 
 logger = logging.getLogger(__name__)
@@ -122,7 +120,8 @@ class _Writer(MLWriter):
 
     def _save(self, path: str) -> None:
         # Before any change on disk, because a value may not be picklable.
-        document = _Document.of(self._instance)
+        content, documents = _contents(self._instance)
+        extra = self._instance._extra_files()
         folder = open_folder(self.sparkSession, path)
         if folder.exists() and not self.shouldOverwrite:
             raise StoreError(f"{path!r} exists. To replace it call write().overwrite().save(path).")
@@ -135,15 +134,15 @@ class _Writer(MLWriter):
         # can.
         staging = "" if is_new else f".{number}.partial"
         try:
-            for name, content in document.params.items():
-                folder.write(f"{params}/{name}.pkl", content)
+            for name, document in documents.items():
+                folder.write(f"{params}/{name}.pkl", document)
             # Last, because a directory without metadata does not load: an incomplete save never
             # loads.
             metadata = {
-                **document.metadata,
+                **content,
                 "timestamp": round(time.time() * 1000),
                 "sparkVersion": self.sparkSession.version,
-                "pickledParams": sorted(document.params),
+                "pickledParams": sorted(documents),
                 "paramsFolder": params,
                 "formatVersion": FORMAT_VERSION,
             }
@@ -160,10 +159,10 @@ class _Writer(MLWriter):
             raise
         if staging:
             _move_metadata(folder, f"{staging}/{_METADATA}")
-        for name, content in document.extra.items():
-            folder.write(name, content)
+        for name, file in extra.items():
+            folder.write(name, file)
         # Delete the old version's files, and files of saves that were killed.
-        for name in set(folder.names()) - {params, _METADATA, *document.extra}:
+        for name in set(folder.names()) - {params, _METADATA, *extra}:
             folder.delete(name)
 
 
@@ -182,49 +181,39 @@ def _data_files(folder: Folder, name: str) -> list[str]:
     return [file for file in folder.names(name) if not file.startswith(("_", "."))]
 
 
-@dataclass(frozen=True)
-class _Document:
-    """Content to write for an instance.
+def _contents(instance: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the metadata and the documents of an instance.
 
-    Attributes
-    ----------
-    metadata : mapping
+    Returns
+    -------
+    metadata : dict
         Class, uid, the params that JSON can hold, and the names of values that are not saved.
-    params : mapping
+    documents : dict
         Name of each other param to its bytes.
-    extra : mapping
-        Name to content of further files.
     """
-
-    metadata: dict[str, Any]
-    params: dict[str, bytes]
-    extra: dict[str, bytes]
-
-    @staticmethod
-    def of(instance: Any) -> _Document:
-        declared = instance._declarations
-        values = instance._values()
-        left_out = [name for name in values if name in declared and not declared[name].saved]
-        for name in left_out:
-            del values[name]
-        json_values = {name: value for name, value in values.items() if is_json(value)}
-        documents = {
-            name: dump_param(instance, name, values[name])
-            for name in values.keys() - json_values.keys()
-        }
-        left_out += [
-            f"storage_options of {name}"
-            for name, value in values.items()
-            if isinstance(value, Store) and value.storage_options and not value.save_storage_options
-        ]
-        metadata = {
-            "class": f"{type(instance).__module__}.{type(instance).__name__}",
-            "uid": instance.uid,
-            "paramMap": json_values,
-            "defaultParamMap": {n: v for n, v in instance._defaults().items() if is_json(v)},
-            "leftOutParams": sorted(left_out),
-        }
-        return _Document(metadata, documents, instance._extra_files())
+    declared = instance._declarations
+    values = instance._values()
+    left_out = [name for name in values if name in declared and not declared[name].saved]
+    for name in left_out:
+        del values[name]
+    json_values = {name: value for name, value in values.items() if is_json(value)}
+    documents = {
+        name: dump_param(instance, name, values[name])
+        for name in values.keys() - json_values.keys()
+    }
+    left_out += [
+        f"storage_options of {name}"
+        for name, value in values.items()
+        if isinstance(value, Store) and value.storage_options and not value.save_storage_options
+    ]
+    metadata = {
+        "class": f"{type(instance).__module__}.{type(instance).__name__}",
+        "uid": instance.uid,
+        "paramMap": json_values,
+        "defaultParamMap": {n: v for n, v in instance._defaults().items() if is_json(v)},
+        "leftOutParams": sorted(left_out),
+    }
+    return metadata, documents
 
 
 def dump_param(instance: Any, name: str, value: Any) -> bytes:
@@ -269,16 +258,14 @@ class _Reader(MLReader[Any]):
             If the path holds no saved instance, or one of its files is missing.
         """
         folder = open_folder(self.sparkSession, path)
-        if not folder.names(_METADATA):
+        names = _data_files(folder, _METADATA)
+        if not names:
             raise StoreError(
                 f"path: found no saved {self._cls.__name__} at {path!r}. Set the path given to "
                 "save()."
             )
-        metadata = self._metadata(folder)
-        check_metadata(metadata, path)
-        cls = class_of(self._cls, metadata["class"], path)
-        check_format(metadata, path)
-        instance = cls()
+        metadata = read_metadata({n: folder.read(f"{_METADATA}/{n}") for n in names}, path)
+        instance = class_of(self._cls, metadata["class"], path)()
         instance._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
         params = metadata.get("paramsFolder", _PARAMS)
@@ -292,16 +279,6 @@ class _Reader(MLReader[Any]):
         for name in metadata.get("leftOutParams", ()):
             logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance
-
-    def _metadata(self, folder: Folder) -> dict[str, Any]:
-        if not is_connect(self.sparkSession):
-            context = self.sparkSession.sparkContext
-            return DefaultParamsReader.loadMetadata(folder.url, context)
-        # Spark also writes an empty file for an empty partition.
-        documents = [folder.read(f"{_METADATA}/{name}") for name in _data_files(folder, _METADATA)]
-        (document,) = filter(None, documents)
-        metadata: dict[str, Any] = json.loads(document)
-        return metadata
 
 
 def is_json(value: Any) -> bool:

@@ -57,7 +57,9 @@ class Saved:
     """
 
     def __init__(self, store: Store, path: str, given: str) -> None:
-        metadata = _metadata(store, path, given)
+        names = [n for n in store.names(f"{path}/metadata") if not n.startswith(("_", "."))]
+        contents = {name: store.read(f"{path}/metadata/{name}") for name in names}
+        metadata = read_metadata(contents, given)
         self.path = path
         self.given = given
         self.class_name = str(metadata["class"])
@@ -208,22 +210,6 @@ def class_of(requested: type, class_name: str, path: str) -> type:
     )
 
 
-def check_format(metadata: Mapping[str, Any], path: str) -> None:
-    """Check that this version can read the format of the saved files.
-
-    Raises
-    ------
-    StoreError
-        If a later version saved them in a newer format.
-    """
-    version = metadata.get("formatVersion", FORMAT_VERSION)
-    if version > FORMAT_VERSION:
-        raise StoreError(
-            f"{path!r} is of format {version}, and this version of hvd_estimators reads up to "
-            f"{FORMAT_VERSION}: a later version saved it. Install that version, or a newer one."
-        )
-
-
 def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | None) -> Saved:
     """Return a saved model, or a saved pipeline.
 
@@ -258,10 +244,22 @@ def _open(path: str, storage_options: Mapping[str, Any] | None) -> Saved:
     return Saved(store, folder, path)
 
 
-def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
-    """Return the metadata from Spark ML's writer, which is one line of JSON."""
-    names = [n for n in store.names(f"{folder}/metadata") if not n.startswith(("_", "."))]
-    contents = {name: store.read(f"{folder}/metadata/{name}") for name in names}
+def read_metadata(contents: Mapping[str, bytes], path: str) -> dict[str, Any]:
+    """Return the metadata from Spark ML's writer, which is one line of JSON.
+
+    Parameters
+    ----------
+    contents : mapping
+        Name to content of the metadata's files. Spark writes an empty file for an empty partition.
+    path : str
+        The folder of the instance, for messages.
+
+    Raises
+    ------
+    StoreError
+        If there is no metadata, if it cannot be read, or if a later version saved it in a newer
+        format.
+    """
     if not any(content.strip() for content in contents.values()):
         raise StoreError(f"path: found no saved model at {path!r}. Set the path given to save().")
     try:
@@ -270,36 +268,27 @@ def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
             for name, content in contents.items()
         )
         metadata = parse_object(text)
+        _check_types(metadata)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
-    check_metadata(metadata, path)
-    check_format(metadata, path)
+        raise StoreError(
+            f"path: {path!r} is not a saved model: its metadata cannot be read "
+            f"({type(error).__name__}: {error}). Save the model again, or restore the file."
+        ) from error
+    version = metadata.get("formatVersion", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise StoreError(
+            f"{path!r} is of format {version}, and this version of hvd_estimators reads up to "
+            f"{FORMAT_VERSION}: a later version saved it. Install that version, or a newer one."
+        )
     return metadata
 
 
-def check_metadata(metadata: Mapping[str, Any], path: str) -> None:
-    """Check the types of the values in a saved instance's metadata.
-
-    Raises
-    ------
-    StoreError
-        If a value is missing, or is not of its type.
-    """
-    try:
-        check_types(metadata, _METADATA, required=["class"])
-        uids = metadata.get("paramMap", {}).get("stageUids", [])
-        for names in (metadata.get("pickledParams", []), uids):
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"expected names, found {names!r:.100}")
-    except ValueError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str, error: Exception) -> StoreError:
-    return StoreError(
-        f"path: {path!r} is not a saved model: its metadata cannot be read "
-        f"({type(error).__name__}: {error}). Save the model again, or restore the file."
-    )
+def _check_types(metadata: Mapping[str, Any]) -> None:
+    check_types(metadata, _METADATA, required=["class"])
+    uids = metadata.get("paramMap", {}).get("stageUids", [])
+    for names in (metadata.get("pickledParams", []), uids):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"expected names, found {names!r:.100}")
 
 
 def _home(class_name: str) -> str:

@@ -14,7 +14,7 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, repeated
-from hvd_estimators.history import as_records
+from hvd_estimators.summary import as_records
 from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
 from hvd_estimators.torch.model import TorchModel

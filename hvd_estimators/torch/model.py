@@ -14,9 +14,9 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
-from hvd_estimators.model import HorovodModel, Predictor
+from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from hvd_estimators._util.install_hints import INSTALL
-from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.saving.export import exported, is_installed
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.saving.export import exported, require_packages
 
 Call = Callable[[torch.nn.Module, "list[torch.Tensor]"], Any]
 """Function that calls a module with one input per feature column and returns the predictions."""
@@ -66,11 +65,7 @@ def export_onnx(
     ParamError
         If the module cannot be exported.
     """
-    for package in ("onnx", "onnxscript"):
-        if not is_installed(package):
-            raise DependencyError(
-                f"export_onnx() needs {package}, which is not installed. Run: {INSTALL['onnx']}"
-            )
+    require_packages("export_onnx()", "onnx", "onnxscript")
     if isinstance(module, torch.jit.ScriptModule):
         raise ParamError(
             "model: TorchScript cannot be exported by torch's exporter. Export the module that it "

@@ -18,8 +18,7 @@ from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.hooks import build, is_function
 from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
-from hvd_estimators.params.class_weight import ClassWeightParams
-from hvd_estimators.params.loggers import LoggerParams
+from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_initialized, check_modes

@@ -16,8 +16,7 @@ import torch
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
-from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.serialization import load_module, plain_module
@@ -168,7 +167,7 @@ def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype.is_floating_point else tensor.double()
 
 
-class TorchPredictor:
+class TorchPredictor(FrameworkPredictor):
     """Predictor that runs a torch module's forward pass.
 
     Parameters
@@ -181,11 +180,6 @@ class TorchPredictor:
         Precision of the computation, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
-
-    Attributes
-    ----------
-    overlaps : bool
-        Whether `begin` returns before the outputs are ready, so that the next batch can start.
     """
 
     def __init__(
@@ -195,42 +189,19 @@ class TorchPredictor:
         precision: str = "float32",
         resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
+        super().__init__(spec.feature_cols)
         self._forward = Forward(precision, resources)
         module = plain_module(load_module(document, mapped=True)).eval()
         self._module: Any = self._forward.placed(module)
         self._spec = spec
         self.overlaps = self._forward.overlaps
 
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        """Return the outputs, as floats, for the feature columns of a batch.
-
-        Raises
-        ------
-        PredictionError
-            If the module fails.
-        """
-        return self.begin(arrays)()
-
-    def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
-        """Start a prediction, and return a function that waits for the outputs and returns them."""
-        given: dict[str, Any] = dict(zip(self._spec.feature_cols, arrays, strict=True))
-        with contextlib.ExitStack() as stack:
-            failing = naming_inputs(lambda: described(given), self._expected_inputs)
-            stack.enter_context(failing)
-            inputs = self._inputs(arrays)
-            given = dict(zip(self._spec.feature_cols, inputs, strict=True))
-            finish = self._forward.begin(inputs, self._outputs)
-
-        def outputs() -> list[Array]:
-            # Errors of a GPU surface when the process waits for it.
-            with naming_inputs(lambda: described(given), self._expected_inputs):
-                return finish()
-
-        return outputs
-
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
         """Return one tensor per column, on the CPU."""
-        return self._spec.inputs(dict(zip(self._spec.feature_cols, arrays, strict=True)))
+        return self._spec.inputs(dict(zip(self._columns, arrays, strict=True)))
+
+    def _start(self, inputs: list[torch.Tensor]) -> Finish:
+        return self._forward.begin(inputs, self._outputs)
 
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         """Call the module."""
@@ -247,7 +218,7 @@ class TorchPredictor:
             return ""
         forms = (
             f"{name} {tuple(shape[1:])} per row"
-            for name, shape in zip(self._spec.feature_cols, shapes, strict=False)
+            for name, shape in zip(self._columns, shapes, strict=False)
         )
         return f"{', '.join(forms)} (input_shapes)"
 

@@ -10,7 +10,7 @@ import keras
 import pytest
 
 from hvd_estimators import Store
-from hvd_estimators.keras.best_model import BestModel
+from hvd_estimators.keras.checkpoint import BestModel
 
 
 @pytest.mark.parametrize("is_remote", [True, False])

@@ -15,9 +15,9 @@ from variants import others_in_soak
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator, load_predictor
 from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.losses import may_add_loss
 from hvd_estimators.keras.model import KerasModel
+from hvd_estimators.keras.tensors import input_structure
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.store import LocalStore
 

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras import serialization
-from hvd_estimators.keras.inputs import kept_variables
 from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.serialization import (
     ModelPayload,
@@ -25,6 +24,7 @@ from hvd_estimators.keras.serialization import (
     load_model,
     model_payload,
 )
+from hvd_estimators.keras.tensors import kept_variables
 
 layers = keras.layers
 # A square matrix of this width is large enough to be mapped.

@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import BestModelCheckpoint, LearningRateScheduleCallback, LogCallback
+from hvd_estimators.keras import (
+    BestModelCheckpoint,
+    KerasEstimator,
+    LearningRateScheduleCallback,
+    LogCallback,
+)
 from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.keras.loop import ProgressReports, RankCallbacks
+from hvd_estimators.keras.loop import ProgressReports, RankCallbacks, StatisticsCallback
 from hvd_estimators.keras.metrics import are_built
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
@@ -47,6 +52,20 @@ def micro_batches(model: Any, num_shards: int, steps_per_call: int = 1) -> Micro
     return MicroBatches(model, num_shards, 0, 1, RandomStreams(model, 9, 0), steps_per_call)
 
 
+class Steps:
+    checks_nan = False
+
+    def end(self, epoch: int, before: int, batches: int) -> None:
+        """Save nothing and continue."""
+
+
+def rank_callbacks(callback: Any, model: Any, steps: int, shards: MicroBatches) -> RankCallbacks:
+    statistics: Any = StatisticsCallback(shards.shards, {})
+    end: Any = End()
+    step_end: Any = Steps()
+    return RankCallbacks([callback], end, model, 1, steps, shards, statistics, step_end, None)
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_callbacks_see_steps_if_a_rank_runs_several_shards(steps_per_call: int) -> None:
     called: list[Any] = []
@@ -58,7 +77,7 @@ def test_callbacks_see_steps_if_a_rank_runs_several_shards(steps_per_call: int) 
     model.layers[0].set_weights([np.ones((1, 1))])
     # Labels are rows times two: the (absolute) error of a row is its value.
     rows = np.array([1.0, 2.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0])[:, None]
-    callbacks = RankCallbacks([given], End(), model, 1, 4, micro_batches(model, 2, steps_per_call))
+    callbacks = rank_callbacks(given, model, 4, micro_batches(model, 2, steps_per_call))
     model.fit(rows, 2 * rows, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
     means = [3 / 2, 6 / 4, 7 / 6, 9 / 8]
     if steps_per_call == 1:
@@ -93,7 +112,7 @@ def test_functions_set_on_an_instance_are_called() -> None:
         called.clear()
         model = linear(keras.optimizers.SGD(0.0))
         model.layers[0].set_weights([np.ones((1, 1))])
-        callbacks = RankCallbacks([callback], End(), model, 1, 2, micro_batches(model, 1))
+        callbacks = rank_callbacks(callback, model, 2, micro_batches(model, 1))
         model.fit(ROWS, ROWS, batch_size=4, verbose=0, callbacks=callbacks)
         assert called == expected
 
@@ -216,8 +235,8 @@ def test_a_csv_log_of_a_resumed_run_has_one_header(tmp_path: Path) -> None:
 
 def test_callbacks_must_be_a_list() -> None:
     callbacks: Any = keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()])
-    with pytest.raises(ParamError, match="callbacks: expected a list of callbacks"):
-        check_callbacks(callbacks)
+    with pytest.raises(ParamError, match="callbacks: a CallbackList"):
+        KerasEstimator(callbacks=callbacks)
     with pytest.raises(ParamError, match="Give them as a plain list"):
         check_callbacks([callbacks])
 

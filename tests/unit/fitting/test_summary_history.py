@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_estimators.history import as_keras_history, as_records, history_rows
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
+from hvd_estimators.summary import as_keras_history, as_records, history_rows
 from hvd_estimators.torch import TorchModel
 from hvd_estimators.training.spec import EpochMetrics
 

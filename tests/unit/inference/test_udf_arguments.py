@@ -13,7 +13,7 @@ import pytest
 from hvd_estimators.data.arrays import to_array
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.batch import to_arrays
-from hvd_estimators.inference.sql import sql_arguments
+from hvd_estimators.inference.udf import sql_arguments
 
 pytestmark = pytest.mark.versions
 
