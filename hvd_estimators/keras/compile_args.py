@@ -13,7 +13,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
-from hvd_estimators.training.class_weight import check_rank
+from hvd_estimators.training.weights import check_rank
 
 
 def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:

@@ -18,7 +18,7 @@ from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.weighted_batches import WeightedBatches
+from hvd_estimators.training.weights import WeightedBatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, Trainer

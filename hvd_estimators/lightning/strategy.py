@@ -47,9 +47,9 @@ from hvd_estimators.torch.collectives import (
     sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StatedDenominators, StepShare, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
+from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
 from hvd_estimators.training.shard_state import ShardStates

@@ -48,7 +48,7 @@ from hvd_estimators.torch.collectives import (
 )
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.transfer import gpu_memory
+from hvd_estimators.torch.tensors import gpu_memory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState

@@ -29,9 +29,8 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
-from hvd_estimators.training.monitoring import check_monitor, mode_of
 from hvd_estimators.training.shard_state import parse_buffer_reduction
-from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.spec import CheckpointOptions, check_monitor, mode_of
 
 _COLUMNS = (
     *("feature_cols", "label_cols", "sample_weight_col"),

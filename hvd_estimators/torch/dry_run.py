@@ -28,9 +28,9 @@ from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.learning_rate import set_optimizer_mode
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.objective import JointLoss, Objective
+from hvd_estimators.torch.optimizer_step import set_optimizer_mode
 from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,

@@ -23,7 +23,6 @@ from hvd_estimators.params.loggers import LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
-from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import (
     Loss,
     check_weightable,
@@ -38,6 +37,7 @@ from hvd_estimators.torch.optimizer_step import (
     INTERVALS,
     PRECISIONS,
     StepOptions,
+    check_first_order,
     make_scheduler,
 )
 from hvd_estimators.torch.serialization import (
