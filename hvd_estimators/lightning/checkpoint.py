@@ -42,6 +42,7 @@ from hvd_estimators.torch.shard_state import (
     BufferState,
     ShardBuffers,
     TorchStreams,
+    TrainableState,
     non_persistent_buffers,
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
@@ -137,7 +138,7 @@ class RunCheckpoint(Callback):
         self._has_started = False
         self._has_compared_ranks = False
         self._steps = 0
-        self._trainable: Mapping[str, bool] = {}
+        self._trainable: TrainableState | None = None
         self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
         self._attributes: AttributeWatch | None = None
@@ -202,10 +203,8 @@ class RunCheckpoint(Callback):
             # Lightning's handler would end this rank alone after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
-        self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
-        for name, parameter in pl_module.named_parameters():
-            if name in self._requires_grad:
-                parameter.requires_grad_(self._requires_grad[name])
+        self._trainable = TrainableState(pl_module)
+        self._trainable.restore(self._requires_grad)
         library_objects = _known_objects(trainer)
         given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
         self._stateful = StatefulObjects(given, pl_module, library_objects, self._base_attributes)
@@ -283,11 +282,8 @@ class RunCheckpoint(Callback):
         assert self._stateful is not None
         checkpoint[_STATEFUL] = self._stateful.capture()
         module = trainer.lightning_module
-        checkpoint[_REQUIRES_GRAD] = {
-            name: p.requires_grad
-            for name, p in module.named_parameters()
-            if p.requires_grad is not self._trainable.get(name)
-        }
+        assert self._trainable is not None
+        checkpoint[_REQUIRES_GRAD] = self._trainable.capture()
         checkpoint[PARAMETER_GROUPS] = [
             group_names(optimizer, module) for optimizer in trainer.optimizers
         ]

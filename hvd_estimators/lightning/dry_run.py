@@ -13,7 +13,12 @@ from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried
 from hvd_estimators.lightning.package import default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.dry_run import copied, takes_one_row, torch_traceless
+from hvd_estimators.torch.dry_run import (
+    check_sync_batch_norm,
+    copied,
+    takes_one_row,
+    torch_traceless,
+)
 from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 
 if TYPE_CHECKING:
@@ -71,8 +76,7 @@ def check_shards_of_module(
     """
     if not getattr(module, "automatic_optimization", True):
         data.require_one_shard_per_rank("model", "and manual optimization steps by each")
-    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
-        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    check_sync_batch_norm(module, data)
     for name in _COUNTED_BATCHES:
         if trainer_args.get(name) is not None:
             data.require_one_shard_per_rank(f"trainer_args: {name}", "and this counts them as many")

@@ -35,7 +35,7 @@ from hvd_estimators.prepare.schema import fields_by_name, quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.onnx import Call
-from hvd_estimators.torch.serialization import module_payload, plain_module
+from hvd_estimators.torch.serialization import module_payload
 from hvd_estimators.torch.tensors import call_with_leading, with_form
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class LightningModel(LightningModelSignatures):
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         features = list(self._input_columns().names)
-        document = module_payload(plain_module(self.getOrDefault("model")))
+        document = module_payload(self._plain_model())
         precision = self.getOrDefault("inference_precision")
         if self._predicts_rows():
             function = self.get_prediction_fn()

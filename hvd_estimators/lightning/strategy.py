@@ -537,7 +537,7 @@ class WeightedStrategy(HorovodStrategy):
     @property
     def step_share(self) -> StepShare:
         """Weight of this rank's batch in the current step, for losses that scale themselves."""
-        return StepShare(1, 1.0, self.world_size) if self._train is None else self._train.share
+        return super().step_share if self._train is None else self._train.share
 
     @property
     def has_users_batches(self) -> bool:
@@ -612,14 +612,13 @@ class WeightedStrategy(HorovodStrategy):
             return
         if results is not None:
             results.batch_size = loader.share.rows
-        if is_placeholder:
-            callbacks: Any = module.trainer
-            self._lists = lists_with_lengths(module, callbacks.callbacks)
-            with without_effects(module, results), self._hinting():
-                yield count
-        else:
-            with self._hinting():
-                yield count
+        with contextlib.ExitStack() as stack:
+            if is_placeholder:
+                callbacks: Any = module.trainer
+                self._lists = lists_with_lengths(module, callbacks.callbacks)
+                stack.enter_context(without_effects(module, results))
+            stack.enter_context(self._hinting())
+            yield count
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:

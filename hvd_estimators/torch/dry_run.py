@@ -387,7 +387,7 @@ def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool |
     if not _batch_norms(module):
         return True
     try:
-        trial = copied(without_compile_notes(module))
+        trial = _copy(module)
         with torch_traceless():
             call(trial.train())
     except Exception as error:
@@ -465,11 +465,21 @@ def check_batches(
     if own_step:
         data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
         data.require_rows_in_batches("train_minibatch_fn")
-    # Horovod's SyncBatchNorm, which knows only ranks.
-    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
-        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    check_sync_batch_norm(module, data)
     if all_rows:
         check_one_row(module, data, one_row)
+
+
+def check_sync_batch_norm(module: torch.nn.Module, data: DataSpec) -> None:
+    """Reject virtual shards for a module with Horovod's SyncBatchNorm, which knows only ranks.
+
+    Raises
+    ------
+    ParamError
+        If a rank runs several virtual shards.
+    """
+    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
 
 
 def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
