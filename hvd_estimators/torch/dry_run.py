@@ -27,6 +27,7 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
+from hvd_estimators.inference.errors import described
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.objective import JointLoss, Objective
@@ -487,7 +488,7 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         return tensors.batch(columns)
     except RuntimeError as error:
         raise ShapeError(
-            f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
+            f"input_shapes, label_shapes: the columns {described(columns)} cannot be reshaped to "
             f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
         ) from error
 
@@ -644,11 +645,4 @@ def _copy(module: torch.nn.Module) -> torch.nn.Module:
 def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:
     """Return a batch's tensors by column, as text."""
     names = (*tensors.feature_cols, *tensors.label_cols)
-    return ", ".join(
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in zip(names, (*batch.inputs, *batch.labels), strict=True)
-    )
-
-
-def _describe(columns: Columns) -> str:
-    return ", ".join(f"{name} {array.shape}" for name, array in columns.items())
+    return described(dict(zip(names, (*batch.inputs, *batch.labels), strict=True)))
