@@ -112,10 +112,10 @@ class LightningEstimator(LightningEstimatorSignatures):
         if not self._is_lightning:
             return super()._dry_run(columns)
         get = self.getOrDefault
-        module, dtypes = get("model"), get("column_dtypes")
+        module = get("model")
         batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
         try:
-            batch = dict(BatchForm(dtypes, self._column_shapes()).apply(batch))
+            batch = dict(BatchForm(get("column_dtypes"), self._column_shapes()).apply(batch))
         except RuntimeError as error:
             raise ShapeError(
                 f"input_shapes, label_shapes: the columns cannot be reshaped to "
@@ -127,8 +127,9 @@ class LightningEstimator(LightningEstimatorSignatures):
         if not set(features) <= set(columns):
             return Trial(None, one_row)  # a transformation replaced these columns with other fields
         arrays = [columns[name] for name in features]
-        inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
-        return Trial(row_shapes(module, inputs, self._tensor_spec()) or None, one_row)
+        spec = self._tensor_spec()
+        inputs = forward_inputs(module, arrays, spec)
+        return Trial(row_shapes(module, inputs, spec) or None, one_row)
 
     def _metric_names(self) -> list[str] | None:
         return None  # modules and callbacks can log any name
