@@ -32,8 +32,7 @@ from hvd_estimators.launch.gpus import rank_gpus
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
-from hvd_estimators.torch.tensors import TensorSpec, tensor_batches
-from hvd_estimators.torch.transfer import gpu_memory
+from hvd_estimators.torch.tensors import TensorSpec, gpu_memory, tensor_batches
 
 WIDTH = 64
 COLUMNS = 20

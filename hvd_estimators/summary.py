@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.training.monitoring import measured, mode_of, monitored
-from hvd_estimators.training.spec import EpochMetrics, HistoryRow
+from hvd_estimators.training.spec import EpochMetrics, HistoryRow, measured, mode_of, monitored
 
 
 @dataclass(frozen=True)

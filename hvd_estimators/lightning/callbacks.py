@@ -344,10 +344,6 @@ class EpochEnds(Callback):
         self._trained: list[Any] = []
         self._validated: dict[int, list[Any]] = {}
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start an epoch."""
-        self._trained = []
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -363,10 +359,6 @@ class EpochEnds(Callback):
         if hook is not None:
             hook(self._trained)
         self._trained = []
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start a validation."""
-        self._validated = {}
 
     def on_validation_batch_end(
         self,

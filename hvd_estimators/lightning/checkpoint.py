@@ -42,6 +42,7 @@ from hvd_estimators.torch.shard_state import (
     BufferState,
     ShardBuffers,
     TorchStreams,
+    TrainableState,
     non_persistent_buffers,
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
@@ -65,6 +66,7 @@ _STATEFUL = "hvd_estimators.stateful"
 _GRADIENTS = "hvd_estimators.gradients"
 _PARTIAL = "hvd_estimators.partial"
 _REQUIRES_GRAD = "hvd_estimators.requires_grad"
+_OWN_KEYS = (_BUFFERS, _BASES, _STATEFUL, _GRADIENTS, _PARTIAL, _REQUIRES_GRAD)
 
 # The large parts of a checkpoint, which may share tensors.
 _TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _BASES, _GRADIENTS)
@@ -137,17 +139,13 @@ class RunCheckpoint(Callback):
         self._has_started = False
         self._has_compared_ranks = False
         self._steps = 0
-        self._trainable: Mapping[str, bool] = {}
+        self._trainable: TrainableState | None = None
         self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
         self._attributes: AttributeWatch | None = None
         self._gradients: Mapping[str, torch.Tensor] | None = None
         # Parts of a loaded checkpoint, until they are restored.
-        self._requires_grad: Mapping[str, bool] = {}
-        self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
-        self._bases: Mapping[str, torch.Tensor] = {}
-        self._stateful_states: Mapping[str, Any] = {}
-        self._partials: Sequence[dict[str, Any]] = ()
+        self._loaded: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def within_epochs(self, trainer: Trainer) -> Iterator[None]:
@@ -174,26 +172,22 @@ class RunCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Read the state that Lightning ignores; it is restored after rank 0's weights are sent."""
-        self._requires_grad = checkpoint.get(_REQUIRES_GRAD, {})
-        self._buffers = checkpoint.get(_BUFFERS, ())
-        self._gradients = checkpoint.get(_GRADIENTS, {})
-        self._partials = checkpoint.get(_PARTIAL, ())
-        self._bases = checkpoint.get(_BASES, {})
-        self._stateful_states = checkpoint.get(_STATEFUL, {})
-        if self._shards.rank < len(self._partials):
+        self._loaded = {name: checkpoint[name] for name in _OWN_KEYS if name in checkpoint}
+        partials: Sequence[dict[str, Any]] = checkpoint.get(_PARTIAL, ())
+        if self._shards.rank < len(partials):
             # The position of the user's data module's loader, on this rank.
-            position = self._partials[self._shards.rank]["loaders"]
+            position = partials[self._shards.rank]["loaders"]
             checkpoint["loops"]["fit_loop"]["state_dict"].update(position)
-        if self._partials:
+        if partials:
             # Batches are counted per shard. Convert the counts to the number of shards that this
             # rank runs.
-            passes = self._partials[0]["passes"]
+            passes = partials[0]["passes"]
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             for counts in (progress["total"], progress["current"]):
                 for name in counts:
                     counts[name] = counts[name] // passes * self._shards.passes
             if passes != self._shards.passes:
-                for partial in self._partials:
+                for partial in partials:
                     del partial["accumulate_grad_batches"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,10 +196,8 @@ class RunCheckpoint(Callback):
             # Lightning's handler would end this rank alone after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
-        self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
-        for name, parameter in pl_module.named_parameters():
-            if name in self._requires_grad:
-                parameter.requires_grad_(self._requires_grad[name])
+        self._trainable = TrainableState(pl_module)
+        self._trainable.restore(self._loaded.pop(_REQUIRES_GRAD, {}))
         library_objects = _known_objects(trainer)
         given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
         self._stateful = StatefulObjects(given, pl_module, library_objects, self._base_attributes)
@@ -214,9 +206,8 @@ class RunCheckpoint(Callback):
         )
         self._non_persistent = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
-        self._reducer.start(self._bases)
-        _averager(trainer).restore_gradients(self._gradients or {})
-        self._gradients = None
+        self._reducer.start(self._loaded.pop(_BASES, {}))
+        _averager(trainer).restore_gradients(self._loaded.pop(_GRADIENTS, {}))
         self._steps = steps_taken(trainer)
         if self._restored is not None and not self._restored.rows:
             # With max_steps Lightning would resume the completed epoch.
@@ -224,10 +215,9 @@ class RunCheckpoint(Callback):
 
     def restore_buffers(self, module: torch.nn.Module) -> None:
         """Restore the buffers of each shard, once; also for a completed run."""
-        own, buffers = BufferState(module), self._buffers
+        own, buffers = BufferState(module), self._loaded.pop(_BUFFERS, ())
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))
-        self._buffers = ()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the previous epoch, and seed this one as a resumed run does."""
@@ -283,11 +273,8 @@ class RunCheckpoint(Callback):
         assert self._stateful is not None
         checkpoint[_STATEFUL] = self._stateful.capture()
         module = trainer.lightning_module
-        checkpoint[_REQUIRES_GRAD] = {
-            name: p.requires_grad
-            for name, p in module.named_parameters()
-            if p.requires_grad is not self._trainable.get(name)
-        }
+        assert self._trainable is not None
+        checkpoint[_REQUIRES_GRAD] = self._trainable.capture()
         checkpoint[PARAMETER_GROUPS] = [
             group_names(optimizer, module) for optimizer in trainer.optimizers
         ]
@@ -350,9 +337,8 @@ class RunCheckpoint(Callback):
         self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
 
     def _restore_stateful(self) -> None:
-        states, self._stateful_states = self._stateful_states, {}
         assert self._stateful is not None
-        self._stateful.restore(states)
+        self._stateful.restore(self._loaded.pop(_STATEFUL, {}))
 
     def _end_step(self, trainer: Trainer) -> None:
         """Save the run if due, and stop if requested. Called by all ranks per batch."""
@@ -397,7 +383,7 @@ class RunCheckpoint(Callback):
 
         The earlier launch may have had more or fewer ranks.
         """
-        partials, self._partials = self._partials, ()
+        partials: Sequence[dict[str, Any]] = self._loaded.pop(_PARTIAL)
         module, first = trainer.lightning_module, partials[0]
         # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
         own = partials[self._shards.rank :: self._shards.size]

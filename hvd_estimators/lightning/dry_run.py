@@ -11,10 +11,16 @@ import torch
 
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried
+from hvd_estimators.inference.errors import described
 from hvd_estimators.lightning.package import default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.dry_run import copied, takes_one_row, torch_traceless
-from hvd_estimators.torch.tensors import TensorSpec, select_outputs
+from hvd_estimators.torch.dry_run import (
+    check_sync_batch_norm,
+    copied,
+    takes_one_row,
+    torch_traceless,
+)
+from hvd_estimators.torch.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -71,8 +77,7 @@ def check_shards_of_module(
     """
     if not getattr(module, "automatic_optimization", True):
         data.require_one_shard_per_rank("model", "and manual optimization steps by each")
-    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
-        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    check_sync_batch_norm(module, data)
     for name in _COUNTED_BATCHES:
         if trainer_args.get(name) is not None:
             data.require_one_shard_per_rank(f"trainer_args: {name}", "and this counts them as many")
@@ -121,7 +126,7 @@ def check_step(
         if any(word in str(error) for word in ("Trainer", "trainer")):
             return None
         failed = (
-            f"The module's training_step failed on a batch of {_describe(batch)} with "
+            f"The module's training_step failed on a batch of {described(batch)} with "
             f"{type(error).__name__}: {error}."
         )
         if takes_tuple(error) or (watched.is_taken_as_tuple and not leave_to_ranks(error)):
@@ -171,7 +176,7 @@ def unpacking_hint(feature_cols: Sequence[str], label_cols: Sequence[str]) -> st
 
 
 def row_shapes(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor], spec: TensorSpec | None = None
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor], spec: TensorSpec
 ) -> list[tuple[int, ...]] | None:
     """Return the shape of one row of each output; None if the module rejects the inputs.
 
@@ -185,8 +190,7 @@ def row_shapes(
     try:
         with torch_traceless():
             trial.eval()
-            raw = trial(*inputs) if spec is None else spec.call(trial, inputs)
-            outputs: list[Any] = select_outputs(raw) if spec is None else spec.select(raw)
+            outputs: list[Any] = spec.select(spec.call(trial, inputs))
     except Exception as error:
         logger.info("forward() does not take the feature columns (%s)", error)
         return None
@@ -204,12 +208,3 @@ def _trial_copy(module: torch.nn.Module) -> Any:
     except Exception as error:
         log_untried(error)
         return None
-
-
-def _describe(batch: Mapping[str, Any]) -> str:
-    parts = []
-    for name, value in batch.items():
-        shape = tuple(getattr(value, "shape", (len(value),)))
-        dtype = str(getattr(value, "dtype", "objects")).removeprefix("torch.")
-        parts.append(f"{name} {shape} {dtype}")
-    return ", ".join(parts)

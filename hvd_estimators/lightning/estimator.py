@@ -112,14 +112,14 @@ class LightningEstimator(LightningEstimatorSignatures):
         if not self._is_lightning:
             return super()._dry_run(columns)
         get = self.getOrDefault
-        module, dtypes = get("model"), get("column_dtypes")
+        module = get("model")
         batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
         try:
-            batch = dict(BatchForm(dtypes, self._batch_shapes()).apply(batch))
+            batch = dict(BatchForm(get("column_dtypes"), self._column_shapes()).apply(batch))
         except RuntimeError as error:
             raise ShapeError(
                 f"input_shapes, label_shapes: the columns cannot be reshaped to "
-                f"{self._batch_shapes()} ({error}). Set shapes of as many elements as the columns "
+                f"{self._column_shapes()} ({error}). Set shapes of as many elements as the columns "
                 "have."
             ) from error
         features = list(self._input_columns().names)
@@ -127,15 +127,9 @@ class LightningEstimator(LightningEstimatorSignatures):
         if not set(features) <= set(columns):
             return Trial(None, one_row)  # a transformation replaced these columns with other fields
         arrays = [columns[name] for name in features]
-        try:
-            inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
-        except RuntimeError as error:
-            raise ShapeError(
-                f"input_shapes: the columns {', '.join(features)} cannot be reshaped to "
-                f"{get('input_shapes')} ({error}). Set shapes of as many elements as the columns "
-                "have."
-            ) from error
-        return Trial(row_shapes(module, inputs, self._tensor_spec()) or None, one_row)
+        spec = self._tensor_spec()
+        inputs = forward_inputs(module, arrays, spec)
+        return Trial(row_shapes(module, inputs, spec) or None, one_row)
 
     def _metric_names(self) -> list[str] | None:
         return None  # modules and callbacks can log any name
@@ -192,7 +186,7 @@ class LightningEstimator(LightningEstimatorSignatures):
             collectives=self._chosen_collectives(),
             objects=cloudpickle.dumps(objects),
             form=(
-                BatchForm(get("column_dtypes"), self._batch_shapes())
+                BatchForm(get("column_dtypes"), self._column_shapes())
                 if self._is_lightning
                 else BatchForm({})
             ),

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.lightning.package import flavor_of, is_lightning
-from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.collectives import PendingSum, exchange, sum_over_ranks
+from hvd_estimators.torch.collectives import PendingSum, exchange
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.weighted_batches import WeightedBatches
+from hvd_estimators.training.weights import WeightedBatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, Trainer
@@ -316,56 +314,6 @@ class ValidationLoader(_Loader):
         self._placeholder = first
         of_ranks = exchange.gather(self.placeholder(), "validation_rows")
         self.set_placeholder(next((rows for rows in of_ranks if rows is not None), None))
-
-
-def make_loaders(
-    module: DataModule,
-    data: DataSpec,
-    form: BatchForm,
-    shards: ShardStates,
-    passes_per_step: Callable[[], int],
-    device: torch.device,
-    same: bool,
-    done: int,
-    totals: Totals | None = None,
-) -> tuple[TrainLoader, ValidationLoader | None]:
-    """Return the loaders of a data module. Called by all ranks.
-
-    Parameters
-    ----------
-    module : DataModule
-        Starts after the completed batches; with ``same``, at the first epoch.
-    data : DataSpec
-        The data part of the ranks' spec.
-    form, shards, passes_per_step, same, totals
-        See `TrainLoader`.
-    device : torch.device
-        The device of the batches.
-    done : int
-        Batches of each shard in the first epoch that an earlier launch trained on.
-    """
-    # With `same`, the loader stores all batches of an epoch, which may exceed a GPU's memory.
-    batches = tensor_batches(module.train_chunks(), "cpu" if same else device)
-    sizes = module.global_train_sizes()
-    micro_batches = data.passes_per_batch
-    train = TrainLoader(
-        WeightedBatches(batches, sizes, shards.size, 1, sum_over_ranks),
-        form,
-        data.train_steps_per_epoch * micro_batches,
-        passes_per_step,
-        shards,
-        same,
-        done * micro_batches,
-        totals,
-    )
-    if data.val_plan is None:
-        return train, None
-    steps = data.validation_steps_per_epoch * micro_batches
-    validation = ValidationLoader(module, form, steps, device)
-    of_ranks = [virtual_shards(data.num_shards, rank, shards.size) for rank in range(shards.size)]
-    if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):
-        validation.share_placeholder()
-    return train, validation
 
 
 def _rows(batch: TensorBatch) -> int:

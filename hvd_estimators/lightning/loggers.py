@@ -158,18 +158,21 @@ def _copy_location(logger: Any, example: Any, location: str) -> None:
             vars(logger)[name] = value
 
 
+PROFILERS = {
+    "simple": "SimpleProfiler",
+    "advanced": "AdvancedProfiler",
+    "pytorch": "PyTorchProfiler",
+}
+"""Values of the param ``profiler``, and the classes that they select."""
+
+
 def make_profiler(profiler: Any, path: str | None, flavor: Flavor) -> Any:
     """Return a profiler that writes below a local directory, unless it has its own directory."""
     if profiler is None or path is None:
         return profiler
     directory = f"{path}/profile"
     if isinstance(profiler, str):
-        kinds = {
-            "simple": "SimpleProfiler",
-            "advanced": "AdvancedProfiler",
-            "pytorch": "PyTorchProfiler",
-        }
-        make = flavor.get(f"profilers.{kinds[profiler]}")
+        make = flavor.get(f"profilers.{PROFILERS[profiler]}")
         return make(dirpath=directory, filename=profiler)
     if is_lightning(profiler, "profilers.Profiler") and profiler.dirpath is None:
         profiler.dirpath = directory

@@ -34,8 +34,8 @@ from hvd_estimators.prepare.schema import fields_by_name, quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.onnx import Call
-from hvd_estimators.torch.serialization import module_payload, plain_module
-from hvd_estimators.torch.tensors import call_with_leading, with_form
+from hvd_estimators.torch.serialization import module_payload
+from hvd_estimators.torch.tensors import call_with_leading
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +76,14 @@ class LightningModel(LightningModelSignatures):
         may have a first dimension of one. `transform` uses the function only if a subclass
         overrides this method.
         """
-        features = list(self._input_columns().names)
-        shapes = self.getOrDefault("input_shapes")
-        dtypes = self.getOrDefault("column_dtypes")
-        form = self.getOrDefault("input_form")
-        select = self._transform_spec().select
+        spec = self._transform_spec()
 
         def predict(module: torch.nn.Module, row: Any) -> Any:
-            arrays = [np.asarray(row[name])[None] for name in features]
-            inputs = forward_inputs(module, arrays, features, shapes, dtypes)
+            arrays = [np.asarray(row[name])[None] for name in spec.feature_cols]
+            inputs = forward_inputs(module, arrays, spec)
             with torch.no_grad():
-                raw = with_form(module, inputs, features, form)
-            return raw if isinstance(raw, torch.Tensor) else select(raw)
+                raw = spec.call(module, inputs)
+            return raw if isinstance(raw, torch.Tensor) else spec.select(raw)
 
         return predict
 
@@ -144,7 +140,7 @@ class LightningModel(LightningModelSignatures):
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         features = list(self._input_columns().names)
-        document = module_payload(plain_module(self.getOrDefault("model")))
+        document = module_payload(self._plain_model())
         precision = self.getOrDefault("inference_precision")
         if self._predicts_rows():
             function = self.get_prediction_fn()

@@ -95,11 +95,6 @@ class Flavor:
         return getattr(importlib.import_module(home), name)
 
     @property
-    def is_imported(self) -> bool:
-        """True if this process has imported the package."""
-        return sys.modules.get(self.name) is not None
-
-    @property
     def is_installed(self) -> bool:
         """True if the package can be imported."""
         return importlib.util.find_spec(self.name.partition(".")[0]) is not None
@@ -113,7 +108,7 @@ FLAVORS = (
 
 def imported_flavors() -> list[Flavor]:
     """Return the packages that this process has imported."""
-    return [flavor for flavor in FLAVORS if flavor.is_imported]
+    return [flavor for flavor in FLAVORS if sys.modules.get(flavor.name) is not None]
 
 
 def default_flavor() -> Flavor:

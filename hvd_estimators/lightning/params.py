@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.loaders import is_lightning_data
+from hvd_estimators.lightning.loggers import PROFILERS
 from hvd_estimators.lightning.package import Flavor, is_lightning, of_flavor, one_flavor
 from hvd_estimators.lightning.trainer_args import (
     adapted_trainer_args,
@@ -34,13 +35,11 @@ from hvd_estimators.torch.shard_state import reductions_of
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-_PROFILERS = ("simple", "advanced", "pytorch")
-
 
 def _profiler(name: str, value: Any) -> Any:
-    if isinstance(value, str) and value not in _PROFILERS:
+    if isinstance(value, str) and value not in PROFILERS:
         raise ParamError(
-            f"{name}: expected a Profiler or one of {', '.join(map(repr, _PROFILERS))}, found "
+            f"{name}: expected a Profiler or one of {', '.join(map(repr, PROFILERS))}, found "
             f"{value!r}."
         )
     return value
@@ -180,7 +179,7 @@ class LightningParams(TorchEstimator):
                     f"{name}: a LightningModule brings its own. Leave {name} out, or give a plain "
                     "torch.nn.Module."
                 )
-        self._batch_shapes()
+        self._column_shapes()
         is_overridden = self._flavor().get("utilities.model_helpers.is_overridden")
         if not is_overridden("configure_model", get("model")):
             reductions_of(get("model"), get("buffer_reduction"))
@@ -207,28 +206,6 @@ class LightningParams(TorchEstimator):
             return transformation
         # A LightningModule can ignore any field of a batch.
         return replace(transformation, all_needed=False)
-
-    def _batch_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a LightningModule's columns from input_shapes and label_shapes.
-
-        Raises
-        ------
-        ParamError
-            If the number of shapes differs from the number of columns.
-        """
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
-            given, named = self.getOrDefault(name), self.getOrDefault(columns)
-            if given is None:
-                continue
-            named = self._input_columns().names if columns == "feature_cols" else named
-            if len(given) != len(named):
-                raise ParamError(
-                    f"{name}: expected one shape per column of {columns}, {len(named)}, found "
-                    f"{len(given)}."
-                )
-            shapes.update(zip(named, map(tuple, given), strict=True))
-        return shapes
 
     def _dump_objects(self) -> bytes:
         """Serialize objective and stateful objects; callbacks belong to the Trainer's objects."""

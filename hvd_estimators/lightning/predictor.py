@@ -39,11 +39,7 @@ def floating_dtype(module: torch.nn.Module) -> torch.dtype:
 
 
 def forward_inputs(
-    module: torch.nn.Module,
-    arrays: list[Array],
-    names: list[str],
-    shapes: Any = None,
-    dtypes: Any = None,
+    module: torch.nn.Module, arrays: list[Array], spec: TensorSpec
 ) -> list[torch.Tensor]:
     """Return the inputs for a module's ``forward``.
 
@@ -53,25 +49,22 @@ def forward_inputs(
         The module; its floating parameters determine the dtype of floating inputs.
     arrays : list of array
         The feature columns, rows first.
-    names : list of str
-        The names of the columns.
-    shapes : list of list of int, optional
-        Shape of each input, -1 first.
-    dtypes : mapping, optional
-        Column name to the name of a torch dtype.
+    spec : TensorSpec
+        The columns, and the shapes and dtypes that the user has set.
     """
     own = floating_dtype(module)
     inputs = []
-    for name, array in zip(names, arrays, strict=True):
+    for name, array in zip(spec.feature_cols, arrays, strict=True):
         tensor = from_numpy(array)
-        if name in (dtypes or {}):
-            tensor = tensor.to(getattr(torch, dtypes[name]))
+        if name in spec.dtypes:
+            tensor = tensor.to(spec.dtype(name))
         elif tensor.is_floating_point():
             tensor = tensor.to(own)
         inputs.append(tensor)
-    if shapes is None:
+    if spec.input_shapes is None:
         return inputs
-    return [x.reshape(len(x), *shape[1:]) for x, shape in zip(inputs, shapes, strict=True)]
+    shapes = zip(inputs, spec.input_shapes, strict=True)
+    return [tensor.reshape(len(tensor), *shape[1:]) for tensor, shape in shapes]
 
 
 class LightningPredictor(TorchPredictor):
@@ -103,10 +96,7 @@ class LightningPredictor(TorchPredictor):
         self._by_step = by_step
 
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
-        spec = self._spec
-        return forward_inputs(
-            self._module, arrays, list(spec.feature_cols), spec.input_shapes, spec.dtypes
-        )
+        return forward_inputs(self._module, arrays, self._spec)
 
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         if self._by_step:

@@ -47,9 +47,9 @@ from hvd_estimators.torch.collectives import (
     sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StatedDenominators, StepShare, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
+from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
 from hvd_estimators.training.shard_state import ShardStates
@@ -537,7 +537,7 @@ class WeightedStrategy(HorovodStrategy):
     @property
     def step_share(self) -> StepShare:
         """Weight of this rank's batch in the current step, for losses that scale themselves."""
-        return StepShare(1, 1.0, self.world_size) if self._train is None else self._train.share
+        return super().step_share if self._train is None else self._train.share
 
     @property
     def has_users_batches(self) -> bool:
@@ -612,14 +612,13 @@ class WeightedStrategy(HorovodStrategy):
             return
         if results is not None:
             results.batch_size = loader.share.rows
-        if is_placeholder:
-            callbacks: Any = module.trainer
-            self._lists = lists_with_lengths(module, callbacks.callbacks)
-            with without_effects(module, results), self._hinting():
-                yield count
-        else:
-            with self._hinting():
-                yield count
+        with contextlib.ExitStack() as stack:
+            if is_placeholder:
+                callbacks: Any = module.trainer
+                self._lists = lists_with_lengths(module, callbacks.callbacks)
+                stack.enter_context(without_effects(module, results))
+            stack.enter_context(self._hinting())
+            yield count
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:

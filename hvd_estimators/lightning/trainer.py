@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -23,17 +24,16 @@ from hvd_estimators.lightning.loaders import (
     TrainLoader,
     ValidationLoader,
     is_lightning_data,
-    make_loaders,
     open_lightning_data,
 )
-from hvd_estimators.lightning.loggers import StoreCheckpointIO, quiet
+from hvd_estimators.lightning.loggers import StoreCheckpointIO, make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import is_lightning, of_flavor
 from hvd_estimators.lightning.strategy import WeightedStrategy
 from hvd_estimators.lightning.trainer_args import (
     LightningTrainSpec,
     TrainerObjects,
-    trainer_arguments,
 )
+from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
@@ -48,7 +48,7 @@ from hvd_estimators.torch.collectives import (
 )
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.transfer import gpu_memory
+from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState
@@ -59,6 +59,7 @@ from hvd_estimators.training.step_control import (
     stopped_before,
     without_further_epochs,
 )
+from hvd_estimators.training.weights import WeightedBatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -138,19 +139,7 @@ class _Trainer:
             callbacks.insert(0, of_flavor(EpochEnds, spec.flavor)(self.module))
         if spec.terminate_on_nan:
             callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(self.control))
-        arguments = trainer_arguments(
-            spec,
-            self.objects,
-            self.module,
-            self.device,
-            strategy,
-            callbacks,
-            self.logs.path,
-            self.rank,
-            self.logged_steps,
-        )
-        # A run that already has more epochs is only loaded.
-        arguments["max_epochs"] = max(arguments["max_epochs"], done)
+        arguments = self._arguments(strategy, callbacks, done)
         self.trainer = trainer = spec.flavor.get("Trainer")(
             **{"default_root_dir": scratch, **arguments, **self.objects.arguments}
         )
@@ -192,6 +181,39 @@ class _Trainer:
             )
         return self._result(recorder)
 
+    def _arguments(
+        self, strategy: WeightedStrategy, callbacks: Sequence[Any], done: int
+    ) -> dict[str, Any]:
+        """Return the Trainer's default arguments, which the user's arguments replace."""
+        spec, logs_path = self.spec, self.logs.path
+        passes = 1
+        if self.module.automatic_optimization:
+            passes = spec.backward_passes_per_step * spec.data.passes_per_batch
+        arguments: dict[str, Any] = {
+            "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
+            "devices": 1,
+            "strategy": strategy,
+            # A run that already has more epochs is only loaded.
+            "max_epochs": max(spec.epochs, done),
+            "callbacks": list(callbacks),
+            "logger": make_loggers(
+                self.objects.logger, logs_path, self.rank, spec.flavor, self.logged_steps
+            ),
+            "log_every_n_steps": spec.log_every_n_steps,
+            "profiler": make_profiler(self.objects.profiler, logs_path, spec.flavor),
+            "accumulate_grad_batches": passes,
+            "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
+            # Lightning rejects callbacks of a kind that is disabled.
+            "enable_progress_bar": any(is_lightning(c, "callbacks.ProgressBar") for c in callbacks),
+            "enable_model_summary": spec.verbose > 1,
+            "num_sanity_val_steps": 0,
+            "use_distributed_sampler": False,
+        }
+        if is_lightning_data(spec.data.data_module):
+            arguments["limit_train_batches"] = spec.data.train_steps_per_epoch
+            arguments["limit_val_batches"] = spec.data.validation_steps_per_epoch
+        return arguments
+
     def _open_data(
         self, stack: contextlib.ExitStack, done: int, rows: int
     ) -> tuple[dict[str, Any], TrainLoader | None, ValidationLoader | None]:
@@ -211,17 +233,31 @@ class _Trainer:
             epochs=spec.epochs - done,
             memory=gpu_memory(self._loader_device),
         )
-        train, validation = make_loaders(
-            stack.enter_context(reader),
-            spec.data,
+        stack.enter_context(reader)
+        device = self._loader_device
+        micro_batches = spec.data.passes_per_batch
+        # With overfit_batches, the loader stores all batches of an epoch, which may exceed a GPU's
+        # memory.
+        batches = tensor_batches(reader.train_chunks(), "cpu" if self._overfits else device)
+        train = TrainLoader(
+            WeightedBatches(batches, reader.global_train_sizes(), self.size, 1, sum_over_ranks),
             spec.form,
-            self.shards,
+            spec.data.train_steps_per_epoch * micro_batches,
             self._passes_per_step,
-            self._loader_device,
+            self.shards,
             same=self._overfits,
-            done=spec.data.batches_before(done, rows),
+            done=spec.data.batches_before(done, rows) * micro_batches,
             totals=self.module.totals if isinstance(self.module, ModuleAdapter) else None,
         )
+        validation = None
+        if spec.data.val_plan is not None:
+            steps = spec.data.validation_steps_per_epoch * micro_batches
+            validation = ValidationLoader(reader, spec.form, steps, device)
+            of_ranks = [
+                virtual_shards(spec.data.num_shards, r, self.size) for r in range(self.size)
+            ]
+            if not all(any(map(spec.data.val_plan.rows, shards)) for shards in of_ranks):
+                validation.share_placeholder()
         return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property

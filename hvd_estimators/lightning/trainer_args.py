@@ -1,7 +1,4 @@
-"""Specification of a Lightning rank, and the Trainer's arguments.
-
-The arguments are checked on the driver and completed on the ranks.
-"""
+"""Specification of a Lightning rank, and the driver's checks of the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -11,20 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.trial import traceless
-from hvd_estimators.lightning.loaders import BatchForm, is_lightning_data
-from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
+from hvd_estimators.lightning.loaders import BatchForm
+from hvd_estimators.lightning.loggers import quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
 from hvd_estimators.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-    from hvd_estimators.lightning.strategy import WeightedStrategy
+    pass
 
 
 @dataclass(frozen=True)
@@ -86,66 +79,6 @@ class LightningTrainSpec(TrainSpec):
     users_data: Mapping[str, Any]
 
 
-def trainer_arguments(
-    spec: LightningTrainSpec,
-    objects: TrainerObjects,
-    module: LightningModule,
-    device: torch.device,
-    strategy: WeightedStrategy,
-    callbacks: Sequence[Any],
-    logs_path: str | None,
-    rank: int,
-    steps: int | None = None,
-) -> dict[str, Any]:
-    """Return the Trainer's default arguments, which the user's arguments replace.
-
-    Parameters
-    ----------
-    spec : LightningTrainSpec
-        The rank's spec.
-    objects : TrainerObjects
-        The user's objects.
-    module : LightningModule
-        The module to train.
-    device : torch.device
-        The rank's device.
-    strategy : WeightedStrategy
-        Connects the ranks.
-    callbacks : sequence of Callback
-        The user's callbacks, and others.
-    logs_path : str or None
-        A local directory for the run's logs.
-    rank : int
-        This rank.
-    steps : int, optional
-        Steps that a resumed run has logged.
-    """
-    passes = 1
-    if module.automatic_optimization:
-        passes = spec.backward_passes_per_step * spec.data.passes_per_batch
-    given = {
-        "accelerator": "gpu" if device.type == "cuda" else "cpu",
-        "devices": 1,
-        "strategy": strategy,
-        "max_epochs": spec.epochs,
-        "callbacks": list(callbacks),
-        "logger": make_loggers(objects.logger, logs_path, rank, spec.flavor, steps),
-        "log_every_n_steps": spec.log_every_n_steps,
-        "profiler": make_profiler(objects.profiler, logs_path, spec.flavor),
-        "accumulate_grad_batches": passes,
-        "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
-        # Lightning rejects callbacks of a kind that is disabled.
-        "enable_progress_bar": any(is_lightning(c, "callbacks.ProgressBar") for c in callbacks),
-        "enable_model_summary": spec.verbose > 1,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-    }
-    if is_lightning_data(spec.data.data_module):
-        given["limit_train_batches"] = spec.data.train_steps_per_epoch
-        given["limit_val_batches"] = spec.data.validation_steps_per_epoch
-    return given
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -188,10 +121,7 @@ _KINDS = {
     "enable_progress_bar": "callbacks.ProgressBar",
     "enable_checkpointing": "callbacks.Checkpoint",
 }
-
-
 """Arguments that disable kinds of callbacks."""
-
 
 _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
 

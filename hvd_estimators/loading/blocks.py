@@ -15,6 +15,9 @@ from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.exceptions import DataError
 
 _ALIGNMENT = 64
+_MOST_BUFFERS = 8
+"""Maximum number of buffers in a pool."""
+
 _MEASURED_ROWS = 1000
 _OBJECT_BYTES = 64
 """Memory of a Python string besides its characters, including NumPy's pointer to it."""
@@ -63,16 +66,11 @@ class BufferPool:
 
     Parameters
     ----------
-    max_buffers : int
-        Maximum number of buffers in the pool.
     new_buffer : callable, optional
         Allocates a buffer of a given number of bytes. Default: `fresh_buffer`.
     """
 
-    def __init__(
-        self, max_buffers: int = 8, new_buffer: Callable[[int], memoryview] | None = None
-    ) -> None:
-        self._max_buffers = max_buffers
+    def __init__(self, new_buffer: Callable[[int], memoryview] | None = None) -> None:
         self._new_buffer = new_buffer or fresh_buffer
         self._lock = threading.Lock()
         self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
@@ -95,7 +93,7 @@ class BufferPool:
             # own its memory.
             array = np.frombuffer(buffer, dtype, math.prod(shape))
             self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
-            del self._buffers[: -self._max_buffers]
+            del self._buffers[:-_MOST_BUFFERS]
         return array.reshape(shape)
 
 

@@ -9,7 +9,7 @@ import bisect
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_estimators._util.install_hints import INSTALL
@@ -81,10 +81,6 @@ class ReaderOptions:
     store: Store | None = None
     storage_options: Mapping[str, Any] | None = None
     verbose: int = 1
-
-    def as_arguments(self) -> dict[str, Any]:
-        """Return the options as keyword arguments of a data module."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -387,7 +383,7 @@ def _open_shard(
         skip_train_steps=steps.start,
         total_train_steps=steps.stop,
         label_cols=data.label_cols,
-        **data.options.as_arguments(),
+        **vars(data.options),
     )
     if isinstance(module, PlannedDataModule):
         module.memory = memory or module.memory

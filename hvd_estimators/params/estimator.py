@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
-from hvd_estimators._util.to_python import to_python
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.launch.spark_backend import SparkBackend
@@ -35,9 +35,8 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
-from hvd_estimators.training.monitoring import check_monitor, mode_of
 from hvd_estimators.training.shard_state import parse_buffer_reduction
-from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.spec import CheckpointOptions, check_monitor, mode_of
 
 _COLUMNS = (
     *("feature_cols", "label_cols", "sample_weight_col"),

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
-from hvd_estimators.training.spec import EpochMetrics
+from hvd_estimators.training.spec import EpochMetrics, check_monitor, measured, mode_of, monitored
 
 MONITOR = "monitor of EarlyStopping"
 """Name of the setting in messages."""

@@ -22,6 +22,7 @@ from hvd_estimators.torch.shard_state import (
     BufferState,
     ShardBuffers,
     TorchStreams,
+    TrainableState,
     non_persistent_buffers,
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
@@ -80,7 +81,7 @@ class RunCheckpoints:
         self._module = module
         self._optimizer = optimizer
         self._non_persistent = non_persistent_buffers(module)
-        self._trainable = {name: p.requires_grad for name, p in module.named_parameters()}
+        self._trainable = TrainableState(module)
         self._streams, self._buffers = TorchStreams(device), BufferState(module)
         parts = (self._streams, self._buffers)
         self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
@@ -110,9 +111,7 @@ class RunCheckpoints:
         # Training may have added groups and made parameters trainable.
         if "optimizer" in saved:
             restore_optimizer(self._optimizer, self._module, saved)
-        named = dict(self._module.named_parameters())
-        for name, is_trained in saved.get("requires_grad", {}).items():
-            named[name].requires_grad_(is_trained)
+        self._trainable.restore(saved.get("requires_grad", {}))
         self.gradients = saved.get("gradients", {})
         self._stateful.restore({**old, **saved.get("held", {})})
         # Schedulers that are created when training begins set the learning rates of the first
@@ -207,11 +206,7 @@ class RunCheckpoints:
             **self.content(),
             "buffers": unequal,
             "held": self._stateful.capture(),
-            "requires_grad": {
-                name: p.requires_grad
-                for name, p in self._module.named_parameters()
-                if p.requires_grad is not self._trainable.get(name)
-            },
+            "requires_grad": self._trainable.capture(),
             "gradients": dict(gradients),
         }
         if batches:

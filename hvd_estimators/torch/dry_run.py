@@ -27,10 +27,11 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
+from hvd_estimators.inference.errors import described
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.learning_rate import set_optimizer_mode
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.objective import JointLoss, Objective
+from hvd_estimators.torch.optimizer_step import set_optimizer_mode
 from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
@@ -387,7 +388,7 @@ def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool |
     if not _batch_norms(module):
         return True
     try:
-        trial = copied(without_compile_notes(module))
+        trial = _copy(module)
         with torch_traceless():
             call(trial.train())
     except Exception as error:
@@ -465,11 +466,21 @@ def check_batches(
     if own_step:
         data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
         data.require_rows_in_batches("train_minibatch_fn")
-    # Horovod's SyncBatchNorm, which knows only ranks.
-    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
-        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    check_sync_batch_norm(module, data)
     if all_rows:
         check_one_row(module, data, one_row)
+
+
+def check_sync_batch_norm(module: torch.nn.Module, data: DataSpec) -> None:
+    """Reject virtual shards for a module with Horovod's SyncBatchNorm, which knows only ranks.
+
+    Raises
+    ------
+    ParamError
+        If a rank runs several virtual shards.
+    """
+    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
 
 
 def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
@@ -477,7 +488,7 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         return tensors.batch(columns)
     except RuntimeError as error:
         raise ShapeError(
-            f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
+            f"input_shapes, label_shapes: the columns {described(columns)} cannot be reshaped to "
             f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
         ) from error
 
@@ -634,11 +645,4 @@ def _copy(module: torch.nn.Module) -> torch.nn.Module:
 def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:
     """Return a batch's tensors by column, as text."""
     names = (*tensors.feature_cols, *tensors.label_cols)
-    return ", ".join(
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in zip(names, (*batch.inputs, *batch.labels), strict=True)
-    )
-
-
-def _describe(columns: Columns) -> str:
-    return ", ".join(f"{name} {array.shape}" for name, array in columns.items())
+    return described(dict(zip(names, (*batch.inputs, *batch.labels), strict=True)))

@@ -1,108 +1,25 @@
 """Losses and metrics of a trained torch module on rows of a DataFrame.
 
-`objective_of` and `combine` run on the driver; `TorchEvaluator` runs in an executor's Python
-worker.
+`TorchEvaluator` runs in an executor's Python worker, and `combine` on the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.torch.loss import check_weightable
 from hvd_estimators.torch.metrics import MetricSums
-from hvd_estimators.torch.objective import Objective, RankObjective, check_joint
-from hvd_estimators.torch.objective_args import loss_weights, losses, metric_groups
+from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
 from hvd_estimators.torch.serialization import load_module, load_with_references, plain_module
-from hvd_estimators.torch.tensors import TensorSpec
-
-_OFFERED = ("model", "device", "rank", "size")
-"""Arguments of loss constructors in an evaluation."""
-
-
-def objective_of(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
-    """Return the training objective of a model's params.
-
-    Parameters
-    ----------
-    get : callable
-        Maps the name of a param to its value.
-    tensors : TensorSpec
-        Conversion of columns in `transform`.
-
-    Raises
-    ------
-    ParamError
-        If a param that training had is not known, or if params do not fit each other.
-    """
-    if get("metrics") is None:
-        raise ParamError(
-            "metrics is not set: an earlier version saved this model, or it was not fitted. Set "
-            "metrics ([] for the loss alone) and loss, and loss_weights, sample_weight_col and "
-            "label_shapes if training used them."
-        )
-    names, is_joint = tensors.label_cols, get("loss_form") == "joint"
-    given = {
-        name: losses(name, get(name), len(names), is_joint)
-        for name in ("loss", "loss_constructors")
-    }
-    if given["loss"] is None and given["loss_constructors"] is None:
-        raise ParamError(
-            "loss is not set: the model's train_minibatch_fn computed its own, or an earlier "
-            "version saved the model. Set loss."
-        )
-    if given["loss"] is not None:
-        is_weighted = get("sample_weight_col") is not None
-        if is_joint:
-            check_joint(given["loss"][0], is_weighted)
-        elif is_weighted:
-            check_weightable(given["loss"])
-    for function in () if given["loss"] is not None else given["loss_constructors"] or ():
-        _check_constructor(function)
-    shapes = get("label_shapes")
-    return Objective(
-        tensors=replace(
-            tensors,
-            sample_weight_col=get("sample_weight_col"),
-            label_shapes=tuple(map(tuple, shapes)) if shapes else None,
-            pairs=bool(names) and not is_joint,
-        ),
-        losses=given["loss"],
-        loss_constructors=given["loss_constructors"],
-        loss_weights=loss_weights(get("loss_weights"), len(names)),
-        metrics=metric_groups(get("metrics"), len(names)),
-        train_minibatch_fn=None,
-        joint=is_joint,
-        upstream_names=get("_upstream_names"),
-    )
-
-
-def _check_constructor(function: Callable[..., Any]) -> None:
-    """Check that a loss constructor needs no more than evaluation offers."""
-    needed = [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty
-        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in _OFFERED
-    ]
-    if needed:
-        raise ParamError(
-            f"loss_constructors: found one that needs {', '.join(needed)}, which only training "
-            f"has; evaluate() offers {', '.join(_OFFERED)}. Set loss to the loss of the training."
-        )
 
 
 class TorchEvaluator:

@@ -13,9 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.torch.collectives import current, reduce_group_async
-from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import StatedDenominators
-from hvd_estimators.training.step_times import add_waiting
+from hvd_estimators.torch.optimizer_step import check_first_order
+from hvd_estimators.training.progress import add_waiting
 
 UNUSED_GRADIENTS = (
     "These parameters have gradients, and no optimizer has stepped with them: %s. They are not "

@@ -28,8 +28,9 @@ from hvd_estimators.params import (
 )
 from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.torch.dry_run import output_shapes
-from hvd_estimators.torch.evaluation import TorchEvaluator, combine, objective_of
+from hvd_estimators.torch.evaluation import TorchEvaluator, combine
 from hvd_estimators.torch.objective import LOSS_FORMS
+from hvd_estimators.torch.objective_args import objective_of
 from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
@@ -130,25 +131,27 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         convert=one_of(*INPUT_FORMS),
     )
 
+    def _plain_model(self) -> torch.nn.Module:
+        """Return the module, not compiled."""
+        module = self.getOrDefault("model")
+        if module is None:
+            raise ParamError("model is not set. Set model.")
+        return plain_module(module)
+
     def _transform_spec(self) -> TensorSpec:
         return transform_spec(self.getOrDefault)
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Any]:
         spec, precision = self._transform_spec(), self.getOrDefault("inference_precision")
-        module = self.getOrDefault("model")
-        if module is None:
-            raise ParamError("model is not set. Set model.")
+        module = self._plain_model()
 
         def load(document: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
             return TorchPredictor(document, spec, precision, resources)
 
-        return module_payload(plain_module(module)), load
+        return module_payload(module), load
 
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
-        module = self.getOrDefault("model")
-        if module is None:
-            raise ParamError("model is not set. Set model.")
-        module, precision = plain_module(module), self.getOrDefault("precision")
+        module, precision = self._plain_model(), self.getOrDefault("precision")
         objective = objective_of(self.getOrDefault, self._transform_spec())
         optimizer = self.getOrDefault("optimizer")
         document = dump_with_references(objective, module, optimizer)
@@ -197,10 +200,7 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         StoreError
             If the file exists already, or cannot be written.
         """
-        module = self.getOrDefault("model")
-        if module is None:
-            raise ParamError("model is not set. Set model.")
-        module = plain_module(module)
+        module = self._plain_model()
         names = self._input_columns().names
         given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))

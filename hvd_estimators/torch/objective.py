@@ -27,7 +27,7 @@ from hvd_estimators.torch.loss import (
 )
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
-from hvd_estimators.training.class_weight import check_rank
+from hvd_estimators.training.weights import check_rank
 
 LOSS_FORMS = ("per_label", "joint")
 """Loss forms: one loss per output and label, or a single loss over all outputs and labels."""
@@ -64,12 +64,7 @@ class JointLoss(LossParts):
 
     def parts(self, rows: int, **offered: Any) -> list[LossPart]:
         """Return the loss of a batch of ``rows`` rows as a single part."""
-        function = self.functions[0]
-        parameters = _parameters(function)
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            names = {p.name for p in parameters}
-            offered = {name: value for name, value in offered.items() if name in names}
-        value, stated = as_stated(function(**offered), "loss")
+        value, stated = as_stated(_call_with_known(self.functions[0], offered), "loss")
         if stated is not None:
             return [LossPart("stated", value, stated)]
         return [LossPart("rows", value, rows)]
@@ -550,7 +545,7 @@ def _counted(part: LossPart) -> torch.Tensor:
 
 def _call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
     """Call a function with only those offered arguments that it takes."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = _parameters(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function(**offered)
     return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})

@@ -1,14 +1,105 @@
-"""Losses, loss weights and metrics of params, as tuples of the objective. Runs on the driver."""
+"""Objectives from the params of estimators and of models. Runs on the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions
+from hvd_estimators.torch.loss import check_weightable
+from hvd_estimators.torch.objective import Objective, check_joint
+from hvd_estimators.torch.tensors import TensorSpec
+
+_OFFERED = ("model", "device", "rank", "size")
+"""Arguments of loss constructors in an evaluation."""
+
+
+def make_objective(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
+    """Return losses and metrics from the params of an estimator or a model.
+
+    Parameters
+    ----------
+    get : callable
+        Maps the name of a param to its value.
+    tensors : TensorSpec
+        Conversion of columns.
+    """
+    labels, is_joint = len(tensors.label_cols), get("loss_form") == "joint"
+    return Objective(
+        tensors=tensors,
+        losses=losses("loss", get("loss"), labels, is_joint),
+        loss_constructors=losses("loss_constructors", get("loss_constructors"), labels, is_joint),
+        loss_weights=loss_weights(get("loss_weights"), labels),
+        metrics=metric_groups(get("metrics"), labels),
+        train_minibatch_fn=None,
+        joint=is_joint,
+    )
+
+
+def objective_of(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
+    """Return the training objective of a model's params.
+
+    Parameters
+    ----------
+    get : callable
+        Maps the name of a param to its value.
+    tensors : TensorSpec
+        Conversion of columns in `transform`.
+
+    Raises
+    ------
+    ParamError
+        If a param that training had is not known, or if params do not fit each other.
+    """
+    if get("metrics") is None:
+        raise ParamError(
+            "metrics is not set: an earlier version saved this model, or it was not fitted. Set "
+            "metrics ([] for the loss alone) and loss, and loss_weights, sample_weight_col and "
+            "label_shapes if training used them."
+        )
+    shapes = get("label_shapes")
+    tensors = replace(
+        tensors,
+        sample_weight_col=get("sample_weight_col"),
+        label_shapes=tuple(map(tuple, shapes)) if shapes else None,
+        pairs=bool(tensors.label_cols) and get("loss_form") != "joint",
+    )
+    objective = replace(make_objective(get, tensors), upstream_names=get("_upstream_names"))
+    if objective.losses is not None:
+        if objective.joint:
+            check_joint(objective.losses[0], objective.is_weighted)
+        elif objective.is_weighted:
+            check_weightable(objective.losses)
+    elif objective.loss_constructors is not None:
+        for function in objective.loss_constructors:
+            _check_constructor(function)
+    else:
+        raise ParamError(
+            "loss is not set: the model's train_minibatch_fn computed its own, or an earlier "
+            "version saved the model. Set loss."
+        )
+    return objective
+
+
+def _check_constructor(function: Callable[..., Any]) -> None:
+    """Check that a loss constructor needs no more than evaluation offers."""
+    needed = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and p.name not in _OFFERED
+    ]
+    if needed:
+        raise ParamError(
+            f"loss_constructors: found one that needs {', '.join(needed)}, which only training "
+            f"has; evaluate() offers {', '.join(_OFFERED)}. Set loss to the loss of the training."
+        )
 
 
 def per_label(name: str, given: Any, labels: int) -> list[Any]:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
 from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
-from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import (
     Loss,
     check_weightable,
@@ -32,11 +31,18 @@ from hvd_estimators.torch.loss import (
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import TorchFiles
 from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
-from hvd_estimators.torch.objective_args import loss_weights, losses, metric_groups, per_label
+from hvd_estimators.torch.objective_args import (
+    loss_weights,
+    losses,
+    make_objective,
+    metric_groups,
+    per_label,
+)
 from hvd_estimators.torch.optimizer_step import (
     INTERVALS,
     PRECISIONS,
     StepOptions,
+    check_first_order,
     make_scheduler,
 )
 from hvd_estimators.torch.serialization import (
@@ -327,13 +333,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
                     f"loss: found the class {loss.__name__}. Set an object of it, "
                     f"{loss.__name__}()."
                 )
-        for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
-            given = get(name)
-            if given is not None and len(given) != len(get(columns)):
-                raise ParamError(
-                    f"{name}: expected one shape per column of {columns}, {len(get(columns))}, "
-                    f"found {len(given)}."
-                )
+        self._column_shapes()
         self._metric_groups()
         self._check_step()
         self._check_callbacks()
@@ -343,6 +343,31 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         if self._get_store().saving_runs():
             _check_extra_state(plain_module(get("model")))
             self._warn_of_undeclared_state()
+
+    def _column_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of columns from input_shapes and label_shapes.
+
+        Raises
+        ------
+        ParamError
+            If the number of shapes differs from the number of columns.
+        """
+        get = self.getOrDefault
+        given_shapes: dict[str, tuple[int, ...]] = {}
+        for param_name, of, columns in (
+            ("input_shapes", "feature_cols", self._input_columns().names),
+            ("label_shapes", "label_cols", get("label_cols")),
+        ):
+            given = get(param_name)
+            if given is None:
+                continue
+            if len(given) != len(columns):
+                raise ParamError(
+                    f"{param_name}: expected one shape per column of {of}, {len(columns)}, found "
+                    f"{len(given)}."
+                )
+            given_shapes.update(zip(columns, map(tuple, given), strict=True))
+        return given_shapes
 
     def _check_step(self) -> None:
         """Check clipping, scheduler, precision and class weights."""
@@ -440,14 +465,9 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
 
     def _objective(self) -> Objective:
         """Return the training objective: losses and metrics."""
-        return Objective(
-            tensors=self._tensor_spec(),
-            losses=self._functions("loss"),
-            loss_constructors=self._functions("loss_constructors"),
-            loss_weights=self._loss_weights(),
-            metrics=self._metric_groups(),
+        return replace(
+            make_objective(self.getOrDefault, self._tensor_spec()),
             train_minibatch_fn=self.getOrDefault("train_minibatch_fn"),
-            joint=self._is_joint,
             upstream_names=self._upstream_names,
             class_weight=self.getOrDefault("class_weight"),
         )
@@ -459,11 +479,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
             return None
         if self._is_joint:
             return JointLoss(functions[0])
-        return Loss(functions, self._loss_weights())
-
-    def _loss_weights(self) -> tuple[float, ...]:
         get = self.getOrDefault
-        return loss_weights(get("loss_weights"), len(get("label_cols")))
+        return Loss(functions, loss_weights(get("loss_weights"), len(get("label_cols"))))
 
     def _dump_optimizer(self) -> bytes:
         """Serialize the optimizer for the ranks, with the learning rate that is set."""

@@ -20,8 +20,13 @@ from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, FrameworkPredictor
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.serialization import load_module, plain_module
-from hvd_estimators.torch.tensors import NO_COMPLEX_COLUMN, TensorSpec, require_tensors
-from hvd_estimators.torch.transfer import Copy, cuda_copies
+from hvd_estimators.torch.tensors import (
+    NO_COMPLEX_COLUMN,
+    Copy,
+    TensorSpec,
+    cuda_copies,
+    require_tensors,
+)
 
 Finish = Callable[[], list[Array]]
 

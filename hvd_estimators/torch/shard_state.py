@@ -82,6 +82,34 @@ def non_persistent_buffers(module: torch.nn.Module) -> dict[str, bytes]:
     return {n: _digest(value) for n, value in module.named_buffers() if n not in saved}
 
 
+class TrainableState:
+    """Parameters whose ``requires_grad`` training has changed.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module before training.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._before = {name: p.requires_grad for name, p in module.named_parameters()}
+
+    def capture(self) -> dict[str, bool]:
+        """Return ``requires_grad`` of the parameters that training has added or changed."""
+        return {
+            name: p.requires_grad
+            for name, p in self._module.named_parameters()
+            if p.requires_grad is not self._before.get(name)
+        }
+
+    def restore(self, state: Mapping[str, bool]) -> None:
+        """Set ``requires_grad`` as `capture` returned it."""
+        for name, parameter in self._module.named_parameters():
+            if name in state:
+                parameter.requires_grad_(state[name])
+
+
 class ShardBuffers:
     """Buffers of the shards that a rank runs, at one moment.
 

@@ -29,11 +29,10 @@ from hvd_estimators.torch.collectives import (
     weight_digests,
 )
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
-from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD
-from hvd_estimators.torch.optimizer_step import OptimizerStep
+from hvd_estimators.torch.optimizer_step import OptimizerStep, StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
@@ -43,10 +42,8 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     trained_file,
 )
-from hvd_estimators.torch.tensors import Batch, tensor_batches
-from hvd_estimators.torch.transfer import gpu_memory
+from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
-from hvd_estimators.training.monitoring import shown_values
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import (
@@ -55,13 +52,14 @@ from hvd_estimators.training.spec import (
     TrainSpec,
     combined_digest,
     named_weights,
+    shown_values,
 )
 from hvd_estimators.training.step_control import (
     StepControl,
     stopped_before,
     without_further_epochs,
 )
-from hvd_estimators.training.weighted_batches import WeightedBatches
+from hvd_estimators.training.weights import WeightedBatches
 
 logger = logging.getLogger(__name__)
 

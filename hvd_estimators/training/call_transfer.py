@@ -68,6 +68,7 @@ class StoredCall:
     fence: FencingToken | None = None
 
 
+@naming_full_disk()
 def train_stored(call: StoredCall) -> TrainResult:
     """Run a stored trainer, and write the resulting state to the store. Runs on every rank.
 
@@ -81,11 +82,6 @@ def train_stored(call: StoredCall) -> TrainResult:
     StoreError
         If a disk is full, beside the errors of the trainer and the store.
     """
-    with naming_full_disk():
-        return _train_stored(call)
-
-
-def _train_stored(call: StoredCall) -> TrainResult:
     use_own_temporary_folder()
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)

@@ -30,7 +30,6 @@ from hvd_estimators.store.checkpoints import (
 from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.paths import Position, manifest_of, orphans, with_manifest
 from hvd_estimators.store.storage_errors import naming_full_disk
-from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
 from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.run_state import (
     RunState,
@@ -44,7 +43,15 @@ from hvd_estimators.training.shard_state import (
     capture_by_shard,
     of_shards,
 )
-from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics, TrainSpec
+from hvd_estimators.training.spec import (
+    CheckpointOptions,
+    EpochMetrics,
+    TrainSpec,
+    check_monitor,
+    measured,
+    mode_of,
+    monitored,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from typing_extensions import Self
 from hvd_estimators.exceptions import DependencyError, LoggerError, TrainingInterruptedError
 from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.store.redaction import redacted
-from hvd_estimators.training.monitoring import measured
 from hvd_estimators.training.progress import notify_driver
-from hvd_estimators.training.spec import EpochMetrics, TrainSpec
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec, measured
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 
 START_SECONDS = 120.0

@@ -162,7 +162,19 @@ def write_archive(
         Writes the framework's file, a zip archive, to a file object.
     """
     write_model(file)
-    _append(file, state)
+    arrays: list[Array] = []
+    fields = {**vars(state), "history": [asdict(record) for record in state.history]}
+    state_document = encode(fields, arrays)
+    document = {"format": _FORMAT, "arrays": len(arrays), "state": state_document}
+    with zipfile.ZipFile(file, "a") as archive:
+        folder = _folder(archive.namelist())
+        for number, array in enumerate(arrays):
+            info = zipfile.ZipInfo(folder + _ARRAY.format(number))
+            # The array may be large, for example the best weights that a callback stores.
+            with archive.open(info, "w", force_zip64=array.nbytes > _COPIED_BYTES) as member:
+                np.save(member, array, allow_pickle=False)
+        # Written last: if an archive contains this member, it contains all the others.
+        archive.writestr(zipfile.ZipInfo(folder + _STATE), json.dumps(document))
 
 
 def read_archive(file: IO[bytes]) -> RunState:
@@ -254,22 +266,6 @@ def describing_damage(
             f"The checkpoint {path!r} cannot {cannot}: it is damaged, of another model, or was not "
             f"written by this version of hvd_estimators ({cause}).{remedy}"
         ) from error
-
-
-def _append(file: IO[bytes], state: RunState) -> None:
-    arrays: list[Array] = []
-    fields = {**vars(state), "history": [asdict(record) for record in state.history]}
-    state_document = encode(fields, arrays)
-    document = {"format": _FORMAT, "arrays": len(arrays), "state": state_document}
-    with zipfile.ZipFile(file, "a") as archive:
-        folder = _folder(archive.namelist())
-        for number, array in enumerate(arrays):
-            info = zipfile.ZipInfo(folder + _ARRAY.format(number))
-            # The array may be large, for example the best weights that a callback stores.
-            with archive.open(info, "w", force_zip64=array.nbytes > _COPIED_BYTES) as member:
-                np.save(member, array, allow_pickle=False)
-        # Written last: if an archive contains this member, it contains all the others.
-        archive.writestr(zipfile.ZipInfo(folder + _STATE), json.dumps(document))
 
 
 def _folder(names: Sequence[str]) -> str:

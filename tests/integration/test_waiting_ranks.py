@@ -27,9 +27,10 @@ SLEEP = 0.15
 def sleep_on_rank_1(module: torch.nn.Module, inputs: Any) -> None:
     if not module.training or "HOROVOD_RANK" not in os.environ:
         return
-    from hvd_estimators.training import step_times
 
-    step_times.WINDOW_SECONDS = 1.0
+    from hvd_estimators.training import progress
+
+    progress.WINDOW_SECONDS = 1.0
     if os.environ["HOROVOD_RANK"] == "1":
         time.sleep(SLEEP)
 

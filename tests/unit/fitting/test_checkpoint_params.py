@@ -9,7 +9,7 @@ import torch
 from test_runs import ESTIMATORS, NoRanks, Started, write
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.training.monitoring import mode_of
+from hvd_estimators.training.spec import mode_of
 
 ALL = list(ESTIMATORS)
 

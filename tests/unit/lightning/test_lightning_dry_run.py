@@ -17,6 +17,7 @@ from hvd_estimators.lightning.dry_run import check_step, row_shapes
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
 from hvd_estimators.lightning.package import default_flavor, is_lightning
 from hvd_estimators.lightning.trainer_args import adapted_trainer_args, check_trainer_args
+from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.shard_state import ShardStates
 
 
@@ -66,7 +67,7 @@ def test_modules_with_computed_weights_are_checked() -> None:
     module = Normalized()
     module(torch.zeros(3, 2)).sum().backward()
     check_step(module, {"x": torch.zeros(3, 2)})
-    assert row_shapes(module, [torch.zeros(3, 2)]) == [(3,)]
+    assert row_shapes(module, [torch.zeros(3, 2)], TensorSpec(("x",), ())) == [(3,)]
     with pytest.raises(ShapeError, match="training_step failed"):
         check_step(module, {"x": torch.zeros(3, 5)})
 
@@ -141,8 +142,8 @@ def test_checks_do_not_change_the_module_or_the_random_state() -> None:
     before = module.linear.weight.clone()
     state = torch.get_rng_state()
     check_step(module, {"x": torch.zeros(3, 2)})
-    assert row_shapes(module, [torch.zeros(3, 2)]) == [(3,)]
-    assert row_shapes(module, [torch.zeros(3, 5)]) is None
+    assert row_shapes(module, [torch.zeros(3, 2)], TensorSpec(("x",), ())) == [(3,)]
+    assert row_shapes(module, [torch.zeros(3, 5)], TensorSpec(("x",), ())) is None
     assert torch.equal(module.linear.weight, before)
     assert torch.equal(torch.get_rng_state(), state)
 

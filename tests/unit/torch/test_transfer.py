@@ -10,8 +10,7 @@ import torch
 
 from hvd_estimators.loading.shuffle import stream_batches
 from hvd_estimators.torch import tensors
-from hvd_estimators.torch.tensors import tensor_batches
-from hvd_estimators.torch.transfer import ahead_of_use, cuda_copies, gpu_memory
+from hvd_estimators.torch.tensors import ahead_of_use, cuda_copies, gpu_memory, tensor_batches
 
 ROWS = 1000
 

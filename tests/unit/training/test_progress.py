@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from hvd_estimators.launch.service.events import RankWaiting
-from hvd_estimators.training import step_times
-from hvd_estimators.training.step_times import StepTimes, add_waiting
+from hvd_estimators.training import progress
+from hvd_estimators.training.progress import StepTimes, add_waiting
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[RankWaiting]]:
     """Return a clock, and the reports that were sent."""
     clock, reports = types.SimpleNamespace(now=1000.0), []
-    monkeypatch.setattr(step_times, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     sender = types.SimpleNamespace(send=reports.append, close=lambda: None)
-    monkeypatch.setattr(step_times, "EventSender", lambda: sender)
+    monkeypatch.setattr(progress, "EventSender", lambda: sender)
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     return clock, reports
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
+from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 
 
 def make(*rates: float) -> torch.optim.Optimizer:
