@@ -73,7 +73,7 @@ def check_cluster(
         The estimators' store, or its prefix. Every host writes to it, and reads what others wrote.
     num_proc : int, optional
         Number of task slots to check. Default: all of the application. Required with dynamic
-        allocation, and over Spark Connect if the server's settings do not tell the number.
+        allocation, and over Spark Connect if the server's settings do not contain the number.
     nics : str or iterable of str, optional
         Network interfaces, as for `SparkBackend`.
     as_json : bool

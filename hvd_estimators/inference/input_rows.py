@@ -325,7 +325,7 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ColumnError(
-            f"Column {name!r} holds values of which the model can take none ({error})."
+            f"Column {name!r} holds values that cannot be inputs of a model ({error})."
         ) from error
     return _decoded(column)
 

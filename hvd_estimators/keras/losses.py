@@ -151,7 +151,7 @@ def kind_of_outputs(
     Returns
     -------
     str or None
-        A value of ``outputs_are``; None if the loss does not tell.
+        A value of ``outputs_are``; None if the loss does not determine it.
     """
     try:
         resolved = keras.losses.get(loss)

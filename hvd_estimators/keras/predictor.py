@@ -235,7 +235,7 @@ def _as_numbers(output: Any) -> Array:
     if array.dtype in (np.float32, np.float64):
         return array
     if array.dtype.kind in "OSU":
-        raise ShapeError("The model returns text, of which transform() makes no column.")
+        raise ShapeError("The model returns text. transform() supports numbers only.")
     # TensorFlow's own half-precision types, such as bfloat16, are not floating types of NumPy.
     is_half = array.dtype.itemsize == 2 and array.dtype.kind not in "iub"
     return array.astype(np.float32 if is_half else np.float64)

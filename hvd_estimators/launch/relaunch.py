@@ -159,7 +159,7 @@ def available(slots: int) -> str:
         return f"the cluster has {slots}"
     return (
         "the cluster has none. A Spark master that was restarted without recovery "
-        "(spark.deploy.recoveryMode) does not know this application any more; then start another"
+        "(spark.deploy.recoveryMode) has lost this application; in that case start a new one"
     )
 
 

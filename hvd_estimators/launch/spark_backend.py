@@ -193,9 +193,9 @@ class SparkBackend(Backend):
                 )
             if not cluster.knows_slots:
                 raise ParamError(
-                    "num_proc: the number of task slots is not known over Spark Connect, whose "
-                    f"server's settings do not tell it (master {cluster.master}). Set num_proc to "
-                    "the number of ranks."
+                    "num_proc: the number of task slots is unknown. Over Spark Connect, the "
+                    f"server's settings do not contain it (master {cluster.master}). Set num_proc "
+                    "to the number of ranks."
                 )
             timeout = 0 if cluster.is_local else self._start_timeout
             # Without slots, `check` raises.

@@ -33,7 +33,7 @@ _models: weakref.WeakValueDictionary[int, GridValue] = weakref.WeakValueDictiona
 
 
 class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
-    """A param's value in a grid. It evaluates nothing.
+    """Wrapper of a param's value in a grid.
 
     `value` is the original grid value. A loaded value is available only through the estimator that
     it is set in: ``estimator.copy(param_map).getOptimizer()``.
@@ -98,7 +98,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
             raise
 
     def _evaluate(self, dataset: DataFrame) -> float:
-        raise NotImplementedError("A value of a grid evaluates nothing.")
+        raise NotImplementedError("A value of a grid cannot evaluate a DataFrame.")
 
     def __repr__(self) -> str:
         shown = "loaded" if self.isSet("document") else repr(self.value)

@@ -252,7 +252,7 @@ _REMEDIES = {
     "VariantType": (
         "take the numbers out that you need, with variant_get(column, '$.name', 'double')"
     ),
-    "NullType": "it has no values, cast it to the type that these are to have, or leave it out",
+    "NullType": "it has no values; cast it to a numeric type, or leave it out",
     "StructType": "select its fields as separate columns, or convert it to an array",
     "MapType": "select the keys that you need as columns, or convert it to an array",
     "GeometryType": "take its coordinates apart to columns of numbers",

@@ -102,7 +102,7 @@ class SyncedDirectory:
             is_complete = self._upload_changes("")
             if not is_complete:
                 logger.warning(
-                    "They stay in %r on %s until somebody deletes them.",
+                    "They stay in %r on %s; delete them when you have read them.",
                     self.path,
                     socket.gethostname(),
                 )

@@ -297,7 +297,7 @@ def check_fit(
                 "rows. Its first dimension must count the rows; outputs can leave out others."
             )
         if output.is_complex():
-            logger.warning("model: training can go on, but %s", NO_COMPLEX_COLUMN)
+            logger.warning("model: training works, but %s", NO_COMPLEX_COLUMN)
     if isinstance(loss, JointLoss):
         _check_joint_loss(loss, raw, batch, tensors)
     elif loss is not None:

@@ -467,7 +467,7 @@ def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None
     Returns
     -------
     str or None
-        None if the loss does not tell.
+        None if the loss does not determine it.
     """
     known: Any = _in_torch(function)
     if known in _OF_CLASSES:

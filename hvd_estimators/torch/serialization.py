@@ -565,7 +565,7 @@ def _unpicklable(module: torch.nn.Module) -> list[str]:
     names = []
     managed = vars(torch.nn.Module())
     for prefix, part in module.named_modules():
-        # A LightningModule omits its Trainer.
+        # A LightningModule's state does not contain its Trainer.
         state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
         for name, value in dict(state).items():
             if name in managed:

@@ -71,7 +71,7 @@ class CheckpointWriter:
     run : RunPaths
         The run.
     options : CheckpointOptions
-        Which checkpoints are kept.
+        Policy for deleting old checkpoints.
     """
 
     def __init__(self, store: Store, run: RunPaths, options: CheckpointOptions) -> None:

@@ -106,7 +106,7 @@ class TrainSpec:
     verbose : int
         0 disables output.
     checkpoints : CheckpointOptions
-        Which checkpoints are kept.
+        Policy for deleting old checkpoints.
     resume_stopped : bool
         Resume a run that a callback stopped.
     terminate_on_nan : bool
