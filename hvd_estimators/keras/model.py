@@ -215,8 +215,8 @@ class KerasModel(KerasModelSignatures):
             )
         if any(field.shape is None for field in keras.tree.flatten(self._inputs())):
             raise ParamError(
-                "output_shapes is unknown: the model was not fitted, and does not define the "
-                "shapes of its inputs. Set output_shapes (the shape of one row of each output)."
+                "output_shapes is not known for a model that was not fitted and does not define "
+                "the shapes of its inputs. Set output_shapes (the shape of one row of each output)."
             )
         outputs = call_on_zeros(model, self._inputs())
         labels = self.getOrDefault("label_columns") or []

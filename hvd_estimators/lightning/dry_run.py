@@ -80,9 +80,8 @@ def check_shards_of_module(
     check_sync_batch_norm(module, data)
     for name in _COUNTED_BATCHES:
         if trainer_args.get(name) is not None:
-            data.require_one_shard_per_rank(
-                f"trainer_args: {name}", "which this setting counts as several"
-            )
+            param = f"trainer_args: {name}"
+            data.require_one_shard_per_rank(param, "which this setting counts as several")
     if any(is_lightning(c, "callbacks.GradientAccumulationScheduler") for c in callbacks):
         data.require_one_shard_per_rank(
             "callbacks", "which GradientAccumulationScheduler counts as several"
