@@ -293,18 +293,14 @@ def damage_is_store_error(file: str, row_group: int | None = None) -> Iterator[N
 TAIL_BYTES = 2**16
 """Bytes fetched from a file's end to get its footer; longer footers need a second request."""
 
-
 _MAGIC = b"PAR1"
 """First and last bytes of a Parquet file. A footer cannot begin with them."""
-
 
 _MAGIC_BYTES = 8
 """Bytes after a footer: its length and the magic number."""
 
-
 _PARSED = 64
 """Maximum number of parsed footers in the cache. They need much more memory than unparsed ones."""
-
 
 _UNPARSED_BYTES = 2**26
 """Maximum bytes of unparsed footers in the cache. Further footers are read again when needed."""

@@ -33,9 +33,7 @@ S = TypeVar("S")
 FETCHED_BYTES = 2**18
 """Bytes of a column that are fetched per request."""
 
-
 _PAGE_BYTES = 2**20
-
 
 _PAGE_VALUES = 1024
 

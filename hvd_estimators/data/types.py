@@ -26,7 +26,6 @@ SPARK_DTYPES: Mapping[str, str] = {
 }
 """Spark's scalar types by class name, since ranks have no PySpark, and their NumPy names."""
 
-
 VECTOR_FIELDS = ("type", "size", "indices", "values")
 """Fields of the struct in which Spark stores ML vectors."""
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 Payload = Union[bytes, "os.PathLike[str]"]
 """Serialized predictor: bytes, or a file with the bytes."""
 
-
 _FOLDER = "hvd_estimators-models"
 
 

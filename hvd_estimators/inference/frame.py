@@ -219,13 +219,11 @@ def _is_columnar(data_type: T.DataType) -> bool:
 BATCH_BYTES = 32 * 2**20
 """Maximum bytes of values in a batch, unless a single row is larger."""
 
-
 NUMBERS_BYTES = 128 * 2**20
 """The same for rows of plain numbers only.
 
 Empty rows repeat these numbers. With a thousand columns, they cost more than a larger batch.
 """
-
 
 _ITEM_BYTES = 8
 
@@ -238,7 +236,6 @@ _MARGIN = 4
 # Text up to this many bytes is copied to the empty rows, so filters on names and paths can go below
 # the UDF. Filters on columns with longer text may remove empty rows.
 _SHORT_BYTES = 256
-
 
 _TEXT = (T.StringType, T.BinaryType)
 

@@ -60,25 +60,19 @@ _NAMES = {
     **{name: name for name in ("double", "boolean", "string")},
 }
 
-
 _DTYPES = {
     **{"tinyint": "int8", "smallint": "int16", "int": "int32", "bigint": "int64"},
     **{"float": "float32", "double": "float64", "boolean": "bool"},
     **{"decimal": "float64", "string": "object"},
 }
 
-
 _FLOATS = ("float", "double")
-
 
 _ARRAY = re.compile(r"array\s*<(.*)>", re.IGNORECASE | re.DOTALL)
 
-
 _DECIMAL = re.compile(r"(?:decimal|dec|numeric)(?:\s*\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\))?", re.I)
 
-
 _MOST_DIGITS = 38
-
 
 _EXACT = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
 """Decimal context with enough digits for any double."""

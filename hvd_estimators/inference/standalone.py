@@ -40,12 +40,9 @@ from hvd_estimators.saving.saved import Saved, read_saved
 Load = Callable[[Saved, Resources], tuple[Predictor, Sequence[str]]]
 """Function that loads a forward pass, and names the features that may be text."""
 
-
 _DEVICE = re.compile(r"(?:cpu|(?:cuda|gpu)(?::([0-9]+))?)", re.IGNORECASE)
 
-
 _MOST_ROWS = 10_000
-
 
 _MOST_BYTES = 2**25
 

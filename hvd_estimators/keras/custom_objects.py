@@ -33,31 +33,23 @@ from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras
 # Keras writes these into every layer's config.
 _BASE_KEYS = ("name", "trainable", "dtype")
 
-
 _ARGUMENTS = "hvd_estimators_arguments"
-
 
 _ATTRIBUTES = "hvd_estimators_attributes"
 
-
 _BUILT = "hvd_estimators_built"
-
 
 _BUILDS = "hvd_estimators_builds"
 
-
 _HELD = "hvd_estimators_held"
 
-
 _OBJECT = "hvd_estimators_object"
-
 
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
 
 
 # Types that are restored by a model's config, its variables and its building.
 _STRUCTURE = (keras.Layer, keras.Variable, tf.Variable, keras.random.SeedGenerator)
-
 
 _MADE_BY_BUILDING = ("lora_enabled",)
 

@@ -27,10 +27,8 @@ _WRITING = (
 _OWN_BYTES = 2**16
 """Larger values of a callback (such as best weights) are assumed to be equal on all ranks."""
 
-
 _SET_BY_KERAS = tuple(vars(keras.callbacks.Callback()))
 """Attributes of every callback, such as the model."""
-
 
 _OF_FILES = ("append_header",)
 """Attributes that a callback derives from its file when training begins."""

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, did_you_mean
@@ -15,9 +15,6 @@ from hvd_estimators.lightning.loaders import BatchForm
 from hvd_estimators.lightning.loggers import quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
 from hvd_estimators.training.spec import TrainSpec
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,6 @@ _REMOVED = {
 
 # Values of these types can be checked on any machine, because they request no device.
 _PLAIN = (bool, int, float, str, type(None))
-
 
 _KINDS = {
     "enable_progress_bar": "callbacks.ProgressBar",

@@ -27,7 +27,6 @@ from hvd_estimators.exceptions import StoreError
 T = TypeVar("T")
 S = TypeVar("S")
 
-
 _END = object()
 
 
@@ -204,7 +203,6 @@ _Stream = Generator[tuple[T, bool], None, None]
 
 
 _LEAST_SLICE = 2**16
-
 
 _ROUNDS = 4
 """Number of rounds of slices, over all open row groups, that fit into the shuffle buffer."""

@@ -43,14 +43,11 @@ thread_pool.IO_TIMEOUT_INTERVAL_S = 0.05
 _FINAL_MESSAGES_MS = 1000
 """Maximum wait for messages of a dead worker, in milliseconds."""
 
-
 _LIVENESS_SECONDS = 1.0
 """Interval of liveness checks while workers send results."""
 
-
 _START_SECONDS = 300
 """Start timeout of worker processes; Petastorm's own limit is 20 seconds."""
-
 
 _FAILURE = b"hvd_estimators failure:"
 """Prefix of a serialized failure; an Arrow table cannot begin with it."""

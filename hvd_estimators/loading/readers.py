@@ -205,7 +205,6 @@ def _batches(chunks: Iterator[Chunk]) -> Iterator[Batch]:
 
 _CHUNKS_AHEAD = 2
 
-
 _DRAWN_ROWS = 2**12
 """Number of cached rows that are drawn and transformed at a time."""
 

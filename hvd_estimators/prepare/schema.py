@@ -223,9 +223,7 @@ def _noted(field: T.StructField) -> Mapping[str, Any]:
 
 _TEXT = (T.StringType, T.CharType, T.VarcharType)
 
-
 _INDEX = "index it with pyspark.ml.feature.StringIndexer, or leave it out"
-
 
 _OF_TIMESTAMPS = "turn it into a number, for example with unix_timestamp"
 
@@ -260,7 +258,6 @@ _REMEDIES = {
     "MatrixUDT": "convert it to an array, with a UDF that returns its toArray().tolist()",
     "UserDefinedType": "convert it to numbers or an array of them, unwrap_udt shows what it holds",
 }
-
 
 _OLD_VECTORS = (
     "it is one of pyspark.mllib, convert it with MLUtils.convertVectorColumnsToML(df, {name!r})"

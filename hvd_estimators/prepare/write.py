@@ -33,11 +33,31 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ROW_GROUP_BYTES = 16 * 2**20
+"""Target size of a row group, the unit that readers fetch and shuffle."""
+
+_HASHED = 128
+"""Number of an array's elements to hash, at each of two positions, to identify a row."""
+
+_SPLIT = "is_validation"
+"""Column that contains a row's side of the split; Spark names folders after it."""
+
+_SIDES = 3
+"""Number of values of that column, including null."""
+
+_EMPTY = "The DataFrame is empty: there are no rows to train on."
+
+_COPYING = frozenset({"s3", "s3a", "s3n", "gs", "wasb", "wasbs", "oss", "cosn", "obs"})
+"""Schemes of object stores on which Hadoop renames a file by copying it."""
+
+_KEY_SEEDS = 2**32
+"""Separates the seeds of keys from a split's seeds, to which Spark adds the partition's number."""
+
 _OPTION = "spark.sql.maxConcurrentOutputFileWriters"
 
 
 class _Setting:
-    """The option's value before the first of several threads set it, and its number of users."""
+    """An option's value before its first user, and the number of its users, which are threads."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -45,8 +65,6 @@ class _Setting:
 
 
 _lock = threading.Lock()
-
-
 _settings: dict[int, _Setting] = {}
 
 
@@ -83,45 +101,6 @@ def several_open_files(session: SparkSession, files: int) -> Iterator[None]:
                     conf.unset(_OPTION)
                 else:
                     conf.set(_OPTION, setting.before)
-
-
-ROW_GROUP_BYTES = 16 * 2**20
-
-
-"""Target size of a row group, the unit that readers fetch and shuffle."""
-
-
-_HASHED = 128
-
-
-"""Number of an array's elements to hash, at each of two positions, to identify a row."""
-
-
-_SPLIT = "is_validation"
-
-
-"""Column that contains a row's side of the split; Spark names folders after it."""
-
-
-_SIDES = 3
-
-
-"""Number of values of that column, including null."""
-
-
-_EMPTY = "The DataFrame is empty: there are no rows to train on."
-
-
-_COPYING = frozenset({"s3", "s3a", "s3n", "gs", "wasb", "wasbs", "oss", "cosn", "obs"})
-
-
-"""Schemes of object stores on which Hadoop renames a file by copying it."""
-
-
-_KEY_SEEDS = 2**32
-
-
-"""Separates the seeds of keys from a split's seeds, to which Spark adds the partition's number."""
 
 
 @dataclass(frozen=True)

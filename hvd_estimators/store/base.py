@@ -26,15 +26,12 @@ _RANKS = (
     "work on both sides, and the store can be pickled."
 )
 
-
 _DATASETS = (
     "prepare_data writes datasets, get_dataset_properties(index) tells their rows and columns, and "
     "fit_on_parquet(dataset_idx=index) trains on them."
 )
 
-
 _PATHS = "get_full_path(path) is the path in the store, local_path(path) the one on this machine."
-
 
 LEFT_OUT = {
     "copy": _RANKS,

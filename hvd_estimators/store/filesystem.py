@@ -146,15 +146,11 @@ _PACKAGES = {
 }
 """Package that provides the filesystem of each scheme."""
 
-
 _AZURE = ("abfs", "abfss", "az")
-
 
 _AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
 
-
 _ACCOUNT = re.compile(r"(?:abfss?|az)://[^/@]+@([^/]+)")
-
 
 _OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a")
 """Object stores have no directories; creating one with s3fs would create the bucket."""

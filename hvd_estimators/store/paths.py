@@ -21,7 +21,6 @@ from hvd_estimators.store.registry import require_path
 SUFFIX = ".ckpt"
 """Suffix of the framework's file."""
 
-
 _MANIFEST_SUFFIX = ".json"
 
 # The longest name of a file or folder in Linux and HDFS.

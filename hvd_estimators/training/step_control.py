@@ -48,7 +48,6 @@ _ASKED = 2.0**32
 
 _MOST_NAMED = 5
 
-
 S = TypeVar("S", bound=TrainSpec)
 
 

@@ -107,10 +107,8 @@ def expected_executors(master: str, conf: dict[str, str]) -> int | None:
 # Python.
 _COPIES_OF_RESULTS = 6
 
-
 DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
 """Spark setting that adds and removes executors with the workload."""
-
 
 _PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOnCancel")
 

@@ -280,7 +280,6 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 BACKLOG = 1024
 """Maximum number of connections that wait to be accepted."""
 
-
 _MAX_STRANGERS = 256
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from hvd_estimators.launch.timeouts import Patience
 Answer = tuple[dict[str, Any], bytes]
 """Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
-
 INVALID = 400
 """Status of the answer to a message with other values than this version's."""
 

@@ -186,7 +186,6 @@ Event = RankProgress | RankEpoch | RankOutput | RankMessage | RankStage | RankWa
 Handler = Callable[[Event], None]
 """Called on the driver with one event at a time, from another thread."""
 
-
 _KINDS: dict[str, Callable[..., Event]] = {kind.kind: kind for kind in get_args(Event)}
 
 

@@ -150,7 +150,6 @@ class TaskOutput:
 OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
 """Columns of the rows that `run_rank` yields, as a Spark DDL string."""
 
-
 LESS_RESULTS = (
     "Return less, or write it to storage and return where; the driver collects more with a larger "
     "spark.driver.memory and spark.driver.maxResultSize."
