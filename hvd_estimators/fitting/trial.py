@@ -74,9 +74,10 @@ def check_sendable(
         where = f" at {name}{path}, a {type(part).__name__}" if path else ""
         raise ParamError(
             f"{name}: it is sent to the ranks with cloudpickle, which fails{where}: "
-            f"{type(error).__name__}: {error}. Make what cannot be sent, such as locks and open "
-            "files, within the function that uses it (in a callback: in on_train_begin), and leave "
-            "Spark's context, sessions and DataFrames out of functions and objects."
+            f"{type(error).__name__}: {error}. Create objects that cannot be sent, such as "
+            "locks and open files, within the function that uses them (in a callback: in "
+            "on_train_begin), and leave Spark's context, sessions and DataFrames out of functions "
+            "and objects."
         ) from error
 
 

@@ -81,7 +81,7 @@ class ClassScores:
         if wrong.any() or (np.abs(total - 1) > _TOLERANCE).any():
             row = int(np.argmax(wrong.any(axis=1) | (np.abs(total - 1) > _TOLERANCE)))
             raise DataError(
-                f"outputs_are={self.kind!r}: the model's output has other values, "
+                f"outputs_are={self.kind!r}: the model's output has other values, found "
                 f"{scores[row].tolist()} for a row. Set outputs_are='logits' for scores of any "
                 "size."
             )

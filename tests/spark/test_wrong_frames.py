@@ -181,19 +181,19 @@ WRONG: dict[str, Wrong] = {
         lambda given: run(context(given), num_proc=1),
         ParamError,
         "arguments",
-        "Create objects that cannot be pickled inside",
+        "Create objects that cannot be sent within",
     ),
     "run: an argument that holds a lock": (
         lambda given: run(len, (lock,), num_proc=1),
         ParamError,
         "arguments",
-        "Create objects that cannot be pickled inside",
+        "Create objects that cannot be sent within",
     ),
     "run_elastic: a function that holds a DataFrame": (
         lambda given: run_elastic(frame(given), num_proc=1),
         ParamError,
         "arguments",
-        "Create objects that cannot be pickled inside",
+        "Create objects that cannot be sent within",
     ),
 }
 

@@ -67,8 +67,8 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         name = getattr(named, "__qualname__", repr(named))
         raise ParamError(
             f"{name} and its arguments are sent to the ranks with cloudpickle, which fails: "
-            f"{type(error).__name__}: {error}. Create objects that cannot be pickled "
-            "inside the function."
+            f"{type(error).__name__}: {error}. Create objects that cannot be sent "
+            "within the function."
         ) from error
 
 

@@ -126,7 +126,7 @@ def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
         ({"a": A, "b": B[:2]}, DataError, r"differ in length: \{'a': 3, 'b': 2\}"),
         ({"a": A, "b": ["x", "y", "z"]}, ColumnError, "'b' holds text"),
         ({"a": A, "b": np.array(["2020-01-01"] * 3, "M8[D]")}, ColumnError, "'b' holds datetime64"),
-        ({"a": A, "b": [object()] * 3}, ColumnError, "'b' holds values of which"),
+        ({"a": A, "b": [object()] * 3}, ColumnError, "'b' holds values that cannot be inputs"),
         ({"a": A, "b": [[1], [1, 2], [3]]}, DataError, "'b' is ragged"),
         ([1.0, A], ParamError, "'a' is 1.0; expected an array, rows first. For single rows"),
         (A, ParamError, r"found an array of shape \(3,\)"),

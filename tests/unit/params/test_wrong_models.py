@@ -102,7 +102,7 @@ TORCH = {
     "arguments: no dict": torch_row("model_args", "expected a dict", model_args=[1]),
     "two outputs": torch_row("label_cols", "Set one label", ShapeError, model=Two()),
     "no rows": torch_row("output", "must count the rows", ShapeError, model=Number()),
-    "a lock": torch_row("model", "Make what cannot be sent", model=Locked()),
+    "a lock": torch_row("model", "that cannot be sent", model=Locked()),
     "too wide": torch_row(
         "feature_cols", "Set feature_cols in the", ShapeError, model=torch.nn.Linear(3, 1)
     ),
@@ -119,7 +119,7 @@ TORCH = {
     "loss: none": torch_row("loss", "Set either loss", loss=None),
     "loss: a name": torch_row("loss", "expected callables", loss="mse"),
     "loss: class": torch_row("loss", r"Set an object of it", loss=torch.nn.MSELoss),
-    "loss: a lock": torch_row("loss", "Make what cannot be sent", loss=closed_over),
+    "loss: a lock": torch_row("loss", "that cannot be sent", loss=closed_over),
     "loss: by row": torch_row(
         "label_cols", "Set label_cols", ShapeError, loss=lambda outputs, labels: outputs - labels
     ),
@@ -132,9 +132,9 @@ TORCH = {
     ),
     "metrics: a number": torch_row("metrics", "expected a list of functions", metrics=5),
     "metrics: a name": torch_row("metrics", "expected callables", metrics=["accuracy"]),
-    "metrics: a lock": torch_row("metrics", "Make what cannot be sent", metrics=[closed_over]),
+    "metrics: a lock": torch_row("metrics", "that cannot be sent", metrics=[closed_over]),
     "callbacks: class": torch_row("callbacks", "expected objects", callbacks=[OneHook]),
-    "callbacks: a lock": torch_row("callbacks", "Make what cannot", callbacks=[OneHook()]),
+    "callbacks: a lock": torch_row("callbacks", "that cannot be sent", callbacks=[OneHook()]),
     "own step": torch_row("train_minibatch_fn", "expected a function", train_minibatch_fn=5),
     "clip": torch_row("gradient_clip_norm", "0 or more", gradient_clip_norm=-1),
     "clip: own step": torch_row(
@@ -240,10 +240,10 @@ KERAS = {
     "loss: unknown": keras_row("loss", "Set a name that Keras knows", loss="msee"),
     "loss: none": keras_row("loss", "Set loss", loss=None),
     "loss: class": keras_row("loss", "Set an object", loss=keras.losses.MeanSquaredError),
-    "loss: a lock": keras_row("loss", "Make what cannot be sent", loss=closed_over),
+    "loss: a lock": keras_row("loss", "that cannot be sent", loss=closed_over),
     "loss: no label": keras_row("loss", "The label columns are 'y'", loss={"z": "mse"}),
     "metrics: unknown": keras_row("metrics", "Set a name that Keras knows", metrics=["accuracyy"]),
-    "metrics: a lock": keras_row("metrics", "Make what cannot be sent", metrics=[closed_over]),
+    "metrics: a lock": keras_row("metrics", "that cannot be sent", metrics=[closed_over]),
     "class_weight": keras_row("class_weight", "expected a dict of class", class_weight=5),
     "class_weight: labels": keras_row(
         "class_weight", "Set sample_weight_col", class_weight={0: 1.0}, label_cols=["y", "w"]
@@ -263,12 +263,12 @@ KERAS = {
     ),
     "callbacks: a lock": keras_row(
         "callbacks",
-        "Make what cannot",
+        "that cannot be sent",
         callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=closed_over)],
     ),
     "callbacks: an attribute": keras_row(
         "callbacks",
-        r"fails at callbacks\[1\]\.writers\['train'\], a lock: .*Make what cannot .*on_train_begin",
+        r"fails at callbacks\[1\]\.writers\['train'\], a lock: .*cannot be sent.*on_train_begin",
         callbacks=[keras.callbacks.EarlyStopping("loss"), Writing()],
     ),
     "callbacks: mode": keras_row(
@@ -306,7 +306,7 @@ LIGHTNING = {
         "callbacks", "expected instances", callbacks=[TorchEarlyStopping()]
     ),
     "no step": lightning_row("model", r"no training_step\(\)\. Define it", model=NoStep()),
-    "a lock": lightning_row("model", "Make what cannot be sent", model=locked()),
+    "a lock": lightning_row("model", "that cannot be sent", model=locked()),
     "loss": lightning_row("loss", "Leave loss out", loss=torch.nn.functional.mse_loss),
     "optimizer": lightning_row("optimizer", "Leave optimizer out", optimizer=other_optimizer()),
     "learning_rate": lightning_row("learning_rate", "Give it one", learning_rate=0.1),

@@ -182,7 +182,7 @@ ALL = {
     "transformation_fn: closes over a lock": param(
         ParamError,
         "transformation_fn",
-        "Make what cannot be sent",
+        "that cannot be sent",
         transformation_fn=lambda r: lock,
     ),
     "transformation_edit_fields: a number": param(
