@@ -36,11 +36,16 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.timeout(180)
 
 RANKS = 3
+# Both libraries exchange up to 256 KiB of all ranks directly; this many numbers, and one more.
+DIRECT_NUMBERS = 2**18 // (8 * RANKS)
 LIBRARIES = ("horovod", "torch")
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
+
+
+OPERATIONS = {"mean": np.mean, "sum": np.sum, "min": np.min, "max": np.max}
 
 
 def values_of(rank: int, size: int = 1000) -> np.ndarray:
@@ -69,6 +74,10 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
             found[op] = mine.reduce(own, op).numpy()
         assert torch.equal(own, torch.from_numpy(values_of(rank)))
         found["repeats"] = [mine.reduce(own.float(), "sum").numpy().tobytes() for _ in range(5)]
+
+        for size in (DIRECT_NUMBERS, DIRECT_NUMBERS + 1):
+            numbers = torch.from_numpy(values_of(rank, size))
+            found[size] = {op: mine.reduce(numbers, op).numpy() for op in OPERATIONS}
 
         # Two dtypes, one tensor that is not contiguous in memory, an empty one, and a number.
         group = [own[:600].float().reshape(20, 30), own[600:], torch.empty(0), torch.tensor(3.0)]
@@ -145,6 +154,16 @@ def ranks(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("files"))
     results: list[dict[str, Any]] = LocalBackend(RANKS).run(run_all, (request.param, folder))
     return results
+
+
+@pytest.mark.parametrize("size", [DIRECT_NUMBERS, DIRECT_NUMBERS + 1])
+def test_small_and_large_tensors_have_the_same_reductions_on_all_ranks(
+    ranks: Any, size: int
+) -> None:
+    for op, reduce in OPERATIONS.items():
+        results = [found[size][op] for found in ranks]
+        np.testing.assert_allclose(results[0], reduce(all_values(size), axis=0), atol=1e-15)
+        assert len({result.tobytes() for result in results}) == 1
 
 
 def test_reductions_agree_with_numpy_on_all_ranks(ranks: Any) -> None:
