@@ -153,7 +153,7 @@ def local_version(record: Mapping[str, Any], with_compat: bool) -> str:
     parts = ["compat"] if with_compat else []
     parts += [f"{name}{Version(record[name]).public}" for name in DISTRIBUTIONS if record[name]]
     parts.append(f"cu{record['cuda'].replace('.', '')}" if record["cuda"] else "cpu")
-    parts += [str(record["recipe"]), str(FINISH_REVISION)]
+    parts += [str(record["recipe"]), str(record["patches"]), str(FINISH_REVISION)]
     return str(Version(f"{record['horovod']}+{'.'.join(parts)}"))
 
 

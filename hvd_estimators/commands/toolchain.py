@@ -49,8 +49,8 @@ from hvd_estimators.launch.horovod_build import (
 
 HOROVOD_VERSION = "0.28.1"
 
-# Part of the cache key. Increment it if a change below, or a source patch, changes the wheel of the
-# same versions.
+# Part of the cache key, as is the revision of the source patches. Increment it if a change below
+# changes the wheel of the same versions.
 RECIPE_REVISION = 6
 
 # Horovod's and Gloo's sources use these headers without including them.
@@ -110,7 +110,8 @@ class BuildRecipe:
             parts.append(f"torch-{self.torch}")
         if self.tensorflow:
             parts.append(f"tensorflow-{self.tensorflow}")
-        parts += [f"cuda-{self.cuda}" if self.cuda else "cpu", f"r{RECIPE_REVISION}"]
+        parts.append(f"cuda-{self.cuda}" if self.cuda else "cpu")
+        parts.append(f"r{RECIPE_REVISION}.{PATCHES_REVISION}")
         return "_".join(parts)
 
     @property

@@ -25,7 +25,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,9 +104,7 @@ change before the next launch.
 """
 
 # A short string in a pickle: an opcode, the length and the text.
-_MENTIONED = re.compile(
-    rb"\x8c(.)((" + "|".join(map(re.escape, _MODULES)).encode() + rb")(?:\.\w+)*)", re.DOTALL
-)
+_NAME_IN_PICKLE = re.compile(rb"\x8c(.)([A-Za-z_][\w.]*)", re.DOTALL)
 
 # Only the start and the end of a call are searched: code and classes precede or follow the data.
 _SEARCHED_BYTES = 2**20
@@ -431,16 +430,70 @@ def modules_of(call: bytes) -> tuple[str, ...]:
     """Return the modules to import for a pickled call, from `pickle_call`.
 
     The call contains the names that a function of a script or notebook imports, the modules of its
-    arguments' classes, and the trainer of an estimator. A function of an installed module is
-    pickled by its name, which says nothing about its imports.
+    arguments' classes, and the trainer of an estimator. Of a function of an installed module it
+    contains only the two names. A rank imports the function's module to load it, so all that this
+    module has imported belongs to the modules, too, and what the function itself imports.
     """
-    modules: set[str] = set()
+    names: set[str] = set()
     for part in (call[:_SEARCHED_BYTES], call[_SEARCHED_BYTES:][-_SEARCHED_BYTES:]):
-        for length, text, name in _MENTIONED.findall(part):
+        for length, text in _NAME_IN_PICKLE.findall(part):
             # A longer string only begins like a module name.
             if length[0] == len(text):
-                modules.update(_MODULES[name.decode()])
-                if name.startswith(b"hvd_estimators"):
-                    # The driver has imported the one that the user's module belongs to.
-                    modules -= {package for package in _LIGHTNING if package not in sys.modules}
+                names.add(text.decode())
+    modules: set[str] = set()
+    for name in names | _used_by(names):
+        listed = _listed(name)
+        modules.update(_MODULES.get(listed, ()))
+        if listed.startswith("hvd_estimators"):
+            # The driver has imported the one that the user's module belongs to.
+            modules -= {package for package in _LIGHTNING if package not in sys.modules}
     return tuple(sorted(modules))
+
+
+def _listed(name: str) -> str:
+    """Return the listed module to which a module belongs, or an empty string."""
+    while name and name not in _MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _used_by(names: Collection[str]) -> set[str]:
+    """Return the names of modules that this process's modules and their packages have imported.
+
+    Also return the names in the code of functions, if both the function and its module are named.
+    """
+    found: set[str] = set()
+    to_search = [name for name in names if _is_searched(name)]
+    while to_search:
+        name = to_search.pop()
+        for value in list(getattr(sys.modules[name], "__dict__", {}).values()):
+            if isinstance(value, types.ModuleType):
+                # A plain access would load a module of importlib.util.LazyLoader.
+                used = object.__getattribute__(value, "__dict__").get("__name__")
+            elif isinstance(value, types.FunctionType):
+                used = value.__module__
+                if used == name and value.__name__ in names:
+                    found.update(_names_in(value.__code__))
+            elif isinstance(value, (type, types.BuiltinFunctionType)):
+                used = value.__module__
+            else:
+                used = type(value).__module__
+            if isinstance(used, str) and used not in found:
+                found.add(used)
+                if used.partition(".")[0] == name.partition(".")[0] and _is_searched(used):
+                    to_search.append(used)
+    return found
+
+
+def _is_searched(name: str) -> bool:
+    """Return whether a module's imports are searched: not those of listed or own modules."""
+    is_own = name.partition(".")[0] == "hvd_estimators"
+    return name in sys.modules and not is_own and not _listed(name)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that a function and its nested functions use, such as those of modules."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -47,6 +47,12 @@ class TestRecipe:
     def test_key_differs_if_any_field_differs(self, change):
         assert replace(RECIPE, **change).key != RECIPE.key
 
+    @pytest.mark.parametrize("revision", ["RECIPE_REVISION", "PATCHES_REVISION"])
+    def test_key_differs_if_the_recipe_or_a_patch_changes(self, monkeypatch, revision):
+        before = RECIPE.key
+        monkeypatch.setattr(toolchain, revision, 1000)
+        assert RECIPE.key != before
+
     def test_key_is_stable_and_names_one_folder(self):
         assert replace(RECIPE).key == RECIPE.key
         assert Path("parent", RECIPE.key).parent == Path("parent")

@@ -22,6 +22,7 @@ from hvd_estimators.launch import horovod_build
 from hvd_estimators.launch.horovod_build import (
     BUILD_FILE,
     MARKER,
+    PATCHES_REVISION,
     check_builds,
     describe_build,
     horovod_problem,
@@ -30,7 +31,7 @@ from hvd_estimators.launch.horovod_build import (
 )
 
 TORCH_ONLY = replace(RECIPE, tensorflow=None)
-REVISION = f"{RECIPE_REVISION}.{FINISH_REVISION}"
+REVISION = f"{RECIPE_REVISION}.{PATCHES_REVISION}.{FINISH_REVISION}"
 
 
 def finished(folder, recipe=TORCH_ONLY, with_compat=False, name=WHEEL_NAME):
@@ -50,7 +51,9 @@ class TestVersion:
     def test_file_name_and_metadata_contain_frameworks_device_and_revision(self, tmp_path):
         wheel = finished(tmp_path, RECIPE)
 
-        version = f"0.28.1+torch2.13.0.tensorflow2.21.0.cpu.{REVISION}"
+        # The compiled wheel of this test contains no patches.
+        revision = f"{RECIPE_REVISION}.0.{FINISH_REVISION}"
+        version = f"0.28.1+torch2.13.0.tensorflow2.21.0.cpu.{revision}"
         assert wheel.name == f"horovod-{version}-cp311-cp311-linux_x86_64.whl"
         assert f"\nVersion: {version}\n" in read(wheel, "/METADATA")
         assert read(wheel, "/METADATA").endswith("\n\nText.\n")
@@ -64,6 +67,7 @@ class TestVersion:
             local_version(record, with_compat=True),
             local_version(cuda, with_compat=False),
             local_version({**record, "tensorflow": None}, with_compat=False),
+            local_version({**record, "tensorflow": None, "patches": 10}, with_compat=False),
             local_version({**record, "tensorflow": None, "recipe": 10}, with_compat=False),
         ]
 

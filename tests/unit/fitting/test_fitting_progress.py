@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_clock import set_clock
 from tqdm import tqdm
 
 from hvd_estimators.fitting import progress as displays
@@ -112,8 +113,7 @@ def test_epochs_are_shown_until_complete(place: str) -> None:
 
 
 def test_the_line_of_a_minute_has_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = types.SimpleNamespace(now=0.0)
-    monkeypatch.setattr(displays, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    clock = set_clock(monkeypatch, displays)
     with showing_in("file"):
         with show_progress(spec(epochs=1)) as handle:
             handle(RankWaiting(0, "a", 5, 60.0, 27.0))
@@ -126,8 +126,7 @@ def test_the_line_of_a_minute_has_the_time_of_a_step(monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_epoch_has_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = types.SimpleNamespace(now=0.0)
-    monkeypatch.setattr(displays, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    clock = set_clock(monkeypatch, displays)
     with showing_in("file"):
         with show_progress(spec(epochs=1)) as handle:
             for clock.now, step in ((59.0, 1), (61.0, 2), (120.0, 3), (122.0, 3), (130.0, 4)):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import cloudpickle
@@ -16,6 +17,7 @@ import pytest
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
 from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank import supervisor
 from hvd_estimators.launch.rank.environment import IDENTITY_VARIABLES
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankProgress
 
@@ -243,14 +245,13 @@ def test_an_interrupted_driver_leaves_no_ranks(tmp_path, monkeypatch):
         Path(folder, os.environ["HOROVOD_RANK"]).touch()
         time.sleep(300)
 
-    sleep = time.sleep
-
     def interrupt(seconds):
-        sleep(seconds)
+        time.sleep(seconds)
         if len(list(tmp_path.iterdir())) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("hvd_estimators.launch.rank.supervisor.time.sleep", interrupt)
+    clock = types.SimpleNamespace(sleep=interrupt, monotonic=time.monotonic)
+    monkeypatch.setattr(supervisor, "time", clock)
 
     with pytest.raises(KeyboardInterrupt):
         LocalBackend(2).run(work, (str(tmp_path),))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import cloudpickle
 import pytest
+from fake_clock import set_clock
 
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.rank import output
@@ -226,13 +227,12 @@ def test_a_failing_reader_is_not_called_again(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_rate_limiter_refills_with_time_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = set_clock(monkeypatch, output)
     allowance = RateLimiter(5, 0.5)
 
     allowance.use(7)
     assert allowance.left() == 0
-    now[0] += 6
+    clock.now += 6
     assert allowance.left() == 1  # it was overdrawn by 2
-    now[0] += 100
+    clock.now += 100
     assert allowance.left() == 5

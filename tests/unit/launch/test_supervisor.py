@@ -6,10 +6,10 @@ import os
 import pickle
 import sys
 import time
-from typing import Any
 
 import cloudpickle
 import pytest
+from fake_clock import FakeClock, set_clock
 
 from hvd_estimators.launch.rank import supervisor
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, child_environment
@@ -27,35 +27,15 @@ GRACE = 3.0
 FAR = Failure(7, "far", "had failed (ValueError: no)")
 
 
-class Clock:
-    """Time that passes only while the supervisor sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.started = self.now
-
-    @property
-    def passed(self) -> float:
-        return self.now - self.started
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: Any) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return set_clock(monkeypatch, supervisor)
 
 
 class Process:
     """A rank that ends by itself after some seconds, with a result or an error."""
 
-    def __init__(self, clock: Clock, rank: int, seconds: float, error: str = "") -> None:
+    def __init__(self, clock: FakeClock, rank: int, seconds: float, error: str = "") -> None:
         self.rank = rank
         self._clock, self._seconds, self._error = clock, seconds, error
         self.ended_at: float | None = None
@@ -63,7 +43,7 @@ class Process:
         self.waits_in = ""
 
     def running(self) -> bool:
-        return self._clock.passed < self._seconds
+        return self._clock.now < self._seconds
 
     def outcome(self) -> RankOutcome:
         self.ended_at = self._seconds
@@ -75,12 +55,12 @@ class Process:
         return ""
 
     def stalled(self) -> str | None:
-        return "stands still" if self._clock.passed > self.stalls_at else None
+        return "stands still" if self._clock.now > self.stalls_at else None
 
     def abort(self, error_type: str = "aborted", error: str = "Ended.") -> RankOutcome:
         if not self.running():
             return self.outcome()
-        self.ended_at = self._clock.passed
+        self.ended_at = self._clock.now
         return RankOutcome(self.rank, "here", None, error_type, error, "its output")
 
 
@@ -88,15 +68,15 @@ def by_rank(outcomes: list[RankOutcome]) -> list[RankOutcome]:
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-def test_all_results_are_waited_for(clock: Clock) -> None:
+def test_all_results_are_waited_for(clock: FakeClock) -> None:
     outcomes = supervise([Process(clock, 0, 3600), Process(clock, 1, 1)])
 
     assert [outcome.rank for outcome in outcomes] == [1, 0]
     assert not any(outcome.failed for outcome in outcomes)
-    assert clock.passed == pytest.approx(3600, abs=0.2)
+    assert clock.now == pytest.approx(3600, abs=0.2)
 
 
-def test_remaining_ranks_are_ended_after_the_grace_period(clock: Clock) -> None:
+def test_remaining_ranks_are_ended_after_the_grace_period(clock: FakeClock) -> None:
     left = Process(clock, 0, 3600)
     outcomes = by_rank(supervise([left, Process(clock, 1, 10, "no"), Process(clock, 2, 11)]))
 
@@ -108,16 +88,16 @@ def test_remaining_ranks_are_ended_after_the_grace_period(clock: Clock) -> None:
     assert outcomes[2].result == b"result"
 
 
-def test_a_failure_on_another_host_ends_the_local_ranks(clock: Clock) -> None:
+def test_a_failure_on_another_host_ends_the_local_ranks(clock: FakeClock) -> None:
     process = Process(clock, 0, 3600)
-    (outcome,) = supervise([process], lambda: FAR if clock.passed > 5 else None)
+    (outcome,) = supervise([process], lambda: FAR if clock.now > 5 else None)
 
     assert (outcome.error_type, outcome.lost) == ("aborted", None)
     assert outcome.error == "Ended because rank 7 on far had failed (ValueError: no)."
     assert process.ended_at == pytest.approx(5 + GRACE, abs=0.2)
 
 
-def test_a_lost_rank_is_reported_to_the_driver(clock: Clock) -> None:
+def test_a_lost_rank_is_reported_to_the_driver(clock: FakeClock) -> None:
     lost = Failure(7, "far", "has not answered for 60 s", lost=True)
     (outcome,) = supervise([Process(clock, 0, 3600)], lambda: lost)
 
@@ -127,7 +107,7 @@ def test_a_lost_rank_is_reported_to_the_driver(clock: Clock) -> None:
     )
 
 
-def test_a_rank_that_ends_within_the_grace_period_keeps_its_outcome(clock: Clock) -> None:
+def test_a_rank_that_ends_within_the_grace_period_keeps_its_outcome(clock: FakeClock) -> None:
     failed, ended = Process(clock, 0, GRACE - 1, "broken pipe"), Process(clock, 1, GRACE - 2)
     outcomes = by_rank(supervise([failed, ended], lambda: FAR))
 
@@ -135,7 +115,7 @@ def test_a_rank_that_ends_within_the_grace_period_keeps_its_outcome(clock: Clock
     assert failure_of(outcomes[0]) == Failure(0, "here", "had failed (b: broken pipe)")
 
 
-def test_a_stalled_rank_fails_and_the_others_are_ended(clock: Clock) -> None:
+def test_a_stalled_rank_fails_and_the_others_are_ended(clock: FakeClock) -> None:
     stalling, other = Process(clock, 0, 3600), Process(clock, 1, 3600)
     stalling.stalls_at = 7.0
     other.waits_in = "File 'step.py', line 3, in allreduce"
@@ -147,7 +127,7 @@ def test_a_stalled_rank_fails_and_the_others_are_ended(clock: Clock) -> None:
     assert (stalling.ended_at, other.ended_at) == pytest.approx((7, 7 + GRACE), abs=0.2)
 
 
-def test_several_failures_do_not_extend_the_grace_period(clock: Clock) -> None:
+def test_several_failures_do_not_extend_the_grace_period(clock: FakeClock) -> None:
     ranks = [Process(clock, rank, 1 + rank, "no") for rank in range(3)]
     left = Process(clock, 3, 3600)
     supervise([*ranks, left])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,3 +305,19 @@ def test_modules_of_tests_have_different_names() -> None:
         if path.name != "conftest.py" and not (path.parent / "__init__.py").exists()
     ]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
+def test_no_test_replaces_functions_of_time() -> None:
+    """They are also those of other tests' threads, which then loop without pauses."""
+    replaced = re.compile(
+        r"""setattr\(\s*["']?(?:[\w.]+\.)?time(?:["'.]|,\s*["'])(?:sleep|\w*time|monotonic)"""
+    )
+    assert replaced.search('monkeypatch.setattr(retries.time, "sleep", f)')
+    assert replaced.search('monkeypatch.setattr("time.monotonic", f)')
+    tests = Path(__file__).parents[2]
+    found = [
+        p.name
+        for p in tests.rglob("*.py")
+        if p != Path(__file__) and replaced.search(p.read_text())
+    ]
+    assert found == []

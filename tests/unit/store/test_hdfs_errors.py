@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from fake_clock import set_clock
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.prepare.connectors import storage_errors
@@ -206,10 +207,7 @@ def test_the_safe_mode_of_a_starting_name_node_is_waited_for(no_waiting, caplog)
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Return the list of all waits, which take no time."""
-    waits = []
-    monkeypatch.setattr(retries.time, "monotonic", lambda: sum(waits))
-    monkeypatch.setattr(retries.time, "sleep", waits.append)
-    return waits
+    return set_clock(monkeypatch, retries).waits
 
 
 def failing(*errors):

@@ -10,6 +10,7 @@ import ssl
 import aiohttp
 import botocore.exceptions
 import pytest
+from fake_clock import set_clock
 from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
@@ -23,14 +24,9 @@ from hvd_estimators.store.storage_errors import Kind, kind_of
 
 
 @pytest.fixture(autouse=True)
-def time_flies(monkeypatch):
-    """Skip all waiting; return the seconds skipped."""
-    clock = [0.0]
-    monkeypatch.setattr(retries.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        retries.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
-    )
-    return clock
+def clock(monkeypatch):
+    """Skip all waiting; return the clock of retries."""
+    return set_clock(monkeypatch, retries)
 
 
 def answer(code, status, operation="PutObject", message="why"):
@@ -122,20 +118,20 @@ def failing(*errors, result="done"):
     return call
 
 
-def test_retries_continue_until_success_and_log_long_waits(caplog, time_flies):
+def test_retries_continue_until_success_and_log_long_waits(caplog, clock):
     with caplog.at_level(logging.WARNING):
         assert with_retries(failing(*TRANSIENT[:3]), "reading 's3://b/a'") == "done"
-    assert time_flies[0] < 1
+    assert clock.now < 1
     assert not caplog.records
 
     action = failing(*TRANSIENT[:12])  # some seconds
     assert with_retries(action, "reading 's3://b/a'") == "done"
     (record,) = caplog.records
     assert "Reading 's3://b/a' fails" in record.getMessage()
-    assert 5 < time_flies[0] < 60
+    assert 5 < clock.now < 60
 
 
-def test_the_final_error_names_path_cause_and_remedy(time_flies):
+def test_the_final_error_names_path_cause_and_remedy(clock):
     error = answer("SlowDown", 503)
 
     def throttled():
@@ -143,13 +139,13 @@ def test_the_final_error_names_path_cause_and_remedy(time_flies):
 
     with pytest.raises(StoreError, match=r"reading 's3://b/a'.*why.*tried again for 6\d seconds"):
         with_retries(throttled, "reading 's3://b/a'")
-    assert 60 <= time_flies[0] < 66
+    assert 60 <= clock.now < 66
 
 
-def test_the_time_limit_starts_at_the_first_failure(time_flies):
+def test_the_time_limit_starts_at_the_first_failure(clock):
     def slow_then_good(calls=[]):  # noqa: B006 - counts its calls
         calls.append(1)
-        time_flies[0] += 200  # a client's own retries may take longer than ours
+        clock.now += 200  # a client's own retries may take longer than ours
         if len(calls) == 1:
             raise ConnectionResetError
         return len(calls)
@@ -165,10 +161,10 @@ def test_the_time_limit_starts_at_the_first_failure(time_flies):
         (OSError(errno.ENOSPC, "No space left"), "no space left.*Free space"),
     ],
 )
-def test_errors_that_users_can_fix_are_raised_at_once(error, message, time_flies):
+def test_errors_that_users_can_fix_are_raised_at_once(error, message, clock):
     with pytest.raises(StoreError, match=f"writing 's3://b/a': .*{message}") as raised:
         with_retries(failing(error), "writing 's3://b/a'")
-    assert time_flies[0] == 0
+    assert clock.now == 0
     assert raised.value.__cause__ is error
 
 

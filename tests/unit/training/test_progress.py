@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import pytest
+from fake_clock import FakeClock, set_clock
 
 from hvd_estimators.launch.service.events import RankWaiting
 from hvd_estimators.training import progress
@@ -13,10 +13,9 @@ from hvd_estimators.training.progress import StepTimes, add_waiting
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[RankWaiting]]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeClock, list[RankWaiting]]:
     """Return a clock, and the reports that were sent."""
-    clock, reports = types.SimpleNamespace(now=1000.0), []
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    clock, reports = set_clock(monkeypatch, progress), list[RankWaiting]()
     sender = types.SimpleNamespace(send=reports.append, close=lambda: None)
     monkeypatch.setattr(progress, "EventSender", lambda: sender)
     monkeypatch.setenv("HOROVOD_SIZE", "2")
@@ -24,7 +23,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[RankWaiting]]:
 
 
 def test_a_minute_of_steps_is_reported_without_validation(
-    sent: tuple[Any, list[RankWaiting]],
+    sent: tuple[FakeClock, list[RankWaiting]],
 ) -> None:
     clock, reports = sent
     times = StepTimes(1)
@@ -48,7 +47,7 @@ def test_a_minute_of_steps_is_reported_without_validation(
 
 
 def test_a_single_rank_reports_nothing(
-    sent: tuple[Any, list[RankWaiting]], monkeypatch: pytest.MonkeyPatch
+    sent: tuple[FakeClock, list[RankWaiting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, reports = sent
     monkeypatch.setenv("HOROVOD_SIZE", "1")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock, set_clock
 
 from hvd_estimators.exceptions import (
     HvdEstimatorsError,
@@ -25,21 +26,9 @@ from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 from hvd_estimators.training.step_control import StepControl, StopRequest, interrupted
 
 
-class Clock:
-    """Clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: Any) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(step_control, "time", clock)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return set_clock(monkeypatch, step_control)
 
 
 @pytest.fixture
@@ -82,7 +71,7 @@ class Ranks:
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("who", [0, -1])
-def test_all_ranks_see_a_request_at_the_same_step(clock: Clock, number: int, who: int) -> None:
+def test_all_ranks_see_a_request_at_the_same_step(clock: FakeClock, number: int, who: int) -> None:
     ranks = Ranks(number)
     for step in range(40):
         clock.now += 0.1
@@ -99,7 +88,7 @@ def test_all_ranks_see_a_request_at_the_same_step(clock: Clock, number: int, who
 
 
 @pytest.mark.parametrize(("seconds", "looks"), [(0.001, 110), (0.1, 103), (3.0, 34)])
-def test_ranks_exchange_about_once_a_second(clock: Clock, seconds: float, looks: int) -> None:
+def test_ranks_exchange_about_once_a_second(clock: FakeClock, seconds: float, looks: int) -> None:
     """Run 100 s of steps; ranks exchange after each step longer than a second."""
     ranks = Ranks(2)
     for step in range(int(100 / seconds)):
@@ -110,7 +99,7 @@ def test_ranks_exchange_about_once_a_second(clock: Clock, seconds: float, looks:
     assert ranks.sums // 2 == pytest.approx(looks, abs=12)
 
 
-def test_ranks_of_different_speed_exchange_equally_often(clock: Clock) -> None:
+def test_ranks_of_different_speed_exchange_equally_often(clock: FakeClock) -> None:
     """Ranks add their measurements; none decides alone."""
     ranks = Ranks(2)
     slow = ranks.stops[1]
@@ -122,7 +111,7 @@ def test_ranks_of_different_speed_exchange_equally_often(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1, 65534])
-def test_two_numbers_share_a_sum_without_overflow(clock: Clock, others: int) -> None:
+def test_two_numbers_share_a_sum_without_overflow(clock: FakeClock, others: int) -> None:
     """All ranks add the maximum number of steps; some others have a request."""
     most, number = step_control._MOST_STEPS, 65535
     sums: list[float] = []
@@ -264,7 +253,7 @@ def test_several_steps_in_one_call_make_one_checkpoint() -> None:
     assert len(saved) == 3
 
 
-def test_a_stop_request_ends_training_after_a_checkpoint(clock: Clock) -> None:
+def test_a_stop_request_ends_training_after_a_checkpoint(clock: FakeClock) -> None:
     control = make_control(every_n_steps=None)
     control._stop.ask()
     control.after_step(2, 1, [1], lambda: False)  # gradients still accumulate
@@ -273,7 +262,7 @@ def test_a_stop_request_ends_training_after_a_checkpoint(clock: Clock) -> None:
 
 
 def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(
-    clock: Clock,
+    clock: FakeClock,
 ) -> None:
     control = make_control(every_n_steps=None)
     control._stop.ask()
@@ -282,7 +271,7 @@ def test_a_stop_request_waits_for_the_end_of_an_unsavable_epoch(
         control.after_epoch(3)
 
 
-def test_without_checkpoints_nothing_is_saved_before_a_stop(clock: Clock) -> None:
+def test_without_checkpoints_nothing_is_saved_before_a_stop(clock: FakeClock) -> None:
     control, saved = make_control(every_n_steps=1, has_checkpoints=False), []
     control.after_step(0, 1, [1], lambda: saved.append(1) or True)
     control._stop.ask()
