@@ -131,7 +131,9 @@ def to_array(column: pa.Array, name: str, shape: Sequence[int] | None = None) ->
 
 
 def first_row_shape(table: pa.Table, spec: ColumnSpec) -> tuple[int, ...]:
-    """Return the shape of a column's first row, whose lists are taken to have one length.
+    """Return the shape of a column's first row.
+
+    Inner lists have the length of the first one; later reads reject others.
 
     Raises
     ------
@@ -212,7 +214,7 @@ def _split_bytes(column: pa.Array) -> tuple[Array, pa.Array]:
 def _common_size(
     sizes: Array, name: str, data_type: pa.DataType | None = None, expected: int | None = None
 ) -> int:
-    """Return the length of all rows, by default that of the first; raise `DataError` for others."""
+    """Return the common length of all rows; raise `DataError` if a row has another length."""
     size = expected
     if size is None:
         size = int(sizes[0]) if len(sizes) else 0

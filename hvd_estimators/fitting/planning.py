@@ -47,7 +47,7 @@ class TrainPlanning(
     """Planning of the ranks' `TrainSpec` from a dataset and an estimator's params."""
 
     def _shards_of_named_run(self, num_ranks: int) -> int:
-        """Return the number of shards to write: that of the named run, if it exists.
+        """Return the number of shards to write; an existing run ``run_id`` keeps its number.
 
         The files, and therefore the order of the rows, are then the same as in the run's first fit.
         The names of grid runs depend on the written rows. Grid data are therefore written for the

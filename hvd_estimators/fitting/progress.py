@@ -37,8 +37,6 @@ from hvd_estimators.store.paths import Position
 from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
-
-logger = logging.getLogger(__name__)
 _package_logger = logging.getLogger("hvd_estimators")
 
 _REFRESH_SECONDS = 0.5

@@ -5,9 +5,9 @@ memory. The default is 10,000 (``spark.sql.execution.arrow.maxRecordsPerBatch``)
 take some GB. The setting belongs to the session and is read at each run of a DataFrame, so a
 DataFrame cannot have a separate value.
 
-Instead, `pad_large_rows` inserts empty rows after each large row. A row and its empty rows take up
-the same share of a batch's rows as the row's bytes of `BATCH_BYTES`. The UDF skips the empty rows,
-and they are dropped after the UDF. They must not be dropped before: a filter that Spark pushes
+Instead, `pad_large_rows` inserts empty rows after each large row. A row of B bytes and its empty
+rows together take up B / `BATCH_BYTES` of a batch's maximum rows. The UDF skips the empty rows, and
+they are dropped after the UDF. They must not be dropped before: a filter that Spark pushes
 below the UDF must find the same values in the empty rows as in their row. Filters on emptied
 columns stay above the UDF.
 """

@@ -80,7 +80,7 @@ def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: st
 
 
 def check_lambdas(model: keras.Model) -> None:
-    """Reject a copy of a model with a Lambda whose function lacks the names that it uses.
+    """Reject a copied model if a Lambda layer's function uses undefined names.
 
     Raises
     ------

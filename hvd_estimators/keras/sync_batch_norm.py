@@ -1,6 +1,6 @@
 """``BatchNormalization(synchronized=True)``: statistics over a step's rows on all ranks.
 
-Keras synchronizes only over the replicas of a ``tf.distribute`` strategy. Runs on the worker.
+Keras synchronizes only over the replicas of a ``tf.distribute`` strategy. Runs in the rank.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class SparkBackend(Backend):
     def run_with_commits(
         self, fn: Callable[..., Any], args: Sequence[Any], commits: CommitStore
     ) -> list[Any]:
-        """Run a function of an elastic job, whose ranks commit to a store and fetch from it."""
+        """Run an elastic job's function. Its ranks save and load commits in a store."""
         return self._launch(pickle_call(fn, args, {}), commits=commits)
 
     def _launch(

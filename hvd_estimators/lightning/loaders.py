@@ -42,7 +42,7 @@ def open_lightning_data(
 ) -> LightningDataModule:
     """Create the user's data module with the keyword arguments of ``horovod.spark``.
 
-    ``train_dir`` and ``val_dir`` are URLs with a scheme, as Petastorm requires. Runs on the worker.
+    ``train_dir`` and ``val_dir`` are URLs with a scheme, as Petastorm requires. Runs in the rank.
 
     Parameters
     ----------

@@ -283,7 +283,8 @@ def join_small_ranges(
     Yields
     ------
     tuple of RangeRun
-        A group for `interleave`. Its elements have one range each, or it has one element.
+        A group for `interleave`: either one run of several joined ranges, or several runs of one
+        range each.
     """
     run: list[RangeRead] = []
     rows = 0

@@ -202,8 +202,8 @@ def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
 class BatchSizes(Sequence[int]):
     """Number of rows in each step of a pass, over some shards.
 
-    Each shard has full batches first, and none that is empty if possible. Sizes are computed when
-    they are needed, because a pass may have millions of steps.
+    A shard's full batches come first. No batch is empty if the shard has a row for each step. Sizes
+    are computed when they are needed, because a pass may have millions of steps.
 
     Parameters
     ----------

@@ -334,7 +334,10 @@ class PlannedDataModule(ChunkedDataModule):
     def _train_chunks(
         self, start: int, stop_pass: int | None = None
     ) -> Generator[Chunk, None, None]:
-        """Return the training batches from a step of the run on, before a pass, or without end."""
+        """Yield training chunks from step ``start`` of the run on, up to but without ``stop_pass``.
+
+        None never ends.
+        """
         sizes = self.train_plan.batch_sizes([self.cur_shard], self.train_batch_size)
         first_pass, skip = divmod(start, len(sizes))
         in_memory = self.shuffle and self.inmemory_cache_all

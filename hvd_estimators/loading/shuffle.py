@@ -170,7 +170,7 @@ class _ChunkSizes:
             yield tuple(chunk)
 
     def largest(self, least: int) -> int:
-        """Return the rows of the largest chunk, or ``least`` if that is certainly more."""
+        """Return ``least`` if no chunk can have more rows, otherwise the largest chunk's rows."""
         sizes = self._sizes
         distinct = sizes.distinct() if isinstance(sizes, BatchSizes) else set(sizes)
         if max(distinct | {self._chunk_rows}) <= least:

@@ -349,7 +349,7 @@ def _content(columns: Sequence[StoredColumn], split: str | None) -> Column:
 
 
 def _hash(parts: Iterable[str]) -> str:
-    """Return the hash of some expressions in SQL, which is one call of the JVM for all of them."""
+    """Return one SQL expression that hashes several. One call is faster than one for each."""
     return f"xxhash64({', '.join(parts)})"
 
 

@@ -131,9 +131,10 @@ class RunCheckpoints:
         self.shards.for_each(lambda shard: self._streams.restore(random[shard]))
 
     def measured(self) -> list[dict[str, Any]]:
-        """Return the metric sums and states of the ranks that this rank replaces within an epoch.
+        """Return this rank's share of the interrupted epoch's metric sums and states.
 
-        With fewer ranks than before there are several; with more ranks there may be none.
+        These are every ``size``-th of the saved ones: several if there are fewer ranks than before,
+        and possibly none if there are more.
         """
         assert self.state is not None
         sums = self.state.parts["measures"]

@@ -41,8 +41,8 @@ class GradientAverager:
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
     module is followed from its first step on. Optimizer classes are not modified.
 
-    Denominators that losses state divide the means before clipping functions and scalers see the
-    means.
+    If losses state denominators, the averager divides the means by them before clipping and
+    scaling.
 
     A closure that is passed to ``optimizer.step`` returns the mean loss over the ranks if the
     optimizer computes with the loss (LBFGS). All ranks must then decide alike.
@@ -63,9 +63,9 @@ class GradientAverager:
     denominators : StatedDenominators, optional
         Denominators that losses state.
     loss_in_step : callable, optional
-        Maps the loss that a closure returns to the loss that counts. The mean over the ranks of the
-        latter is the loss of the step, before stated denominators divide it. Default: the loss
-        itself.
+        Returns this rank's contribution to the step's loss, given the loss that a closure returned.
+        The step's loss is the mean of the contributions, before stated denominators divide it.
+        Default: the loss itself.
 
     Attributes
     ----------

@@ -480,7 +480,7 @@ def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None
 
 
 def _in_torch(function: LossFunction) -> Any:
-    """Return the class or function of torch whose computation a loss is; None if there is none."""
+    """Return torch's class or function that computes a loss, or None for other losses."""
     while isinstance(function, functools.partial):
         function = function.func
     known: tuple[Any, ...] = (*_OF_CLASS_INDICES, *_OF_ONE_SCORE, *_OF_NUMBERS)

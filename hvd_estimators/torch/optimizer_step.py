@@ -164,7 +164,7 @@ class StepRate:
     optimizer : torch.optim.Optimizer
         The optimizer.
     scale : int
-        The factor, usually the number of ranks.
+        The factor: in a fit, the number of the run's canonical shards.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scale: int) -> None:
@@ -187,8 +187,10 @@ class StepRate:
             yield
             return
         self._lower()
-        yield
-        self._raise()
+        try:
+            yield
+        finally:
+            self._raise()
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer, and restore the unscaled rates."""

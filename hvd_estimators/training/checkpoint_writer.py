@@ -71,7 +71,7 @@ class CheckpointWriter:
     run : RunPaths
         The run.
     options : CheckpointOptions
-        Policy for deleting old checkpoints.
+        Options that decide which checkpoints are kept.
     """
 
     def __init__(self, store: Store, run: RunPaths, options: CheckpointOptions) -> None:
@@ -116,7 +116,8 @@ class CheckpointWriter:
         write_model : callable
             Writes the framework's file, a zip archive, to a file object.
         first : callable, optional
-            Called by the thread before the checkpoint exists; uploads the files that belong to it.
+            Uploads the checkpoint's other files. The thread calls it before it publishes the
+            checkpoint.
         is_copy : bool
             Whether ``write_model`` writes a copy that does not change, so that the thread may write
             it. ``state`` must then be a copy as well.
@@ -126,15 +127,17 @@ class CheckpointWriter:
         StoreError
             If this checkpoint or the previous one cannot be written.
         ParamError
-            If the metric that selects the best checkpoint does not exist. The checkpoint is kept.
+            If the metric that selects the best checkpoint does not exist; the checkpoint is kept.
+            Also if its name does not say whether lower or higher values are better.
         """
         self.finish()
         metrics = measured(state.history[-1]) if state.history and not state.rows else {}
+        monitor = monitored(self._options.monitor, metrics)
+        mode = "min" if monitor is None else mode_of(monitor, self._options.mode)
         path = checkpoint_path(self._run, Position(state.epoch, state.rows))
         written = None if is_copy else self._write(path, state, write_model)
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "hvd_estimators checkpoint")
-        monitor = monitored(self._options.monitor, metrics)
         info = CheckpointInfo(
             path,
             0,
@@ -144,7 +147,7 @@ class CheckpointWriter:
             self._options.framework,
             metrics,
             monitor,
-            "min" if monitor is None else mode_of(monitor, self._options.mode),
+            mode,
         )
 
         def publish() -> None:
@@ -208,8 +211,8 @@ class CheckpointWriter:
                 # Checked again, because ranks of another launch may write a file with this name.
                 self._check_fence()
                 if info.position in stored:
-                    # An earlier part of the run got further, and left a damaged checkpoint at this
-                    # position.
+                    # An earlier launch or fit left a damaged checkpoint at this position, so
+                    # training resumed before it.
                     self._store.delete(manifest_of(info.path))
             info = replace(info, size=size, sha256=digest.hexdigest())
             self._check_fence()

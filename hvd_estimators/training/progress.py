@@ -204,7 +204,6 @@ class Progress:
         self._is_shown = spec.verbose > 0
         self._epochs = spec.epochs
         self._steps = spec.data.train_steps_per_epoch
-        self._rows_per_step = spec.data.batch_size * spec.data.num_shards
         self._epoch = self._steps_before = 0
         self._started = self._reported = 0.0
         self._rows_after = spec.data.rows_after
@@ -239,11 +238,7 @@ class Progress:
     @property
     def rows_per_second(self) -> float:
         """Training rows of all ranks per second, in the part of the epoch that this fit trained."""
-        assert self._train_seconds is not None
-        before, after = (
-            self._rows_after(self._epoch, steps) for steps in (self._steps_before, self._steps)
-        )
-        return (after - before) / max(self._train_seconds, 1e-9)
+        return self._rate_after(self._steps)
 
     @property
     def due(self) -> bool:
@@ -277,10 +272,17 @@ class Progress:
     def _warn(self, text: str) -> None:
         notify_driver(text, self._verbose, self._rank)
 
+    def _rate_after(self, steps: int) -> float:
+        """Return the rows per second of an epoch's training steps so far, without validation."""
+        before, after = (self._rows_after(self._epoch, n) for n in (self._steps_before, steps))
+        seconds = self._train_seconds
+        if seconds is None:
+            seconds = time.monotonic() - self._started
+        return (after - before) / max(seconds, 1e-9)
+
     def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
         if self._sender is None or not self._is_shown:
             return
-        seconds = max(time.monotonic() - self._started, 1e-9)
         self._sender.send(
             RankProgress(
                 rank=0,
@@ -288,7 +290,7 @@ class Progress:
                 epochs=self._epochs,
                 step=step,
                 steps=self._steps,
-                rows_per_second=(step - self._steps_before) * self._rows_per_step / seconds,
+                rows_per_second=self._rate_after(step),
                 means=dict(means),
                 done=done,
             )

@@ -205,18 +205,6 @@ def check_state(store: Store, path: str) -> None:
         _document(archive)
 
 
-def read_state(store: Store, path: str) -> RunState:
-    """Return the state in a checkpoint, without reading the model. Runs on the driver and on ranks.
-
-    Raises
-    ------
-    StoreError
-        If the file is not a checkpoint of this package, or is damaged.
-    """
-    with reading(store, path) as file:
-        return read_archive(file)
-
-
 def has_state(file: IO[bytes]) -> bool:
     """Return whether a file is an archive that contains a state, and rewind the file."""
     has_member = False

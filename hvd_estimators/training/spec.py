@@ -88,11 +88,12 @@ class TrainSpec:
     run : RunPaths
         Paths of the run's artefacts.
     epochs : int
-        Epochs of the whole run, including those of an earlier part of it.
+        Epochs of the whole run, including those of earlier fits.
     random_seed : int or None
         Seed of the framework's random numbers.
     scale_learning_rate : bool
-        Multiply the learning rate by the number of ranks for training.
+        Multiply the learning rate by the number of canonical shards: the run's first number of
+        ranks.
     backward_passes_per_step : int
         Batches whose gradients are summed before an optimizer step.
     gradient_compression : object or None
@@ -106,7 +107,7 @@ class TrainSpec:
     verbose : int
         0 disables output.
     checkpoints : CheckpointOptions
-        Policy for deleting old checkpoints.
+        Options that decide which checkpoints are written and kept.
     resume_stopped : bool
         Resume a run that a callback stopped.
     terminate_on_nan : bool

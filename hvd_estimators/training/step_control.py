@@ -199,7 +199,7 @@ class StepControl:
 
 
 class StopRequest:
-    """Detects on all ranks together that one of them was asked to stop, as a context manager.
+    """Context manager in which all ranks agree that one of them has received a stop request.
 
     In the block, SIGTERM does not end the process. It counts as a request, and the rank has a grace
     period (`hvd_estimators.launch.rank.graceful_stop`). Use it in the rank's main thread. In

@@ -9,7 +9,7 @@ import torch
 
 from hvd_estimators.store.checkpoints import list_checkpoints
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
-from hvd_estimators.training.run_state import RunState
+from hvd_estimators.training.run_state import RunState, read_archive, reading
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
 
 
@@ -64,3 +64,9 @@ def file_names(store: Any) -> list[str]:
 
 def change(store: Any, path: str, content: bytes) -> None:
     store.fs.pipe_file(path, content)
+
+
+def read_state(store: Any, path: str) -> RunState:
+    """Return the state in a checkpoint, without its model."""
+    with reading(store, path) as file:
+        return read_archive(file)

@@ -17,13 +17,13 @@ import resuming
 from interrupted_job import EPOCHS, SLOW, run, when_training
 from pyspark import InheritableThread
 from reference import write_rows
+from saved_checkpoints import read_state
 from test_resuming import assert_equal_bits, end_of
 
 from hvd_estimators.exceptions import JobCancelledError
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.store.leases import lease_path
 from hvd_estimators.store.runs import read_metadata
-from hvd_estimators.training.run_state import read_state
 
 PROGRAM = "import interrupted_job; interrupted_job.main()"
 

@@ -16,9 +16,9 @@ from keras_reference import make_estimator
 from rank_pool import StandingBackend, shared_ranks
 from reference import WIDTH, write_rows
 from resuming import AskedToEnd, kept_checkpoints
+from saved_checkpoints import read_state
 
 from hvd_estimators.keras import LearningRateWarmupCallback
-from hvd_estimators.training.run_state import read_state
 
 pytestmark = pytest.mark.integration
 

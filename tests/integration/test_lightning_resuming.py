@@ -14,10 +14,9 @@ from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.plugins import MixedPrecision
 from reference import write_rows
 from resuming import AskedToEnd, DataDependent, kept_checkpoints
+from saved_checkpoints import read_state
 from test_resuming import assert_equal_bits
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
-
-from hvd_estimators.training.run_state import read_state
 
 pytestmark = pytest.mark.integration
 

@@ -17,9 +17,8 @@ from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.plugins import MixedPrecision
 from reference import fit, write_rows
 from resuming import AskedToEnd, DataDependent, kept_checkpoints
+from saved_checkpoints import read_state
 from torchmetrics import SpearmanCorrCoef
-
-from hvd_estimators.training.run_state import read_state
 
 pytestmark = pytest.mark.integration
 

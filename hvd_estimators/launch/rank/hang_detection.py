@@ -3,12 +3,12 @@
 There are three cases, each with its own limit:
 
 - A signal has stopped a process (SIGSTOP, Ctrl-Z in a terminal). The rank's task reads the state of
-  the process from ``/proc``, and the rank counts as failed after 60 s. The state differs from that
-  of slow processes. It also differs for sleeping machines, paused containers and debuggers.
+  the process from ``/proc``, and the rank counts as failed after 60 s. Slow or debugged processes,
+  and those of sleeping machines or paused containers, have other states.
 - One rank holds up the others, for example by a deadlock. It cannot be distinguished from a rank
   whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
   if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for
-  stopped processes. A fit that relaunches lost ranks sets the limit itself, through
+  stopped processes. A fit that relaunches lost ranks sets only Horovod's limit, through
   `PATIENCE_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
   take. Without the limit a hang would cost the whole run; with it a hang costs only that time.
 - All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
@@ -90,7 +90,7 @@ def leaving_signs() -> Iterator[None]:
 
 
 def made_progress() -> None:
-    """Record a sign of progress. Cheap enough for every step and for threads that read ahead."""
+    """Record progress, at most once a second, so every step and reading thread may call it."""
     now = time.monotonic()
     if not _Signs.is_watched or now - _Signs.last < _SECONDS_BETWEEN:
         return
@@ -163,7 +163,7 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def hold_up_limits(env: Mapping[str, str]) -> tuple[float, float]:
-    """Return how long a rank may hold up others before they warn, and before they end; in seconds.
+    """Return the seconds that ranks wait for an absent one before they warn, and before they fail.
 
     Horovod reads the same variables. Used by ranks with ``collectives="torch"``.
     """

@@ -106,8 +106,8 @@ class RankProcess:
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
     on_stage : callable
-        Called with each stage that the process enters: by `stalled` when it runs this package's
-        code and when it calls the function, and by `outcome` when it has ended.
+        Called with each stage that the process enters: by `stalled` with RANK_PROCESS and FUNCTION,
+        and by `outcome` with ENDED.
     problem : callable
         Returns the reason why the running process cannot continue; empty without a problem.
     """

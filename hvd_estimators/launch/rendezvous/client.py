@@ -1,4 +1,4 @@
-"""Clients of the rendezvous in rank 0's task; messages are repeated until answered or given up.
+"""Clients of the rendezvous in rank 0's task. They resend messages until an answer or a time limit.
 
 A rank's task has a `LocalRendezvousClient` or a `RemoteRendezvousClient`. The rank's process has a
 `RankClient`, for keys that any program may use. Its requests go to the proxy in the rank's parent
@@ -144,6 +144,9 @@ class RemoteRendezvousClient:
         self._server_host = server_host
         self._patience = patience or Patience()
         self._numbers = itertools.count()
+        # Messages without an answer; the server keeps its answers to these and to newer ones.
+        self._pending: set[int] = set()
+        self._lock = threading.Lock()
         self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._ended = threading.Event()
@@ -183,8 +186,21 @@ class RemoteRendezvousClient:
             If the server's version of hvd_estimators does not know the message.
         """
         message = {"kind": kind, "rank": self._rank, **values}
-        if kind not in _READS:
-            message["number"] = next(self._numbers)
+        if kind in _READS:
+            return self._send(message, body)
+        with self._lock:
+            number = next(self._numbers)
+            self._pending.add(number)
+            message |= {"number": number, "oldest": min(self._pending)}
+        try:
+            return self._send(message, body)
+        finally:
+            with self._lock:
+                self._pending.discard(number)
+
+    def _send(self, message: dict[str, Any], body: bytes) -> Answer:
+        """Send a message until it is answered, and return the answer."""
+        kind = message["kind"]
         # The server ends when all ranks are done, so a refusal of "done" counts as an answer.
         longest_refusal = 0.0 if kind == "done" else self._patience.refused
         refused = silent = started = 0.0

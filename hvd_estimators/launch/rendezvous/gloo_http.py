@@ -140,6 +140,7 @@ class GlooProxy:
             length = headers.get("content-length", "0")
             if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
                 status = _BAD_REQUEST
+                body = f"a value has {length} bytes; at most {_MOST_BODY_BYTES} fit".encode()
             else:
                 rest = receive_exactly(connection, max(int(length) - len(begun), 0), deadline)
                 try:
@@ -163,7 +164,7 @@ class GlooProxy:
         values, _, body = content.partition(b"\n")
         with reading_message("This host's rank"):
             arguments = {**json.loads(values), "scope": KEYS_SCOPE}
-            if not arguments.keys().isdisjoint(("kind", "rank", "body", "number")):
+            if not arguments.keys().isdisjoint(("kind", "rank", "body", "number", "oldest")):
                 raise ValueError(f"values {sorted(arguments)}")
         self._on_init()
         answer, body = self._client.request(kind, body, **arguments)

@@ -67,7 +67,9 @@ class Failure:
 
 
 class _Waits:
-    """Waits of threads for conditions on a store's scopes; use it with the store's lock held.
+    """Waiting threads of a store, each with a condition on one scope.
+
+    Callers hold the store's lock.
 
     A change wakes only the threads whose condition holds now. If it woke all, N ranks that wait for
     each other's keys would be woken N^2 times.
@@ -132,7 +134,8 @@ class JobStore:
         self._local: set[int] = set()
         self._done: set[int] = set()
         self._failure: Failure | None = None
-        self._answers: dict[tuple[int, int], Answer] = {}
+        # By rank and message number, for messages that are sent again.
+        self._answers: dict[int, dict[int, Answer]] = {}
         self._handlers: Mapping[str, Callable[..., Answer]] = {
             "put": self._put,
             "set": self._set,
@@ -157,7 +160,7 @@ class JobStore:
             self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
 
     def never_lost(self, rank: int) -> None:
-        """Register a rank whose task runs in this process, and so is as alive as this store."""
+        """Register a rank whose task runs in this process, which therefore lives as long."""
         with self._lock:
             self._local.add(rank)
 
@@ -176,6 +179,7 @@ class JobStore:
         arguments = dict(message)
         handler = self._handlers.get(arguments.pop("kind", ""))
         number = arguments.pop("number", None)
+        oldest = arguments.pop("oldest", 0)
         if handler is None:
             raise ValueError(f"kind {message.get('kind')!r}")
         rank = arguments["rank"]
@@ -184,9 +188,12 @@ class JobStore:
                 self._silent[rank] = 0.0
             if number is None:
                 return handler(body=body, **arguments)
-            if (rank, number) not in self._answers:
-                self._answers[rank, number] = handler(body=body, **arguments)
-            return self._answers[rank, number]
+            answers = self._answers.setdefault(rank, {})
+            for received in [other for other in answers if other < oldest]:
+                del answers[received]
+            if number not in answers:
+                answers[number] = handler(body=body, **arguments)
+            return answers[number]
 
     def failure(self) -> Failure | None:
         """Return the first failure, if any."""

@@ -10,7 +10,7 @@ the manager and registers each state. On rank 0, it sends the values that a stat
 driver. In relaunched ranks, it restores the last saved values before the function under
 ``hvd.elastic.run`` starts.
 
-Runs on the worker, except for `CommitStore`, which runs on the driver.
+Runs in the rank, except for `CommitStore`, which runs on the driver.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _receive(channel: Channel) -> tuple[dict[str, Any], bytes]:
 
 
 def commit(address: str, state: int, value: Any) -> None:
-    """Send a state to the driver, and return when it is stored there. Runs on the worker.
+    """Send a state to the driver, and return when it is stored there. Runs in the rank.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ def commit(address: str, state: int, value: Any) -> None:
 def fetch(address: str, state: int) -> Any:
     """Return a state's last commit before this launch, or None if there is none.
 
-    Runs on the worker. Parameters and errors are those of `commit`.
+    Runs in the rank. Parameters and errors are those of `commit`.
     """
 
     def receive(channel: Channel) -> Any:

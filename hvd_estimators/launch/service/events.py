@@ -292,7 +292,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
 class EventSender:
     """Sender of events to the driver; does nothing if no receiver is configured.
 
-    Runs on the worker. Training never fails because of an event: the first error ends the sending.
+    Runs in ranks and their tasks. The first error ends the sending; it never ends the training.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Stages of a launch: their reports by each rank's task, and the watch over them on the driver.
+"""Reports of launch stages by tasks, and the driver's warnings about ranks that stay in a stage.
 
 A task reports each stage that it enters, and writes it to its log. The driver warns if a rank stays
 in a stage for long, and names the stage, the rank and the host. Before a task's Python reports, the
@@ -165,8 +165,9 @@ class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
     A thread warns if tasks stay in the earliest stage of all tasks for 8 seconds. It warns again if
-    the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined. Ranks
-    that run their function are expected to join only if another rank has called ``hvd.init()``.
+    the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined. There
+    is no warning while all ranks run their function or have ended, because a function need not call
+    ``hvd.init()``.
 
     Parameters
     ----------
@@ -196,10 +197,10 @@ class LaunchWatch:
         self._observe()
 
     def asking(self, running_tasks: Callable[[], Sequence[RankStage] | None]) -> Self:
-        """Find tasks whose Python has not reported with a function.
+        """Set the function that returns the tasks that Spark has started, see `started_task`.
 
-        The function returns the tasks that Spark has started, see `started_task`. It returns None
-        while the launch waits its turn, because other launches of this package hold the task slots.
+        It finds tasks whose Python has not reported. It returns None while the launch waits its
+        turn, because other launches of this package hold the task slots.
         """
         self._running_tasks = running_tasks
         return self

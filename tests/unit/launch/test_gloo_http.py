@@ -205,7 +205,8 @@ def test_unknown_requests_are_rejected(proxy, method, path, expected):
 def test_a_body_of_gigabytes_is_rejected_at_once(proxy):
     env = proxy.environment()
     headers = {"Authorization": f"Bearer {env[TOKEN_VARIABLE]}", "Content-Length": "4294967296"}
-    assert ask(proxy, "PUT", "/global/0", b"", headers)[0] == 400
+    status, body = ask(proxy, "PUT", "/global/0", b"", headers)
+    assert (status, body) == (400, b"a value has 4294967296 bytes; at most 16777216 fit")
 
 
 def test_a_request_sent_byte_by_byte_times_out(proxy, monkeypatch):

@@ -51,6 +51,22 @@ def test_one_rank_reads_keys_of_another():
         assert two.request("get", **PLACE) == ({"status": 200}, b"\0value")
 
 
+def test_the_server_keeps_few_answers_of_a_long_job():
+    with served() as server, link_to(server.endpoints[0]) as one:
+
+        def count():
+            for _ in range(200):
+                one.request("append", b".", **PLACE)
+
+        threads = [threading.Thread(target=count) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert one.request("get", **PLACE)[1] == b"." * 800
+        assert len(server.store._answers[1]) < 50
+
+
 def test_other_tasks_learn_the_rank_host_and_cause_of_a_failure():
     with (
         served(ranks=3) as server,

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.timeout(180)
 RANKS = 3
 # Both libraries exchange up to 256 KiB of all ranks directly; this many numbers, and one more.
 DIRECT_NUMBERS = 2**18 // (8 * RANKS)
+SIZES = (0, DIRECT_NUMBERS, DIRECT_NUMBERS + 1)
 LIBRARIES = ("horovod", "torch")
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -75,7 +76,7 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
         assert torch.equal(own, torch.from_numpy(values_of(rank)))
         found["repeats"] = [mine.reduce(own.float(), "sum").numpy().tobytes() for _ in range(5)]
 
-        for size in (DIRECT_NUMBERS, DIRECT_NUMBERS + 1):
+        for size in SIZES:
             numbers = torch.from_numpy(values_of(rank, size))
             found[size] = {op: mine.reduce(numbers, op).numpy() for op in OPERATIONS}
 
@@ -156,7 +157,7 @@ def ranks(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("size", [DIRECT_NUMBERS, DIRECT_NUMBERS + 1])
+@pytest.mark.parametrize("size", SIZES)
 def test_small_and_large_tensors_have_the_same_reductions_on_all_ranks(
     ranks: Any, size: int
 ) -> None:

@@ -25,6 +25,7 @@ from json_values import (
     fuzz,
     typed_outcome,
 )
+from saved_checkpoints import read_state
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
@@ -35,7 +36,6 @@ from hvd_estimators.training.run_state import (
     check_state,
     encode,
     is_encodable,
-    read_state,
     write_archive,
 )
 from hvd_estimators.training.shard_state import HostStreams, of_shards
