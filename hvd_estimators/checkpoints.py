@@ -173,17 +173,17 @@ def _of_run(
 ) -> tuple[CheckpointInfo, IO[bytes]]:
     """Open the newest or the best valid checkpoint of a run."""
 
-    def look(info: CheckpointInfo) -> IO[bytes]:
+    def open_checked(info: CheckpointInfo) -> IO[bytes]:
         return stack.enter_context(open_valid(store, info))
 
     if which == "newest":
-        newest = find_newest_valid(store, run, look)
+        newest = find_newest_valid(store, run, open_checked)
         if newest is not None:
             return newest
     infos = list_checkpoints(store, run) if which == "best" else []
     while best := best_checkpoint(infos):
         try:
-            return best, look(best)
+            return best, open_checked(best)
         except (DamagedCheckpoint, UnreadableCheckpoint) as error:
             logger.warning("The best checkpoint, %r, is skipped: %s.", best.path, error)
             infos.remove(best)

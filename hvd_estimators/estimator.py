@@ -56,7 +56,7 @@ from hvd_estimators.prepare.schema import (
 )
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
 from hvd_estimators.summary import TrainingSummary, find_best_epoch, selecting_metric
-from hvd_estimators.training.call_transfer import Handover
+from hvd_estimators.training.call_transfer import CallTransfer
 from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
@@ -384,7 +384,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         """
         spec = spec_for(backend.num_processes())
         run.check_reading(spec.data)
-        with Handover(spec, self._state_reader) as handover:
+        with CallTransfer(spec, self._state_reader) as handover:
             with handover.describing_saved_state(trained=False):
                 launch = Launch(run, handover, self._rank_function(), spec_for, spec)
             if self.getOrDefault("run_id") is not None:  # a generated run ID is unique

@@ -225,7 +225,9 @@ class HorovodModel(
                 f"{dataset.schema[weight].dataType.simpleString()}. Set a column with a number in "
                 "each row."
             )
-        inputs = self._applied(dataset, [*groups["label_columns"], *groups["sample_weight_col"]])
+        inputs = self._plain_batch_predictor(
+            dataset, [*groups["label_columns"], *groups["sample_weight_col"]]
+        )
         inputs = replace(inputs, batch_rows=self.getOrDefault("inference_batch_size"))
         rows = dataset.select(*(quoted(name) for name in inputs.columns))
         frame, padded, given = self._with_arguments(rows, inputs.columns, 1)
@@ -479,7 +481,7 @@ class HorovodModel(
                 "as [0], or a name for each output in outputCols."
             )
         copies_output = dataset is not None and self._copies_output(shapes)
-        inference = self._applied(dataset)
+        inference = self._plain_batch_predictor(dataset)
         handles = self.getOrDefault("handleInvalid")
         return replace(
             inference,
@@ -496,7 +498,9 @@ class HorovodModel(
         added = [name for name in dict.fromkeys(further) if name not in features]
         return InputColumns.of([*features, *added], kept=further)
 
-    def _applied(self, dataset: DataFrame | None, further: Sequence[str] = ()) -> BatchPredictor:
+    def _plain_batch_predictor(
+        self, dataset: DataFrame | None, further: Sequence[str] = ()
+    ) -> BatchPredictor:
         """Return a `BatchPredictor` with the inputs, further columns and the transformation.
 
         If the DataFrame is None, the input columns are the features alone.

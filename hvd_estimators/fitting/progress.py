@@ -30,8 +30,8 @@ from hvd_estimators.launch.service.events import (
     RankProgress,
     RankWaiting,
 )
+from hvd_estimators.launch.service.launch_watch import LaunchState, observing_launches
 from hvd_estimators.launch.service.output_sinks import print_event, write_text
-from hvd_estimators.launch.service.stages import LaunchState, observing_launches
 from hvd_estimators.launch.stage import PHASES, Stage
 from hvd_estimators.store.paths import Position
 from hvd_estimators.training.spec import TrainSpec

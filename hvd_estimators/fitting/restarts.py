@@ -30,7 +30,7 @@ from hvd_estimators.fitting.record import now
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import describing
-from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, PATIENCE_VARIABLE
+from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, STALL_VARIABLE
 from hvd_estimators.launch.rank.rank_logs import RankLogs, logging_ranks
 from hvd_estimators.launch.relaunch import (
     available,
@@ -45,7 +45,7 @@ from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.paths import Position, manifest_of
 from hvd_estimators.store.redaction import redacted
-from hvd_estimators.training.call_transfer import Handover, StoredCall, Trainer, train_stored
+from hvd_estimators.training.call_transfer import CallTransfer, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Launch:
     ----------
     run : Run
         The run. Its fencing tokens stop ranks of earlier launches from writing.
-    handover : Handover
+    handover : CallTransfer
         Writes the trainer and its spec to the store for the ranks.
     train : callable
         The function that every rank calls.
@@ -97,7 +97,7 @@ class Launch:
     def __init__(
         self,
         run: Run,
-        handover: Handover,
+        handover: CallTransfer,
         train: Trainer,
         spec_for: Callable[[int], TrainSpec],
         spec: TrainSpec,
@@ -333,7 +333,7 @@ class Restarts:
         """Return environment variables for the ranks that enable the detection of hangs."""
         given = os.environ.get(HANG_VARIABLE)
         return {
-            **({PATIENCE_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}),
+            **({STALL_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}),
             **({} if given is None else {HANG_VARIABLE: given}),
         }
 

@@ -78,7 +78,7 @@ class Resources:
         return self.gpu
 
 
-FRAMEWORKS_CHOICE = Resources()
+DEFAULT_RESOURCES = Resources()
 """The CPU, with the framework's default number of threads."""
 
 
@@ -196,13 +196,15 @@ class BatchPredictor:
         names = features.columns
         if transformation is None:
             return cls(names, features)
-        text_columns = [
+        further_columns = [
             name
             for name in metadata
             if name not in names and (available is None or name in available)
         ]
         dtypes = {n: entry["dtype"] for n, entry in metadata.items() if entry["dtype"] != "object"}
-        return cls((*names, *text_columns), features, transformation=transformation, dtypes=dtypes)
+        return cls(
+            (*names, *further_columns), features, transformation=transformation, dtypes=dtypes
+        )
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from zipimport import zipimporter
 import cloudpickle
 
 from hvd_estimators._util.unpickle_imports import loads
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Predictor, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Predictor, Resources
 from hvd_estimators.inference.broadcast import Hashed, Sent, as_bytes, received
 from hvd_estimators.inference.errors import naming_missing_modules
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
@@ -82,7 +82,7 @@ def cached_predictor(
     key: str,
     model: Sent,
     load: Callable[..., Predictor],
-    resources: Resources = FRAMEWORKS_CHOICE,
+    resources: Resources = DEFAULT_RESOURCES,
 ) -> Predictor:
     """Return the predictor with a key, and load it if the worker has no predictor with that key.
 
@@ -120,7 +120,7 @@ def cached_predictor(
 def _takes_resources(load: Callable[..., Predictor]) -> bool:
     """Return whether a function takes resources; the function of a custom model may not."""
     try:
-        inspect.signature(load).bind(b"", FRAMEWORKS_CHOICE)
+        inspect.signature(load).bind(b"", DEFAULT_RESOURCES)
     except TypeError:
         return False
     return True

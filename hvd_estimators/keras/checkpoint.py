@@ -42,7 +42,7 @@ from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.shard_state import capture_by_shard, of_shards
+from hvd_estimators.training.shard_state import capture_by_shard, merge_by_shard
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec, array_digest
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def unequal_variables(micro_batches: MicroBatches) -> list[dict[int, Array]]:
 
 
 def _of_shards(own: Mapping[int, Any], micro_batches: MicroBatches, name: str) -> list[Any]:
-    return list(of_shards(exchange.gather(own, name), micro_batches.shards.num_shards))
+    return list(merge_by_shard(exchange.gather(own, name), micro_batches.shards.num_shards))
 
 
 def restore_run(

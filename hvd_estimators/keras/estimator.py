@@ -33,9 +33,9 @@ from hvd_estimators.keras.tensors import input_keys, input_structure
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.summary import as_keras_history
 from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.weights import check_classes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array, num_rows
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.denominators import LossDenominators, batch_weight
@@ -98,7 +98,7 @@ class EvaluationSteps:
 
 def load_evaluator(
     document: bytes | os.PathLike[str],
-    resources: Resources = FRAMEWORKS_CHOICE,
+    resources: Resources = DEFAULT_RESOURCES,
     *,
     compiled: bytes,
     tensors: TensorSpec,

@@ -344,7 +344,7 @@ class ProgressReports(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report this rank's metrics from time to time."""
         # Before the first batch, metrics have no results and are not even built.
-        if batch and self._progress.due:
+        if batch and self._progress.count_step():
             self._progress.step(batch, scalars(self.model.get_metrics_result()))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, FrameworkPredictor, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.keras.backend import all_layers, require_tensorflow
 from hvd_estimators.keras.losses import pairs_labels
@@ -115,7 +115,7 @@ class KerasPredictor(FrameworkPredictor):
     def __init__(
         self,
         document: bytes | os.PathLike[str] | keras.Model,
-        resources: Resources = FRAMEWORKS_CHOICE,
+        resources: Resources = DEFAULT_RESOURCES,
         *,
         structure: Any,
         columns: Sequence[str],

@@ -20,7 +20,7 @@ from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.outputs import symbolic
-from hvd_estimators.training.weights import check_rank
+from hvd_estimators.training.row_weights import check_rank
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
+from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import LaunchWatch
 from hvd_estimators.launch.validation import (
     call_of,
     check_further_arguments,

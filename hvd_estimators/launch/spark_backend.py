@@ -35,9 +35,9 @@ from hvd_estimators.launch.rank.rank_logs import current_rank_logs
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service.events import Handler, RankStage, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer
+from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import LaunchWatch
 from hvd_estimators.launch.task.entry import run_task
 from hvd_estimators.launch.task.job import Job
 from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
@@ -369,5 +369,5 @@ class SparkBackend(Backend):
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(barrier_job(cluster, num_proc, self._start_timeout))
             if watch is not None:
-                stack.enter_context(watch.asking(running_tasks))
+                stack.enter_context(watch.with_running_tasks(running_tasks))
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

@@ -1,6 +1,7 @@
 """Stages of a rank's launch, and their explanations.
 
-Imports nothing else, because tasks import it before anything else.
+Imports nothing else, because tasks import it before anything else. ``service/launch_watch.py``
+watches the stages on the driver; ``rank/hang_detection.py`` is for ranks that hang later.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import enum
 class Stage(enum.IntEnum):
     """Stage of a rank's launch, in the order in which a rank enters them."""
 
-    TASK_SLOT = 0
-    PYTHON_START = 1
-    IMPORTS = 2
-    HOST_CHECKS = 3
+    TASK_SLOT = 0  # service/launch_watch.py
+    PYTHON_START = 1  # running_tasks() in cluster/application.py and connect.py
+    IMPORTS = 2  # task/entry.py
+    HOST_CHECKS = 3  # task/run.py, until PROCESS_START
     EXCHANGE = 4
     ADDRESSES = 5
     RENDEZVOUS = 6
     PROCESS_START = 7
-    RANK_PROCESS = 8
+    RANK_PROCESS = 8  # rank/process.py
     FUNCTION = 9
-    HOROVOD_INIT = 10
+    HOROVOD_INIT = 10  # rendezvous/gloo_http.py, through rank/supervisor.py
     HOROVOD_JOINED = 11
-    ENDED = 12
+    ENDED = 12  # rank/process.py
 
     @property
     def label(self) -> str:

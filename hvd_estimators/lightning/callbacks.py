@@ -168,7 +168,7 @@ class EpochRecorder(Checkpoint):
         self._batches += 1
         passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._count(0, outputs, batch, passes)
-        if self._progress.due:
+        if self._progress.count_step():
             self._progress.step(
                 (batch_idx + 1) // self._shards.passes, self._losses[0].as_dict("loss")
             )

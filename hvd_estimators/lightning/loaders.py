@@ -14,9 +14,9 @@ from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.collectives import PendingSum, exchange
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.weights import WeightedBatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, Trainer

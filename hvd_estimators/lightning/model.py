@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, BatchPredictor, Predictor, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, BatchPredictor, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
 from hvd_estimators.lightning.package import is_lightning
@@ -94,7 +94,7 @@ class LightningModel(LightningModelSignatures):
         # fit() stores the output shapes of forward(), which may differ from those of predict_step.
         if shapes is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
-        applied = self._applied(dataset)
+        applied = self._plain_batch_predictor(dataset)
         document, load = self._make_predictor()
         tried = self._try_on_zeros(dataset, applied, document, load)
         if tried is not None:
@@ -145,7 +145,7 @@ class LightningModel(LightningModelSignatures):
         if self._predicts_rows():
             function = self.get_prediction_fn()
 
-            def load_by_rows(given: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+            def load_by_rows(given: Payload, resources: Resources = DEFAULT_RESOURCES) -> Predictor:
                 return RowPredictor(given, function, features, precision, resources)
 
             return document, load_by_rows
@@ -157,7 +157,7 @@ class LightningModel(LightningModelSignatures):
             )
         spec = self._transform_spec()
 
-        def load(given: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+        def load(given: Payload, resources: Resources = DEFAULT_RESOURCES) -> Predictor:
             return LightningPredictor(given, by_step, spec, precision, resources)
 
         return document, load

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
@@ -90,7 +90,7 @@ class LightningPredictor(TorchPredictor):
         by_step: bool,
         spec: TensorSpec,
         precision: str = "float32",
-        resources: Resources = FRAMEWORKS_CHOICE,
+        resources: Resources = DEFAULT_RESOURCES,
     ) -> None:
         super().__init__(document, spec, precision, resources)
         self._by_step = by_step
@@ -128,7 +128,7 @@ class RowPredictor:
         function: RowFunction,
         features: list[str],
         precision: str = "float32",
-        resources: Resources = FRAMEWORKS_CHOICE,
+        resources: Resources = DEFAULT_RESOURCES,
     ) -> None:
         limit_threads(resources.num_threads)
         self._module = load_module(document, mapped=True).eval()

@@ -51,6 +51,7 @@ from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchSt
 from hvd_estimators.torch.tensors import gpu_memory, tensor_batches
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import TrainResult, combined_digest
@@ -59,7 +60,6 @@ from hvd_estimators.training.step_control import (
     stopped_before,
     without_further_epochs,
 )
-from hvd_estimators.training.weights import WeightedBatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

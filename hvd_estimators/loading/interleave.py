@@ -99,7 +99,7 @@ PART_BYTES = 16 * 2**20
 
 
 def range_tables(
-    file: parquet.ParquetFile, slices: RangeRead, specs: Sequence[ColumnSpec]
+    file: parquet.ParquetFile, read: RangeRead, specs: Sequence[ColumnSpec]
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Yield the rows of a range in stored order, as tables of up to about `PART_BYTES`.
 
@@ -109,7 +109,7 @@ def range_tables(
     ----------
     file : pyarrow.parquet.ParquetFile
         The range's file, as opened by `hvd_estimators.data.remote_reads.RangeFiles`.
-    slices : RangeRead
+    read : RangeRead
         Rows of one row group.
     specs : sequence of ColumnSpec
         The columns to read.
@@ -124,7 +124,7 @@ def range_tables(
     StoreError
         If the file does not contain these rows, or they are damaged.
     """
-    row_range, groups = slices.row_range, file.metadata
+    row_range, groups = read.row_range, file.metadata
     if (
         row_range.row_group >= groups.num_row_groups
         or groups.row_group(row_range.row_group).num_rows < row_range.stop
@@ -136,7 +136,7 @@ def range_tables(
         )
     most = max(int(PART_BYTES / max(_row_bytes(groups, row_range, specs), 1)), 1)
     batches = file.iter_batches(
-        min(most, slices.rows or most),
+        min(most, read.rows or most),
         row_groups=[row_range.row_group],
         columns=stored_names(specs),
         use_threads=False,
@@ -150,7 +150,7 @@ def range_tables(
             continue
         rows = batch.slice(max(start, 0), min(stop, batch.num_rows) - max(start, 0))
         range_ends = stop <= batch.num_rows
-        slice_ends = range_ends or (slices.rows is not None and position % slices.rows == 0)
+        slice_ends = range_ends or (read.rows is not None and position % read.rows == 0)
         cuts = _cuts(rows, text)
         for first, last in itertools.pairwise(cuts):
             table = pa.Table.from_batches([rows.slice(first, last - first)])

@@ -274,10 +274,10 @@ class PetastormDataModule(PlannedDataModule):
         announced = self.reader_pool_type == "thread" and not threads and not self._cached_tables
         shared = _pickled(files) if self.reader_pool_type == "process" else files
         for sequence, groups in enumerate(work):
-            ranges = [slices for group in groups for slices in group]
+            ranges = [read for group in groups for read in group]
             if announced:
-                for slices in ranges:
-                    files.announce(slices)
+                for read in ranges:
+                    files.announce(read)
             yield {
                 "files": shared,
                 # Worker processes are short-lived. This process reads each footer once and sends
@@ -367,10 +367,10 @@ class _RangeReader:
         self.files = files
         self._cache = cache
 
-    def read(self, slices: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+    def read(self, read: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
         """Yield each table of a range with the file's path, and whether it ends a slice."""
-        row_range = slices.row_range
-        tables = self._read_tables(slices)
+        row_range = read.row_range
+        tables = self._read_tables(read)
         with contextlib.closing(tables):
             position = 0
 
@@ -383,18 +383,18 @@ class _RangeReader:
             for part in itertools.count():
                 if is_last:
                     return
-                where = (row_range.file, row_range.row_group, row_range.start, slices.rows, part)
+                where = (row_range.file, row_range.row_group, row_range.start, read.rows, part)
                 fill = functools.partial(read_up_to, part)
                 table, ends_slice, is_last = self._cache.get(" ".join(map(str, where)), fill)
                 yield (table, row_range.file), ends_slice
 
-    def _read_tables(self, slices: RangeRead) -> Generator[tuple[pa.Table, bool, bool], None, None]:
+    def _read_tables(self, read: RangeRead) -> Generator[tuple[pa.Table, bool, bool], None, None]:
         """Yield each table with flags for the end of a slice and of the range.
 
         The file is opened with the first table.
         """
-        with self.files.open(slices) as file:
-            tables = range_tables(file, slices, self.files.specs)
+        with self.files.open(read) as file:
+            tables = range_tables(file, read, self.files.specs)
             table, ends_slice = next(tables)
             for following in tables:
                 yield table, ends_slice, False

@@ -199,6 +199,11 @@ def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
     return tuple(range(rank, num_shards, size))
 
 
+def micro_batches_per_step(num_shards: int, size: int) -> int:
+    """Return the number of micro-batches per step: the most shards of a rank."""
+    return -(-num_shards // size)
+
+
 class BatchSizes(Sequence[int]):
     """Number of rows in each step of a pass, over some shards.
 

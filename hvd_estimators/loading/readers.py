@@ -37,7 +37,7 @@ from hvd_estimators.loading.interleave import (
     one_per_group,
     range_tables,
 )
-from hvd_estimators.loading.plan import BatchSizes, ShardPlan
+from hvd_estimators.loading.plan import BatchSizes, ShardPlan, micro_batches_per_step
 from hvd_estimators.loading.shuffle import (
     Chunk,
     read_into_memory,
@@ -441,7 +441,7 @@ class PlannedDataModule(ChunkedDataModule):
     ) -> Generator[Columns, None, None]:
         """Return the ranges in stored order; read each range once."""
         for groups in passes:
-            ranges = [slices.row_range for group in groups for slices in group]
+            ranges = [read.row_range for group in groups for read in group]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
             with contextlib.closing(self.read(iter([one_per_group(missing)]), workers)) as parts:
                 for row_range in ranges:
@@ -505,9 +505,9 @@ class ArrowDataModule(PlannedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def tables(slices: RangeRead) -> Iterator[tuple[pa.Table, bool]]:
-            with files.open(slices) as file:
-                yield from range_tables(file, slices, self.columns)
+        def tables(read: RangeRead) -> Iterator[tuple[pa.Table, bool]]:
+            with files.open(read) as file:
+                yield from range_tables(file, read, self.columns)
 
         def read(run: RangeRun) -> Generator[tuple[Columns, bool], None, None]:
             if len(run) == 1:
@@ -515,7 +515,7 @@ class ArrowDataModule(PlannedDataModule):
                 for table, ends_slice in tables(run[0]):
                     yield table_to_columns(table, self.columns, file), ends_slice
                 return
-            found = [table for slices in run for table, _ in tables(slices)]
+            found = [table for read in run for table, _ in tables(read)]
             # Files may have different types, such as large lists and lists.
             for _, alike in itertools.groupby(found, key=lambda table: table.schema):
                 yield table_to_columns(pa.concat_tables(alike), self.columns), False
@@ -652,7 +652,7 @@ class VirtualShards(ChunkedDataModule):
         self.modules = modules
         self._size = size
         self._num_shards = modules[0].train_plan.num_shards
-        self._passes = -(-self._num_shards // size)
+        self._passes = micro_batches_per_step(self._num_shards, size)
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

@@ -17,7 +17,12 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import DataError, DependencyError, ParamError
 from hvd_estimators.loading.blocks import BufferPool
-from hvd_estimators.loading.plan import BatchSizes, ShardPlan, virtual_shards
+from hvd_estimators.loading.plan import (
+    BatchSizes,
+    ShardPlan,
+    micro_batches_per_step,
+    virtual_shards,
+)
 from hvd_estimators.loading.readers import (
     ArrowDataModule,
     CheckedDataModule,
@@ -152,7 +157,7 @@ class DataSpec:
     @property
     def passes_per_batch(self) -> int:
         """Number of micro-batches per batch; some ranks have an empty one."""
-        return -(-self.num_shards // self.num_ranks)
+        return micro_batches_per_step(self.num_shards, self.num_ranks)
 
     def require_one_shard_per_rank(self, name: str, reason: str) -> None:
         """Reject a param that does not support virtual shards. Runs on the driver.

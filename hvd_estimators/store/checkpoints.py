@@ -140,7 +140,7 @@ def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
 def find_newest_valid(
     store: Files,
     run: RunPaths,
-    look: Callable[[CheckpointInfo], T],
+    validate: Callable[[CheckpointInfo], T],
     among: Iterable[Position] | None = None,
 ) -> tuple[CheckpointInfo, T] | None:
     """Return a run's newest valid checkpoint, or None if the run has no checkpoints.
@@ -153,7 +153,7 @@ def find_newest_valid(
         The store of the run.
     run : RunPaths
         The run.
-    look : callable
+    validate : callable
         Called with each checkpoint; raises `DamagedCheckpoint` if it is not valid. Its result is
         returned with the checkpoint.
     among : iterable of Position, optional
@@ -173,7 +173,7 @@ def find_newest_valid(
         reason: object = info
         if isinstance(info, CheckpointInfo):
             try:
-                result = look(info)
+                result = validate(info)
             except DamagedCheckpoint as error:
                 reason = error
             except UnreadableCheckpoint as error:

@@ -29,7 +29,7 @@ SYNC_SECONDS = 30.0
 
 _SHARE = 0.1
 
-_TELLING_THEIR_PLACE = ("meta.yaml",)
+_FILES_WITH_PATHS = ("meta.yaml",)
 """Files in which MLflow's file store records the location of a run's artifacts."""
 
 
@@ -130,7 +130,7 @@ class SyncedDirectory:
             local = self._local(name)
             local.parent.mkdir(parents=True, exist_ok=True)
             with self._store.open(file) as source, open(local, "wb") as copy:
-                if local.name in _TELLING_THEIR_PLACE:
+                if local.name in _FILES_WITH_PATHS:
                     copy.write(self._localized(source.read()))
                 else:
                     shutil.copyfileobj(source, copy)
@@ -152,7 +152,7 @@ class SyncedDirectory:
                     open(self._local(name), "rb") as source,
                     self._store.open_atomic(f"{self._target}/{name}") as copy,
                 ):
-                    if Path(name).name in _TELLING_THEIR_PLACE:
+                    if Path(name).name in _FILES_WITH_PATHS:
                         copy.write(self._published(source.read()))
                     else:
                         shutil.copyfileobj(source, copy)

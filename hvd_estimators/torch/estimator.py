@@ -31,9 +31,9 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.weights import check_classes
 
 if TYPE_CHECKING:
     from hvd_estimators.torch.signatures import TorchEstimatorSignatures

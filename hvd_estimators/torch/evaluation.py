@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective, RankObjective
@@ -42,7 +42,7 @@ class TorchEvaluator:
         document: bytes | os.PathLike[str],
         objective: bytes,
         precision: str,
-        resources: Resources = FRAMEWORKS_CHOICE,
+        resources: Resources = DEFAULT_RESOURCES,
     ) -> None:
         forward = Forward("float32", resources)
         self._device = forward.device

@@ -426,9 +426,12 @@ class Loss(LossParts):
         )
 
 
+# Losses of newer versions of torch than the oldest supported one.
+_NEWER = ((torch.nn, "LinearCrossEntropyLoss"), (functional, "linear_cross_entropy"))
+
 _OF_CLASS_INDICES = (
-    *(torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.LinearCrossEntropyLoss),
-    *(functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy),
+    *(torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, functional.cross_entropy, functional.nll_loss),
+    *(getattr(module, name) for module, name in _NEWER if hasattr(module, name)),
 )
 
 

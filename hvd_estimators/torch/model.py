@@ -14,7 +14,7 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, Predictor, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Predictor, Resources
 from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
@@ -145,7 +145,7 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         spec, precision = self._transform_spec(), self.getOrDefault("inference_precision")
         module = self._plain_model()
 
-        def load(document: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+        def load(document: Payload, resources: Resources = DEFAULT_RESOURCES) -> Predictor:
             return TorchPredictor(document, spec, precision, resources)
 
         return module_payload(module), load
@@ -156,7 +156,7 @@ class TorchModel(TorchFiles, TorchModelSignatures):
         optimizer = self.getOrDefault("optimizer")
         document = dump_with_references(objective, module, optimizer)
 
-        def load(payload: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> TorchEvaluator:
+        def load(payload: Payload, resources: Resources = DEFAULT_RESOURCES) -> TorchEvaluator:
             return TorchEvaluator(payload, document, precision, resources)
 
         return module_payload(module), load, functools.partial(combine, objective)

@@ -27,7 +27,7 @@ from hvd_estimators.torch.loss import (
 )
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
-from hvd_estimators.training.weights import check_rank
+from hvd_estimators.training.row_weights import check_rank
 
 LOSS_FORMS = ("per_label", "joint")
 """Loss forms: one loss per output and label, or a single loss over all outputs and labels."""

@@ -16,7 +16,7 @@ import torch
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.inference.batch import FRAMEWORKS_CHOICE, FrameworkPredictor, Resources
+from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
 from hvd_estimators.torch.serialization import load_module, plain_module
@@ -192,7 +192,7 @@ class TorchPredictor(FrameworkPredictor):
         document: bytes | os.PathLike[str],
         spec: TensorSpec,
         precision: str = "float32",
-        resources: Resources = FRAMEWORKS_CHOICE,
+        resources: Resources = DEFAULT_RESOURCES,
     ) -> None:
         super().__init__(spec.feature_cols)
         self._forward = Forward(precision, resources)

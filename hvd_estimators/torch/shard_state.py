@@ -20,7 +20,7 @@ from hvd_estimators.training.shard_state import (
     ShardStates,
     capture_by_shard,
     find_buffers,
-    of_shards,
+    merge_by_shard,
 )
 from hvd_estimators.training.spec import array_digest
 
@@ -153,7 +153,7 @@ class ShardBuffers:
     ) -> list[Mapping[str, torch.Tensor]]:
         """Return differing buffers by shard, from the digests of all ranks. Called by all ranks."""
         shards = self._shards
-        digests = of_shards(gathered, shards.num_shards)
+        digests = merge_by_shard(gathered, shards.num_shards)
         needed = [
             name
             for name, first in digests[0].items()
@@ -165,7 +165,7 @@ class ShardBuffers:
             shard: {name: buffers[name].cpu() for name in needed}
             for shard, buffers in self._own.items()
         }
-        return list(of_shards(exchange.gather(own, "checkpoint.buffers"), shards.num_shards))
+        return list(merge_by_shard(exchange.gather(own, "checkpoint.buffers"), shards.num_shards))
 
 
 class BufferReducer:

@@ -45,6 +45,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import (
     EpochMetrics,
@@ -59,7 +60,6 @@ from hvd_estimators.training.step_control import (
     stopped_before,
     without_further_epochs,
 )
-from hvd_estimators.training.weights import WeightedBatches
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ class _Trainer:
             if not (self.objective.has_own_step or steps_before):
                 self._warn_of_unused_gradients()
             done = end // batch_passes
-            if self.progress.due:
+            if self.progress.count_step():
                 self.progress.step(done, metric_sums.means())
             step = self.spec.steps_done(epoch, done)
             if self.spec.terminate_on_nan:

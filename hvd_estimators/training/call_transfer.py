@@ -110,7 +110,7 @@ def train_stored(call: StoredCall) -> TrainResult:
     )
 
 
-class Handover:
+class CallTransfer:
     """The transferred files of one fit, as a context manager that deletes them. Runs on the driver.
 
     After a failure, a trained state is not deleted if the run has no checkpoint. The error then

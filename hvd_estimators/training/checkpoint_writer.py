@@ -41,7 +41,7 @@ from hvd_estimators.training.shard_state import (
     ShardStates,
     StatePart,
     capture_by_shard,
-    of_shards,
+    merge_by_shard,
 )
 from hvd_estimators.training.spec import (
     CheckpointOptions,
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self,
         state: RunState,
         write_model: Callable[[IO[bytes]], None],
-        first: Callable[[], None] | None = None,
+        upload_others: Callable[[], None] | None = None,
         *,
         is_copy: bool = False,
     ) -> None:
@@ -115,7 +115,7 @@ class CheckpointWriter:
             The state to append to the framework's file.
         write_model : callable
             Writes the framework's file, a zip archive, to a file object.
-        first : callable, optional
+        upload_others : callable, optional
             Uploads the checkpoint's other files. The thread calls it before it publishes the
             checkpoint.
         is_copy : bool
@@ -151,7 +151,7 @@ class CheckpointWriter:
         )
 
         def publish() -> None:
-            self._publish(written or self._write(path, state, write_model), info, first)
+            self._publish(written or self._write(path, state, write_model), info, upload_others)
 
         self._upload = self._thread.submit(publish)
         if metrics:
@@ -191,14 +191,14 @@ class CheckpointWriter:
             return _Written(stack.pop_all(), file, target)
 
     def _publish(
-        self, written: _Written, info: CheckpointInfo, first: Callable[[], None] | None
+        self, written: _Written, info: CheckpointInfo, upload_others: Callable[[], None] | None
     ) -> None:
         opened, file, target = written
         with _as_store_error(info.path):
             with opened:
-                if first is not None:
+                if upload_others is not None:
                     self._check_fence()
-                    first()
+                    upload_others()
                 digest, size = hashlib.sha256(), 0
                 file.seek(0)
                 while chunk := file.read(CHUNK_BYTES):
@@ -207,7 +207,7 @@ class CheckpointWriter:
                 if file is not target:
                     file.seek(0)
                     shutil.copyfileobj(file, target, CHUNK_BYTES)
-                stored = self._look()
+                stored = self._stored_checkpoints()
                 # Checked again, because ranks of another launch may write a file with this name.
                 self._check_fence()
                 if info.position in stored:
@@ -227,7 +227,7 @@ class CheckpointWriter:
         if self._options.fence is not None:
             self._options.fence.check(self._store)
 
-    def _look(self) -> dict[Position, CheckpointInfo | None]:
+    def _stored_checkpoints(self) -> dict[Position, CheckpointInfo | None]:
         """Return the checkpoints in the store by position; None marks an unreadable one.
 
         The first call lists the store, and records orphans of unfinished saves for deletion.
@@ -414,7 +414,7 @@ def gather_state(
         data.rows_after(epoch, batches),
         data.num_shards,
         tuple(history),
-        of_shards(captured, data.num_shards),
+        merge_by_shard(captured, data.num_shards),
         stopped=stopped,
     )
     return state, list(of_ranks)

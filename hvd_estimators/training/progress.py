@@ -22,10 +22,10 @@ from typing_extensions import Self
 from hvd_estimators.launch.rank.graceful_stop import grace_seconds
 from hvd_estimators.launch.rank.hang_detection import (
     hang_limit,
-    leave_stack,
-    leaving_signs,
     made_progress,
+    recording_progress,
     seconds_without_progress,
+    write_stack,
 )
 from hvd_estimators.launch.service.events import (
     EventSender,
@@ -77,7 +77,7 @@ def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]
                 is_reported = False
                 continue
             stack = stack_of(main)
-            leave_stack(stack)
+            write_stack(stack)
             if silent >= _HANG_SECONDS and not is_reported:
                 is_reported = True
                 notify(
@@ -213,7 +213,7 @@ class Progress:
     def __enter__(self) -> Self:
         if self._sender is not None:
             self._sender.ask_to_wait(grace_seconds(os.environ))
-        self._stack.enter_context(leaving_signs())
+        self._stack.enter_context(recording_progress())
         self._stack.enter_context(warning_of_hangs(self._rank, self._warn))
         return self
 
@@ -240,12 +240,11 @@ class Progress:
         """Training rows of all ranks per second, in the part of the epoch that this fit trained."""
         return self._rate_after(self._steps)
 
-    @property
-    def due(self) -> bool:
-        """True if `step` should be called: output is enabled, and the last report is old enough.
+    def count_step(self) -> bool:
+        """Count a step; return whether to call `step`, because the last report is old enough.
 
-        The reported values can be expensive to get, such as a loss from a GPU. All ranks must read
-        this property after each step.
+        The reported values can be expensive to get, such as a loss from a GPU. All ranks must call
+        this method after each step.
         """
         made_progress()
         self.step_times.step()

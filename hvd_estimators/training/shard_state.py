@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.loading.plan import virtual_shards
+from hvd_estimators.loading.plan import micro_batches_per_step, virtual_shards
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int,
     return captured
 
 
-def of_shards(
+def merge_by_shard(
     ranks: Iterable[Mapping[int, Mapping[str, Any]]], num_shards: int
 ) -> tuple[Mapping[str, Any], ...]:
     """Merge the per-shard states of all ranks into one tuple, in the order of the canonical shards.
@@ -107,7 +107,7 @@ class ShardStates:
         self.num_shards = num_shards
         self.rank, self.size = rank, size
         self.shards = virtual_shards(num_shards, rank, size)
-        self.passes = -(-num_shards // size)
+        self.passes = micro_batches_per_step(num_shards, size)
         self._parts = parts
         self._current = 0
         self._states: list[list[Any]] = []

@@ -21,7 +21,7 @@ from hvd_estimators.torch.loss import StatedDenominators, StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
-from hvd_estimators.training.weights import WeightedBatches
+from hvd_estimators.training.row_weights import WeightedBatches
 
 pytestmark = pytest.mark.integration
 

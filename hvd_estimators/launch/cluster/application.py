@@ -25,7 +25,7 @@ from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
 from hvd_estimators.launch.service.events import RankStage
-from hvd_estimators.launch.service.stages import started_task
+from hvd_estimators.launch.service.launch_watch import started_task
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import broadcast
 

@@ -29,7 +29,7 @@ from hvd_estimators.launch.cluster.application import (
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
 from hvd_estimators.launch.service.events import RankStage
-from hvd_estimators.launch.service.stages import started_task
+from hvd_estimators.launch.service.launch_watch import started_task
 from hvd_estimators.launch.task.addresses import route_address
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile

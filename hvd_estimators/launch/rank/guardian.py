@@ -132,15 +132,15 @@ class _Descendants:
         self._directory = directory
         self._started: dict[int, str] = {}
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record the present descendants, whose relation to the guardian may end with the rank."""
         self._started |= descendants(os.getpid())
         if not self._adopts:
             self._started |= related_processes(DIRECTORY_VARIABLE, self._directory)
 
     def alive(self) -> list[int]:
-        """Look for descendants, and return all recorded ones that have not ended."""
-        self.look()
+        """Record descendants, and return all recorded ones that have not ended."""
+        self.record()
         for pid, started in list(self._started.items()):
             try:
                 stat = process_stat(pid)
@@ -174,7 +174,7 @@ def _guard(
     while (status := _reap(rank)) is None:
         left = deadline - time.monotonic()
         if left <= 0:
-            started.look()
+            started.record()
             os.kill(rank, signal.SIGKILL)
             status = os.waitpid(rank, 0)[1]
             if has_parent:

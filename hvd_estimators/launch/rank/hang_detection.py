@@ -9,12 +9,12 @@ There are three cases, each with its own limit:
   whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
   if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for
   stopped processes. A fit that relaunches lost ranks sets only Horovod's limit, through
-  `PATIENCE_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
+  `STALL_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
   take. Without the limit a hang would cost the whole run; with it a hang costs only that time.
 - All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
-  Therefore trainers record a sign of progress with each batch, step and epoch, and the parent
-  counts the seconds without a new sign. It counts only during training, because it cannot judge
-  other code. This indication is less certain: a callback may evaluate for hours on all ranks.
+  Therefore trainers record progress with each batch, step and epoch, and the parent counts the
+  seconds without any. It counts only during training, because it cannot judge other code. This
+  indication is less certain: a callback may evaluate for hours on all ranks.
   A fit's default limit is therefore 8 times as long, and `HANG_VARIABLE` sets another one.
 
 ``HOROVOD_STALL_CHECK_DISABLE=1`` turns all of these checks off. Imports neither PySpark nor a
@@ -34,7 +34,7 @@ from pathlib import Path
 from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 
-PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
+STALL_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
 """Environment variable of ranks: seconds a rank may hold up others if the user sets no limit."""
 
 HANG_VARIABLE = "HVD_ESTIMATORS_HANG_SECONDS"
@@ -62,7 +62,7 @@ _STACK_FILE = "stack"
 _SECONDS_BETWEEN = 1.0
 
 
-class _Signs:
+class _Progress:
     """State of this process's own signs of progress."""
 
     path: Path | None = None
@@ -71,49 +71,49 @@ class _Signs:
 
 
 @contextlib.contextmanager
-def leaving_signs() -> Iterator[None]:
+def recording_progress() -> Iterator[None]:
     """Make this rank's parent watch for signs of progress in the block. Runs in the rank.
 
     If another launcher has started the process, no parent watches the signs.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
-    _Signs.path = None if directory is None else Path(directory, _FILE)
-    _Signs.is_watched, _Signs.last = True, 0.0
+    _Progress.path = None if directory is None else Path(directory, _FILE)
+    _Progress.is_watched, _Progress.last = True, 0.0
     try:
         made_progress()
         yield
     finally:
-        _Signs.is_watched = False
-        if _Signs.path is not None:
+        _Progress.is_watched = False
+        if _Progress.path is not None:
             with contextlib.suppress(OSError):
-                _Signs.path.unlink()
+                _Progress.path.unlink()
 
 
 def made_progress() -> None:
     """Record progress, at most once a second, so every step and reading thread may call it."""
     now = time.monotonic()
-    if not _Signs.is_watched or now - _Signs.last < _SECONDS_BETWEEN:
+    if not _Progress.is_watched or now - _Progress.last < _SECONDS_BETWEEN:
         return
-    _Signs.last = now
-    if _Signs.path is not None:
+    _Progress.last = now
+    if _Progress.path is not None:
         # The directory may already have been deleted.
         with contextlib.suppress(OSError):
-            _Signs.path.write_text(repr(now))
+            _Progress.path.write_text(repr(now))
 
 
 def seconds_without_progress() -> float:
-    """Return the seconds since this process's last sign of progress; 0 outside of training."""
-    return time.monotonic() - _Signs.last if _Signs.is_watched else 0.0
+    """Return the seconds since this process's last progress; 0 outside of training."""
+    return time.monotonic() - _Progress.last if _Progress.is_watched else 0.0
 
 
-def leave_stack(stack: str) -> None:
+def write_stack(stack: str) -> None:
     """Write the call stack in which this rank waits to a file that its parent reads."""
-    if _Signs.path is not None:
+    if _Progress.path is not None:
         with contextlib.suppress(OSError):
-            _Signs.path.with_name(_STACK_FILE).write_text(stack)
+            _Progress.path.with_name(_STACK_FILE).write_text(stack)
 
 
-def stack_left(directory: str) -> str:
+def read_stack(directory: str) -> str:
     """Return the call stack that a rank has written to its directory; empty if there is none."""
     try:
         return Path(directory, _STACK_FILE).read_text()
@@ -121,8 +121,8 @@ def stack_left(directory: str) -> str:
         return ""
 
 
-def sign_left(directory: str) -> str | None:
-    """Return a rank's last sign of progress, given its directory; None outside of training."""
+def read_progress(directory: str) -> str | None:
+    """Return the mark of a rank's last progress, given its directory; None outside of training."""
     try:
         return Path(directory, _FILE).read_text()
     except OSError:
@@ -144,7 +144,7 @@ def hang_limit(env: Mapping[str, str]) -> float:
         return float(_whole(env[HANG_VARIABLE])) or math.inf
     if _SHUTDOWN in env and not _whole(env[_SHUTDOWN]):
         return math.inf
-    return float(_ALL_RANKS * _whole(env.get(PATIENCE_VARIABLE))) or math.inf
+    return float(_ALL_RANKS * _whole(env.get(STALL_VARIABLE))) or math.inf
 
 
 def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -153,8 +153,8 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
     By default Horovod checks for stalled ranks once a minute, and cannot shut down any sooner. A
     limit below two minutes therefore needs more frequent checks.
     """
-    if _SHUTDOWN not in env and _whole(env.get(PATIENCE_VARIABLE)):
-        env = {**env, _SHUTDOWN: env[PATIENCE_VARIABLE]}
+    if _SHUTDOWN not in env and _whole(env.get(STALL_VARIABLE)):
+        env = {**env, _SHUTDOWN: env[STALL_VARIABLE]}
         return {_SHUTDOWN: env[_SHUTDOWN], **stall_environment(env)}
     limit = _whole(env.get(_SHUTDOWN))
     if 0 < limit < 2 * _HOROVODS_CHECK_SECONDS and _CHECK not in env:
@@ -223,20 +223,20 @@ class _Timer:
 class HangWatch(_Timer):
     """Timer for a rank's time without progress."""
 
-    _sign: str | None = None
+    _mark: str | None = None
 
-    def look(self, sign: str | None, now: float) -> str | None:
-        """Record a rank's last sign, and return an error message if the rank hangs.
+    def update(self, mark: str | None, now: float) -> str | None:
+        """Record a rank's progress, and return an error message if the rank hangs.
 
         Parameters
         ----------
-        sign : str or None
-            The last sign; None outside of training.
+        mark : str or None
+            From `read_progress`; None outside of training.
         now : float
             Seconds of any monotonic clock.
         """
-        is_silent = sign is not None and sign == self._sign
-        self._sign = sign
+        is_silent = mark is not None and mark == self._mark
+        self._mark = mark
         if not self._is_over(is_silent, now):
             return None
         return (
@@ -248,7 +248,7 @@ class HangWatch(_Timer):
 class StallWatch(_Timer):
     """Timer for the time that a rank's process has been stopped."""
 
-    def look(self, is_stopped: bool, now: float) -> str | None:
+    def update(self, is_stopped: bool, now: float) -> str | None:
         """Record a rank's state, and return an error message if the rank has stalled.
 
         Parameters

@@ -30,8 +30,8 @@ from hvd_estimators.launch.rank.hang_detection import (
     StallWatch,
     hang_limit,
     is_stopped,
-    sign_left,
-    stack_left,
+    read_progress,
+    read_stack,
     stall_environment,
     stall_limit,
 )
@@ -106,7 +106,7 @@ class RankProcess:
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
     on_stage : callable
-        Called with each stage that the process enters: by `stalled` with RANK_PROCESS and FUNCTION,
+        Called with each stage that the process enters: by `poll` with RANK_PROCESS and FUNCTION,
         and by `outcome` with ENDED.
     problem : callable
         Returns the reason why the running process cannot continue; empty without a problem.
@@ -168,8 +168,8 @@ class RankProcess:
         """Return whether the process is still running."""
         return self._process is not None and self._process.poll() is None
 
-    def stalled(self) -> str | None:
-        """Return an error message if the running process has stalled; call this often."""
+    def poll(self) -> str | None:
+        """Report new stages; return an error message if the process has stalled. Call it often."""
         now = time.monotonic()
         if self._process is None or now < self._next_look:
             return None
@@ -180,13 +180,13 @@ class RankProcess:
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
-        stopped = self._stalls.look(any(map(is_stopped, pids)), now)
-        return stopped or self._hangs.look(sign_left(self._directory), now)
+        stopped = self._stalls.update(any(map(is_stopped, pids)), now)
+        return stopped or self._hangs.update(read_progress(self._directory), now)
 
     @property
     def waits_in(self) -> str:
         """Call stack in which the rank waits without progress; empty if unknown."""
-        return stack_left(self._directory)
+        return read_stack(self._directory)
 
     def abort(
         self, error_type: str = "aborted", error: str = "Ended because another rank had failed."

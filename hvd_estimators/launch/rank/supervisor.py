@@ -168,7 +168,7 @@ def _supervise(
                 outcome = _ended_by(failed_before, process.abort())
             elif problem := process.problem():
                 outcome = process.abort(DependencyError.__name__, problem)
-            elif stall := process.stalled():
+            elif stall := process.poll():
                 outcome = process.abort("stalled", f"{stall}{_waiting(ranks)}")
             else:
                 continue

@@ -36,9 +36,9 @@ _MAX_MEMBERS = 2**16
 logger = logging.getLogger(__name__)
 
 
-# If the time between two calls of `look` exceeds this multiple of the interval, this process was
-# paused. The excess then does not count as silence of the ranks.
-_PAUSED_LOOKS = 4
+# If the time between two calls of `check_silence` exceeds this multiple of the interval, this
+# process was paused. The excess then does not count as silence of the ranks.
+_PAUSED_CHECKS = 4
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ class JobStore:
 
     Attributes
     ----------
-    look_seconds : float
-        Interval in seconds at which `look` must be called.
+    check_seconds : float
+        Interval in seconds at which `check_silence` must be called.
     """
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        self.look_seconds = min(timeouts.RENDEZVOUS_POLL, silence / 20)
+        self.check_seconds = min(timeouts.RENDEZVOUS_POLL, silence / 20)
         self._lock = threading.Lock()
         self._rank_ended = threading.Condition(self._lock)
         self._waits = _Waits(self._lock)
@@ -199,14 +199,14 @@ class JobStore:
         """Return the first failure, if any."""
         return self._failure
 
-    def look(self, seconds: float) -> None:
+    def check_silence(self, seconds: float) -> None:
         """Add the seconds since the last call, or since the start, to the ranks' silence.
 
         A rank that has been silent for too long counts as lost.
         """
         with self._lock:
             for rank in self._silent.keys() - self._done - self._local:
-                self._silent[rank] += min(seconds, _PAUSED_LOOKS * self.look_seconds)
+                self._silent[rank] += min(seconds, _PAUSED_CHECKS * self.check_seconds)
                 if self._is_lost(rank) and self._failure is None:
                     why = f"has not been heard of for {self._silence:g} s"
                     self._failure = Failure(rank, self._hosts[rank], why, lost=True)
@@ -215,7 +215,7 @@ class JobStore:
     def wait_for_all(self) -> list[int]:
         """Wait until every rank is lost or has finished with this store; return the lost ranks.
 
-        Another thread must call `look` meanwhile; otherwise lost ranks are not detected.
+        Another thread must call `check_silence` meanwhile; otherwise lost ranks are not detected.
         """
 
         def pending() -> set[int]:
@@ -409,9 +409,9 @@ class RendezvousServer:
 
     def _watch(self) -> None:
         before = time.monotonic()
-        while not self._ended.wait(self.store.look_seconds):
+        while not self._ended.wait(self.store.check_seconds):
             now = time.monotonic()
-            self.store.look(now - before)
+            self.store.check_silence(now - before)
             before = now
 
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:

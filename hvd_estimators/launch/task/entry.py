@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
 
-from hvd_estimators.launch.service.stages import StageReporter
+from hvd_estimators.launch.service.launch_watch import StageReporter
 from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 

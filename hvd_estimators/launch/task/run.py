@@ -38,7 +38,7 @@ from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPB
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankOutput
 from hvd_estimators.launch.service.exchange import Exchange
-from hvd_estimators.launch.service.stages import StageReporter
+from hvd_estimators.launch.service.launch_watch import StageReporter
 from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
 from hvd_estimators.launch.task.host_checks import (

@@ -174,7 +174,7 @@ class ForkedRank:
 
     def poll(self) -> int | None:
         """Return the exit status of the process, or None while it runs."""
-        return self._look(0)
+        return self._wait_for_status(0)
 
     def send_signal(self, number: int) -> None:
         """Send the process a signal, unless it has ended, because its ID may have been reused."""
@@ -183,13 +183,13 @@ class ForkedRank:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the process ends, and return its exit status."""
-        status = self._look(timeout)
+        status = self._wait_for_status(timeout)
         if status is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired("a rank", timeout)
         return status
 
-    def _look(self, seconds: float | None) -> int | None:
+    def _wait_for_status(self, seconds: float | None) -> int | None:
         if self._status is not None:
             return self._status
         poller = select.poll()

@@ -24,7 +24,7 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting import restarts
 from hvd_estimators.fitting.restarts import Launch, ProgressAcrossLaunches, Restarts, would_recur
 from hvd_estimators.launch import relaunch
-from hvd_estimators.launch.rank.hang_detection import PATIENCE_VARIABLE
+from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.paths import Position
@@ -180,7 +180,7 @@ def test_recurring_errors_end_the_fit_unchanged(tmp_path: Path, pauses: list[flo
         Fit(tmp_path, max_restarts=0).fit(FakeBackend(killed))
     assert unlimited.value is killed
     assert Fit(tmp_path, max_restarts=0).restarts.environment() == {}
-    assert Fit(tmp_path).restarts.environment() == {PATIENCE_VARIABLE: "1800"}
+    assert Fit(tmp_path).restarts.environment() == {STALL_VARIABLE: "1800"}
     assert pauses == []
 
 

@@ -27,7 +27,7 @@ from hvd_estimators.launch.service.events import (
     decoded,
     encoded,
 )
-from hvd_estimators.launch.service.stages import LaunchWatch
+from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.stage import PHASES, Stage
 from hvd_estimators.store.paths import Position
 

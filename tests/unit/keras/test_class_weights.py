@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.tensors import Field, TensorSpec
-from hvd_estimators.training.weights import check_classes
+from hvd_estimators.training.row_weights import check_classes
 
 WEIGHTS = {2: 0.25, 0: 3.0, 7: 0.0}
 

@@ -119,13 +119,14 @@ def test_functions_set_on_an_instance_are_called() -> None:
 
 def test_a_slow_first_batch_is_not_reported() -> None:
     class AlwaysDue:
-        due = True
-
         def __init__(self) -> None:
             self.steps: list[tuple[int, Mapping[str, float]]] = []
 
         def start_epoch(self, epoch: int, step: int) -> None:
             pass
+
+        def count_step(self) -> bool:
+            return True
 
         def step(self, step: int, means: Mapping[str, float]) -> None:
             self.steps.append((step, means))

@@ -18,15 +18,15 @@ from hvd_estimators.launch.rank import hang_detection
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.hang_detection import (
     HANG_VARIABLE,
-    PATIENCE_VARIABLE,
+    STALL_VARIABLE,
     HangWatch,
     StallWatch,
     hang_limit,
     is_stopped,
-    leaving_signs,
     made_progress,
+    read_progress,
+    recording_progress,
     seconds_without_progress,
-    sign_left,
     stall_environment,
     stall_limit,
     stalled_ranks,
@@ -55,28 +55,28 @@ def test_time_counts_while_a_rank_should_leave_signs_but_leaves_none():
     watch = HangWatch(limit=10, most=2)
 
     # No time counts before the first sign, and 98 s between two looks count as two.
-    assert [watch.look(None, now) for now in range(0, 100, 2)] == [None] * 50
-    assert [watch.look("a", now) for now in (100, 102, 200, 202, 204)] == [None] * 5
+    assert [watch.update(None, now) for now in range(0, 100, 2)] == [None] * 50
+    assert [watch.update("a", now) for now in (100, 102, 200, 202, 204)] == [None] * 5
     # Eight seconds without a new sign, then a new sign, and nine more seconds.
-    assert [watch.look("b", now) for now in range(206, 216)] == [None] * 10
-    found = watch.look("b", 216)
+    assert [watch.update("b", now) for now in range(206, 216)] == [None] * 10
+    found = watch.update("b", 216)
     assert found is not None
     assert "no progress for 10 s" in found
     assert HANG_VARIABLE in found
-    assert watch.look(None, 217) is None
+    assert watch.update(None, 217) is None
 
 
 def test_signs_are_left_only_inside_the_block(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(hang_detection, "_SECONDS_BETWEEN", 0.0)
     made_progress()
-    assert sign_left(str(tmp_path)) is None
-    with leaving_signs():
-        first = sign_left(str(tmp_path))
+    assert read_progress(str(tmp_path)) is None
+    with recording_progress():
+        first = read_progress(str(tmp_path))
         made_progress()
-        assert None is not first != sign_left(str(tmp_path))
+        assert None is not first != read_progress(str(tmp_path))
     made_progress()
-    assert sign_left(str(tmp_path)) is None
+    assert read_progress(str(tmp_path)) is None
     assert seconds_without_progress() == 0
 
 
@@ -87,7 +87,7 @@ def test_the_driver_learns_where_a_hanging_rank_waits(monkeypatch):
     def waits_for_something() -> str:
         return told.get(timeout=60)
 
-    with leaving_signs(), progress.warning_of_hangs(3, told.put):
+    with recording_progress(), progress.warning_of_hangs(3, told.put):
         text = waits_for_something()
     assert text.startswith("Rank 3 has made no progress for ")
     assert "in waits_for_something" in text
@@ -103,7 +103,7 @@ def test_ranks_that_all_hang_during_training_are_ended():
         def waits_for_the_others():
             threading.Event().wait()
 
-        with leaving_signs(), progress.warning_of_hangs(0, print):
+        with recording_progress(), progress.warning_of_hangs(0, print):
             waits_for_the_others()
 
     with pytest.raises(WorkerFailedError, match="has made no progress for 3 s") as raised:
@@ -120,7 +120,7 @@ def test_ranks_that_do_not_train_are_left_alone():
         # Hangs until the other rank is ended.
         if os.environ["HOROVOD_RANK"] == "1":
             threading.Event().wait()
-        with leaving_signs():
+        with recording_progress():
             threading.Event().wait()
 
     with pytest.raises(WorkerFailedError, match="has made no progress for 2 s") as raised:
@@ -147,7 +147,7 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
 
         step_control._SECONDS_HUNG = 2.0
         hvd.init()
-        with leaving_signs(), step_control.StopRequest(float, hvd.size()):
+        with recording_progress(), step_control.StopRequest(float, hvd.size()):
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
             if hvd.rank() == 0:
                 hvd.allreduce(torch.ones(1), name="only rank 0 waits for this")
@@ -178,10 +178,10 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
         ({DISABLE: "1"}, math.inf, {}),
         ({DISABLE: "0", SHUTDOWN: "9"}, 9, {CHECK: "4"}),
         # A fit's limit does not apply to a stopped process, and the user's own value wins.
-        ({PATIENCE_VARIABLE: "1800"}, 60, {SHUTDOWN: "1800"}),
-        ({PATIENCE_VARIABLE: "100"}, 60, {SHUTDOWN: "100", CHECK: "50"}),
-        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "0"}, 60, {}),
-        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "5"}, 5, {CHECK: "2"}),
+        ({STALL_VARIABLE: "1800"}, 60, {SHUTDOWN: "1800"}),
+        ({STALL_VARIABLE: "100"}, 60, {SHUTDOWN: "100", CHECK: "50"}),
+        ({STALL_VARIABLE: "1800", SHUTDOWN: "0"}, 60, {}),
+        ({STALL_VARIABLE: "1800", SHUTDOWN: "5"}, 5, {CHECK: "2"}),
     ],
 )
 def test_horovods_variables_set_the_stall_limits(env, limit, added):
@@ -194,11 +194,11 @@ def test_horovods_variables_set_the_stall_limits(env, limit, added):
     [
         ({}, math.inf),
         ({HANG_VARIABLE: "90"}, 90),
-        ({HANG_VARIABLE: "0", PATIENCE_VARIABLE: "1800"}, math.inf),
+        ({HANG_VARIABLE: "0", STALL_VARIABLE: "1800"}, math.inf),
         # Four hours in a fit that relaunches ranks.
-        ({PATIENCE_VARIABLE: "1800"}, 4 * 3600),
-        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "600"}, 4 * 3600),
-        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "0"}, math.inf),
+        ({STALL_VARIABLE: "1800"}, 4 * 3600),
+        ({STALL_VARIABLE: "1800", SHUTDOWN: "600"}, 4 * 3600),
+        ({STALL_VARIABLE: "1800", SHUTDOWN: "0"}, math.inf),
         ({HANG_VARIABLE: "90", SHUTDOWN: "0"}, 90),
         ({HANG_VARIABLE: "90", DISABLE: "1"}, math.inf),
     ],
@@ -212,9 +212,9 @@ def test_time_counts_only_while_a_rank_is_stopped_and_watched():
     looks = [(False, 0), (True, 1), (True, 2), (True, 100), (True, 102), (False, 103)]
 
     # A pause of 98 seconds between two looks counts as two.
-    assert [watch.look(stopped, now) for stopped, now in looks] == [None] * 6
-    assert [watch.look(True, now) for now in range(104, 113)] == [None] * 9
-    found = watch.look(True, 113)
+    assert [watch.update(stopped, now) for stopped, now in looks] == [None] * 6
+    assert [watch.update(True, now) for now in range(104, 113)] == [None] * 9
+    found = watch.update(True, 113)
     assert found is not None
     assert "has been stopped for 10 s" in found
     assert SHUTDOWN in found

@@ -183,13 +183,13 @@ def test_the_first_failure_is_reported_to_all():
 def test_a_rank_is_lost_only_after_the_silence_limit():
     store = make_store(3)
     for second in range(59):
-        store.look(1.0)
+        store.check_silence(1.0)
         if second % 10 == 0:
             tell(store, "alive", rank=0)
             tell(store, "alive", rank=2)
     assert store.failure() is None
 
-    store.look(1.0)
+    store.check_silence(1.0)
     assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
 
 
@@ -197,19 +197,19 @@ def test_the_stores_own_rank_may_start_late():
     store = make_store()
     own = LocalRendezvousClient(store, 0)
     for _ in range(100):
-        store.look(1.0)
+        store.check_silence(1.0)
         tell(store, "alive", rank=1)
     assert own.failure() is None
 
     for _ in range(60):
-        store.look(1.0)
+        store.check_silence(1.0)
     assert own.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
 
 
 def test_a_pause_of_the_store_does_not_count_as_silence():
     store = make_store()
     for _ in range(20):
-        store.look(3600.0)
+        store.check_silence(3600.0)
     assert store.failure() is None
 
 
@@ -217,7 +217,7 @@ def test_a_rank_that_is_done_may_be_silent():
     store = make_store()
     tell(store, "done", rank=1)
     for _ in range(100):
-        store.look(1.0)
+        store.check_silence(1.0)
         tell(store, "alive", rank=0)
     assert store.failure() is None
 
@@ -237,6 +237,6 @@ def test_wait_for_all_ends_when_each_rank_is_done_or_lost(ending):
     else:
         for _ in range(20):
             assert waiting.is_alive()
-            store.look(0.1)
+            store.check_silence(0.1)
     waiting.join(10)
     assert ended == [[] if ending == "done" else [1]]

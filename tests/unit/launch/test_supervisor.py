@@ -54,7 +54,7 @@ class Process:
     def problem(self) -> str:
         return ""
 
-    def stalled(self) -> str | None:
+    def poll(self) -> str | None:
         return "stands still" if self._clock.now > self.stalls_at else None
 
     def abort(self, error_type: str = "aborted", error: str = "Ended.") -> RankOutcome:

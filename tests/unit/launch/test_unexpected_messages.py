@@ -28,8 +28,8 @@ from hvd_estimators.launch.rendezvous.gloo_http import GlooKeys, GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore, RendezvousServer
 from hvd_estimators.launch.service.events import RankMessage, RankStage
 from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
-from hvd_estimators.launch.service.stages import LaunchWatch
 from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.timeouts import Patience
 

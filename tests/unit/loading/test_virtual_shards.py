@@ -15,7 +15,7 @@ from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.plan import plan_shards, virtual_shards
 from hvd_estimators.loading.readers import DataModule, PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, open_data_module
-from hvd_estimators.training.weights import WeightedBatches
+from hvd_estimators.training.row_weights import WeightedBatches
 
 
 class Numbers(PlannedDataModule):

@@ -147,13 +147,13 @@ def test_each_launch_has_a_number(store: Any) -> None:
     class Spec:
         data = Data()
 
-    class Handover:
+    class CallTransfer:
         def put(self, train: Any) -> StoredCall:
             return StoredCall(store, "", "", "")
 
     backend: Any = Backend()
     with Run(store, store.run_paths("mine")) as held:
-        given: Any = (Handover(), None, None, Spec())
+        given: Any = (CallTransfer(), None, None, Spec())
         launch = Launch(held, *given)
         fences = [launch(backend, {}, lambda event: None)[0] for _ in range(3)]
         assert [fence.launch for fence in fences] == [0, 1, 2]

@@ -11,7 +11,7 @@ from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.collectives import session
 from hvd_estimators.torch.loss import Evaluation, Loss
 from hvd_estimators.torch.metrics import Metrics, MetricSums
-from hvd_estimators.training.weights import WeightedBatches
+from hvd_estimators.training.row_weights import WeightedBatches
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.torch import TorchModel
-from hvd_estimators.training.call_transfer import Handover, train_stored
+from hvd_estimators.training.call_transfer import CallTransfer, train_stored
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 STATE = bytes(range(256)) * 100
@@ -67,7 +67,7 @@ def test_ranks_return_little_and_the_state_arrives_in_a_file(
     tmp_path: Path, save_runs: bool
 ) -> None:
     spec = make_spec(tmp_path, save_runs=save_runs)
-    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
         answer = train_stored(call)
         assert answer.state is None
@@ -87,7 +87,7 @@ def file_trainer(spec: Spec) -> TrainResult:
 
 def test_a_state_in_a_file_stays_a_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
         answer = train_stored(handover.put(file_trainer))
         assert answer.state is None
         assert not Path(answer.weights_digest).parent.exists()
@@ -113,7 +113,7 @@ def test_files_of_a_spec_reach_the_ranks_and_are_checked(tmp_path: Path) -> None
         Path(local.path).write_text(text)
     spec = make_spec(tmp_path)
     spec.files = (*locals_, locals_[0])
-    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(reads_files)
         assert train_stored(call).weights_digest == "a model and another"
         stored = {Path(name).name: tmp_path / name for name in files(tmp_path)}
@@ -126,7 +126,7 @@ def test_files_of_a_spec_reach_the_ranks_and_are_checked(tmp_path: Path) -> None
 
 def test_storage_options_are_not_in_the_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, storage_options={"key": "a secret of somebody"})
-    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(tells_options)
         assert b"a secret" not in Path(call.path).read_bytes()
         assert train_stored(call).weights_digest == "a secret of somebody twice"
@@ -134,7 +134,7 @@ def test_storage_options_are_not_in_the_file(tmp_path: Path) -> None:
 
 def test_modified_files_are_not_unpickled(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
         answer = train_stored(call)
         for path in (call.path, call.state_path):
@@ -153,7 +153,7 @@ def test_late_errors_name_the_saved_work(tmp_path: Path, save_runs: bool, error:
     kind = ParamError if isinstance(error, ParamError) else ResultsError
 
     def fit() -> None:
-        with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
             handover.read([train_stored(handover.put(trainer))])
             if save_runs:
                 write_checkpoint(spec)
@@ -183,7 +183,7 @@ def test_finished_checkpoints_survive_a_failed_rank(tmp_path: Path, has_checkpoi
 
     def fit() -> None:
         with (
-            Handover(spec, "a hammer") as handover,  # type: ignore[arg-type]
+            CallTransfer(spec, "a hammer") as handover,  # type: ignore[arg-type]
             handover.describing_saved_state(trained=False),
         ):
             handover.put(trainer)
@@ -211,7 +211,7 @@ def test_errors_of_the_backend_are_not_converted(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     with (
         pytest.raises(KeyError),
-        Handover(spec, "a hammer") as handover,  # type: ignore[arg-type]
+        CallTransfer(spec, "a hammer") as handover,  # type: ignore[arg-type]
         handover.describing_saved_state(trained=False),
     ):
         raise KeyError("of the backend")
@@ -221,8 +221,8 @@ def test_the_next_fit_deletes_files_of_a_killed_fit(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     write_checkpoint(spec)
     kept = files(tmp_path)
-    Handover(spec, "a hammer").put(trainer)  # type: ignore[arg-type]
-    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+    CallTransfer(spec, "a hammer").put(trainer)  # type: ignore[arg-type]
+    with CallTransfer(spec, "a hammer") as handover:  # type: ignore[arg-type]
         call = handover.put(trainer)
         handover.delete_others()
         assert len(files(tmp_path) - kept) == 1

@@ -19,7 +19,7 @@ from processes import wait_until
 from hvd_estimators import Store
 from hvd_estimators.launch import LocalBackend
 from hvd_estimators.store.base import RunPaths
-from hvd_estimators.training.call_transfer import Handover, train_stored
+from hvd_estimators.training.call_transfer import CallTransfer, train_stored
 from hvd_estimators.training.horovod_session import gather_timeline, rank_seed, seed_rank
 from hvd_estimators.training.spec import TrainResult
 
@@ -96,7 +96,7 @@ def test_the_timeline_of_a_fit_is_in_the_runs_logs(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "seen.json"
 
     for name in ("timeline.json", "timeline-1.json"):
-        with Handover(spec, "nothing") as handover:  # type: ignore[arg-type]
+        with CallTransfer(spec, "nothing") as handover:  # type: ignore[arg-type]
             LocalBackend(2).run(
                 train_stored, (handover.put(train),), env={"HOROVOD_TIMELINE": str(path)}
             )

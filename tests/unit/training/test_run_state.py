@@ -38,7 +38,7 @@ from hvd_estimators.training.run_state import (
     is_encodable,
     write_archive,
 )
-from hvd_estimators.training.shard_state import HostStreams, of_shards
+from hvd_estimators.training.shard_state import HostStreams, merge_by_shard
 from hvd_estimators.training.spec import EpochMetrics
 
 
@@ -216,7 +216,7 @@ def test_random_streams_continue_across_swapped_shards() -> None:
             taken[shard].append(draw())
             states[shard] = streams.capture()
     assert taken == alone
-    assert [*of_shards([{1: states[1]}, {0: states[0]}], 2)] == [states[0], states[1]]
+    assert [*merge_by_shard([{1: states[1]}, {0: states[0]}], 2)] == [states[0], states[1]]
 
 
 def written_state() -> bytes:

@@ -20,14 +20,14 @@ from processes import wait_until
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.service.events import RankStage, receive_events
-from hvd_estimators.launch.service.server import DriverService
-from hvd_estimators.launch.service.stages import (
+from hvd_estimators.launch.service.launch_watch import (
     LaunchState,
     LaunchWatch,
     StageReporter,
     observing_launches,
     started_task,
 )
+from hvd_estimators.launch.service.server import DriverService
 from hvd_estimators.launch.stage import Stage
 
 pytestmark = pytest.mark.timeout(90)
@@ -115,7 +115,7 @@ def test_spark_names_the_host_of_a_task_whose_python_does_not_start(
     fast: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = [started_task(0, "host-a"), started_task(1, "host-b")]
-    with LaunchWatch(2).asking(lambda: running) as watch:
+    with LaunchWatch(2).with_running_tasks(lambda: running) as watch:
         watch.record(RankStage(-1, 0, "host-a", Stage.EXCHANGE))
         wait_until(lambda: caplog.records)
     assert "the rank of task 1 on host-b, in stage 'Python start'" in caplog.text
@@ -124,7 +124,7 @@ def test_spark_names_the_host_of_a_task_whose_python_does_not_start(
 def test_no_warning_is_logged_while_a_launch_waits_its_turn(
     fast: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LaunchWatch(2).asking(lambda: None):
+    with LaunchWatch(2).with_running_tasks(lambda: None):
         time.sleep(0.6)
     assert not caplog.records
 
@@ -135,7 +135,7 @@ def test_a_failing_query_to_spark_does_not_end_the_watch(
     def fail() -> None:
         raise RuntimeError("the context was stopped")
 
-    with LaunchWatch(1).asking(fail):
+    with LaunchWatch(1).with_running_tasks(fail):
         wait_until(lambda: "the rank of task 0, in stage 'task slot'" in caplog.text)
 
 

@@ -196,7 +196,7 @@ class LaunchWatch:
         self._observer = _observer.get()
         self._observe()
 
-    def asking(self, running_tasks: Callable[[], Sequence[RankStage] | None]) -> Self:
+    def with_running_tasks(self, running_tasks: Callable[[], Sequence[RankStage] | None]) -> Self:
         """Set the function that returns the tasks that Spark has started, see `started_task`.
 
         It finds tasks whose Python has not reported. It returns None while the launch waits its
