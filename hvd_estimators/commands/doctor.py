@@ -495,16 +495,17 @@ def _petastorm(facts: Facts) -> Row:
 
 
 def _frameworks(facts: Facts) -> Iterator[Row]:
-    yield _framework(facts, "torch", "torch")
-    yield _framework(facts, "TensorFlow", "tensorflow")
-    yield _framework(facts, "Keras", "keras", minimum="3")
-    yield _framework(facts, "Lightning", "lightning", minimum="2")
+    # As the extras in setup.cfg.
+    yield _framework(facts, "torch", "torch", minimum="2.6")
+    yield _framework(facts, "TensorFlow", "tensorflow", minimum="2.16")
+    yield _framework(facts, "Keras", "keras", minimum="3.6")
+    yield _framework(facts, "Lightning", "lightning", minimum="2.2")
     if not {"torch", "tensorflow"} & facts.versions.keys():
         found = "neither torch nor TensorFlow"
         yield Row("Frameworks", found, Status.PROBLEM, INSTALL_A_FRAMEWORK)
 
 
-def _framework(facts: Facts, component: str, name: str, minimum: str = "0") -> Row:
+def _framework(facts: Facts, component: str, name: str, minimum: str) -> Row:
     remedy = INSTALL[name]
     version = facts.versions.get(name)
     if version is None:

@@ -399,13 +399,13 @@ class HorovodStrategy(ParallelStrategy):
         if self.world_size > 1:
             current().barrier()
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
+    def load_checkpoint(  # type: ignore[override]  # Lightning 2.6 has added an option
+        self, checkpoint_path: Any, **options: Any
     ) -> dict[str, Any]:
         """Read a checkpoint on rank 0 and return it on all ranks."""
         loaded = None
         if self.is_global_zero:
-            loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            loaded = super().load_checkpoint(checkpoint_path, **options)
         checkpoint: dict[str, Any] = self.broadcast(loaded)
         return checkpoint
 
@@ -578,13 +578,11 @@ class WeightedStrategy(HorovodStrategy):
         with torch.inference_mode(False):
             self._buffers.reduce()
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
+    def load_checkpoint(  # type: ignore[override]  # Lightning 2.6 has added an option
+        self, checkpoint_path: Any, **options: Any
     ) -> dict[str, Any]:
         """Read a checkpoint on each rank, because all ranks can access the store."""
-        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(
-            checkpoint_path, weights_only=weights_only
-        )
+        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
         return loaded
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import tempfile
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -169,7 +170,9 @@ class _Trainer:
         connected: Any = trainer
         connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
         with run_checkpoint.within_epochs(trainer), without_epoch_ends(self.module):
-            trainer.fit(self.module, ckpt_path=self.restored_path, weights_only=False, **data)
+            if "weights_only" in inspect.signature(trainer.fit).parameters:  # Lightning 2.6
+                data["weights_only"] = False
+            trainer.fit(self.module, ckpt_path=self.restored_path, **data)
         run_checkpoint.restore_buffers(self.module)
         if len(recorder.history) > done:
             self.stopped = trainer.should_stop

@@ -9,11 +9,13 @@ operations in the same order.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -197,12 +199,12 @@ class DistributedCollectives(Collectives):
         return wait
 
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
-        options = _without_limit(c10d.AllreduceOptions())
+        options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._waiting(self._group(tensor).allreduce([tensor], options), tensor, name)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
-        options = _without_limit(c10d.BroadcastOptions())
+        options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._waiting(self._group(tensor).broadcast([tensor], options), tensor, name)
 
@@ -212,8 +214,7 @@ class DistributedCollectives(Collectives):
         """Start a gather of tensors with the same shape on all ranks."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         parts = list(gathered.unbind(0))
-        options = _without_limit(c10d.AllgatherOptions())
-        work = self._group(tensor).allgather([parts], [tensor], options)
+        work = self._group(tensor).allgather([parts], [tensor])
         wait = self._waiting(work, tensor, name)
 
         def finish() -> Sequence[torch.Tensor]:
@@ -353,22 +354,38 @@ def _naming(name: str) -> Iterator[None]:
         ) from error
 
 
-def _without_limit(options: Any) -> Any:
-    options.timeout = _UNLIMITED
-    return options
-
-
 def _gloo_group(store: Any, rank: int, size: int, address: str | None) -> Any:
+    """Connect with Gloo, in at most `timeouts.GLOO_TIMEOUT` or the user's limit.
+
+    Gloo's own limit would also apply to operations, as torch 2.8 and older ignore the limits of
+    single operations. An operation may take as long as the slowest rank needs.
+    """
     gloo = c10d.ProcessGroupGloo
     options = gloo._Options()
     device = gloo.create_default_device() if address is None else gloo.create_device(address)
     options._devices = [device]
-    seconds = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
-    options._timeout = timedelta(
-        seconds=int(seconds) if seconds.isdigit() else int(timeouts.GLOO_TIMEOUT)
-    )
+    options._timeout = _UNLIMITED
+    given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
+    seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
+    connected: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def connect() -> None:
+        try:
+            group = gloo(dist.PrefixStore("gloo", store), rank, size, options)
+        except BaseException as error:
+            connected.set_exception(error)
+        else:
+            connected.set_result(group)
+
+    threading.Thread(target=connect, daemon=True).start()
     with _naming("connection"):
-        return gloo(dist.PrefixStore("gloo", store), rank, size, options)
+        try:
+            return connected.result(seconds)
+        except concurrent.futures.TimeoutError as error:
+            raise CollectiveError(
+                f"Rank {rank} of {size} has not connected to all others in {seconds} s "
+                f"({timeouts.GLOO_TIMEOUT_VARIABLE})."
+            ) from error
 
 
 def _nccl_group(store: Any, rank: int, size: int, limit: float) -> Any:

@@ -30,7 +30,7 @@ def lean_environment(folder, without):
     left_out = (*without, "hvd_estimators", "__editable__")
     for packages in {paths["purelib"], paths["platlib"]}:
         for entry in Path(packages).iterdir():
-            if not entry.name.startswith(left_out) and not (site / entry.name).exists():
+            if not entry.name.startswith(left_out) and not os.path.lexists(site / entry.name):
                 (site / entry.name).symlink_to(entry)
     (site / "repository.pth").write_text(f"{ROOT}\n")
     programs = folder / "programs"
@@ -39,7 +39,9 @@ def lean_environment(folder, without):
         # This environment's scripts would run its own Python.
         if os.path.isdir(place) and not Path(place).is_relative_to(sys.prefix):
             for entry in Path(place).iterdir():
-                if not COMPILERS.fullmatch(entry.name) and not (programs / entry.name).exists():
+                if not COMPILERS.fullmatch(entry.name) and not os.path.lexists(
+                    programs / entry.name
+                ):
                     (programs / entry.name).symlink_to(entry)
     variables = {
         name: value

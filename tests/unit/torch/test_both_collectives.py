@@ -287,6 +287,19 @@ def listening_addresses() -> set[str]:
         }
 
 
+def test_ranks_wait_for_others_to_connect_for_a_limited_time() -> None:
+    def meet() -> None:
+        if os.environ["HOROVOD_RANK"] == "1":
+            time.sleep(60)
+        with session("torch"):
+            pass
+
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
+    message = r"Rank 0 of 2 has not connected to all others in 2 s \(HOROVOD_GLOO_TIMEOUT_SECONDS\)"
+    with pytest.raises(WorkerFailedError, match=message):
+        LocalBackend(2, env=env).run(meet)
+
+
 def test_gloo_listens_only_on_the_ranks_address() -> None:
     assert LocalBackend(2).run(listening_addresses) == [{"127.0.0.1"}] * 2
 
