@@ -499,7 +499,7 @@ def _frameworks(facts: Facts) -> Iterator[Row]:
     yield _framework(facts, "torch", "torch", minimum="2.6")
     yield _framework(facts, "TensorFlow", "tensorflow", minimum="2.16")
     yield _framework(facts, "Keras", "keras", minimum="3.6")
-    yield _framework(facts, "Lightning", "lightning", minimum="2.2")
+    yield _framework(facts, "Lightning", "lightning", minimum="2.4")
     if not {"torch", "tensorflow"} & facts.versions.keys():
         found = "neither torch nor TensorFlow"
         yield Row("Frameworks", found, Status.PROBLEM, INSTALL_A_FRAMEWORK)

@@ -357,8 +357,8 @@ def _naming(name: str) -> Iterator[None]:
 def _gloo_group(store: Any, rank: int, size: int, address: str | None) -> Any:
     """Connect with Gloo, in at most `timeouts.GLOO_TIMEOUT` or the user's limit.
 
-    Gloo's own limit would also apply to operations, as torch 2.8 and older ignore the limits of
-    single operations. An operation may take as long as the slowest rank needs.
+    Gloo's own limit would also apply to operations, because torch 2.6 ignores limits of single
+    operations. An operation may take as long as the slowest rank needs.
     """
     gloo = c10d.ProcessGroupGloo
     options = gloo._Options()
