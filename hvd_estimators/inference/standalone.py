@@ -27,13 +27,13 @@ from hvd_estimators.inference.batch import (
 )
 from hvd_estimators.inference.classification import class_columns, class_scores
 from hvd_estimators.inference.errors import naming_transformation
-from hvd_estimators.inference.input_rows import InputTable, read_columns, read_table
 from hvd_estimators.inference.output_columns import (
     DOUBLE,
     output_columns,
     output_types,
 )
 from hvd_estimators.inference.pipeline import Pipeline, as_lists, as_numpy, read_pipeline
+from hvd_estimators.inference.standalone_rows import InputTable, read_columns, read_table
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved, read_saved
 

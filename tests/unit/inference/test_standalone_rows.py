@@ -13,8 +13,8 @@ import pytest
 
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
-from hvd_estimators.inference.input_rows import read_table
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType
+from hvd_estimators.inference.standalone_rows import read_table
 
 pytestmark = pytest.mark.versions
 

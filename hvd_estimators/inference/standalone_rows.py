@@ -1,4 +1,4 @@
-"""Rows that a user passes to a predictor, as arrays of columns, and results in the same form.
+"""Rows that a user passes to a standalone predictor, as arrays of columns, and its results.
 
 Imports no PySpark and no framework.
 """
