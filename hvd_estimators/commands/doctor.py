@@ -498,7 +498,7 @@ def _frameworks(facts: Facts) -> Iterator[Row]:
     # As the extras in setup.cfg.
     yield _framework(facts, "torch", "torch", minimum="2.6")
     yield _framework(facts, "TensorFlow", "tensorflow", minimum="2.16")
-    yield _framework(facts, "Keras", "keras", minimum="3.6")
+    yield _framework(facts, "Keras", "keras", minimum="3.5")
     yield _framework(facts, "Lightning", "lightning", minimum="2.4")
     if not {"torch", "tensorflow"} & facts.versions.keys():
         found = "neither torch nor TensorFlow"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
 
 from hvd_estimators.exceptions import ParamError
 
@@ -215,7 +214,7 @@ def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any
         return tf.reduce_sum(tf.cast(loss.denominator(y_true, y_pred), tf.float32))
     if not elements.shape.rank:
         return None
-    masks = [get_keras_mask(tensor) for tensor in (y_pred, elements)]
+    masks = [_mask_of(tensor) for tensor in (y_pred, elements)]
     present = [tf.cast(mask, tf.float32) for mask in masks if mask is not None]
     mask = present[0] if len(present) == 1 else present[0] * present[1] if present else None
     if loss.reduction == "mean_with_sample_weight" and weight is not None:
@@ -228,5 +227,9 @@ def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any
     return None if mask is None else tf.reduce_sum(mask)
 
 
+def _mask_of(tensor: Any) -> Any:
+    return getattr(tensor, "_keras_mask", None)
+
+
 def _has_mask(*tensors: Any) -> bool:
-    return any(get_keras_mask(tensor) is not None for tensor in tensors)
+    return any(_mask_of(tensor) is not None for tensor in tensors)

@@ -111,11 +111,6 @@ TABLE = (
     ),
     Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(
-        "keras.src.backend.common.masking",
-        "get_keras_mask",
-        "It gives the rows and steps that a loss ignores.",
-    ),
-    Private(
         "keras.src.random.seed_generator",
         "global_seed_generator",
         "It is the generator of keras.random.",

@@ -25,6 +25,7 @@ PUBLIC = {
     "_current_frames": "sys documents it.",
     "_exit": "os documents it.",
     "_fields": "Named tuples document it.",
+    "_keras_mask": "Keras's guide on masking documents it.",
     "_module_available": "compat restores this name of Lightning 1, and uses none of Lightning 2.",
     "_momentum": "It ends the public names of an optimizer's variables.",
 }
