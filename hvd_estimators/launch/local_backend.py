@@ -45,7 +45,8 @@ from hvd_estimators.launch.validation import (
     environment_given,
     whole_number,
 )
-from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, modules_of
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
+from hvd_estimators.launch.warm.modules import modules_of
 
 
 class LocalBackend(Backend):

@@ -50,7 +50,8 @@ from hvd_estimators.launch.validation import (
     seconds_given,
     whole_number,
 )
-from hvd_estimators.launch.warm.client import allows_warm_start, modules_of
+from hvd_estimators.launch.warm.client import allows_warm_start
+from hvd_estimators.launch.warm.modules import modules_of
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster

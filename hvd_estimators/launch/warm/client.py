@@ -23,10 +23,8 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
-import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,54 +58,6 @@ _OF_A_RANK = re.compile(
     r"|NODE_RANK|MASTER_(?:ADDR|PORT)|TORCHELASTIC_\w*|GLOO_SOCKET_IFNAME"
     "|PYTEST_CURRENT_TEST"
 )
-
-# What a trainer imports when it opens its data and its log. Petastorm imports pandas. A module that
-# is not installed is skipped.
-_OPENED = ("hvd_estimators.loading.petastorm", "tensorboard.summary.writer.record_writer")
-
-_WITH_TORCH = (
-    *_OPENED,
-    # The first optimizer imports more of torch, which takes another second in each rank.
-    "torch._dynamo",
-    # Either may reduce gradients.
-    "horovod.torch",
-    "hvd_estimators.torch.distributed_collectives",
-)
-
-_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-
-_MODULES = {
-    "hvd_estimators.keras.trainer": ("hvd_estimators.keras.trainer", *_OPENED),
-    "hvd_estimators.lightning.trainer": (
-        *("hvd_estimators.lightning.trainer", *_WITH_TORCH, *_LIGHTNING),
-        "s3fs",  # imported by Lightning to ask whether a path is in an object store
-    ),
-    "hvd_estimators.torch.trainer": ("hvd_estimators.torch.trainer", *_WITH_TORCH),
-    "horovod.keras": ("horovod.keras",),
-    "horovod.tensorflow": ("horovod.tensorflow",),
-    "horovod.torch": ("horovod.torch",),
-    "keras": ("keras",),
-    "lightning": ("lightning",),
-    "numpy": ("numpy",),
-    "pandas": ("pandas",),
-    "petastorm": ("petastorm",),
-    "pyarrow": ("pyarrow",),
-    "pytorch_lightning": ("pytorch_lightning",),
-    "tensorflow": ("tensorflow",),
-    "torch": ("torch",),
-}
-"""The modules to import if a call contains the name of a module or of one of its submodules.
-
-All of them have been checked: importing them starts no thread that a fork loses, initialises no GPU
-and draws no random numbers. The user's own modules are never imported in advance, because they may
-change before the next launch.
-"""
-
-# A short string in a pickle: an opcode, the length and the text.
-_NAME_IN_PICKLE = re.compile(rb"\x8c(.)([A-Za-z_][\w.]*)", re.DOTALL)
-
-# Only the start and the end of a call are searched: code and classes precede or follow the data.
-_SEARCHED_BYTES = 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -424,76 +374,3 @@ def _umask() -> int:
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o022
-
-
-def modules_of(call: bytes) -> tuple[str, ...]:
-    """Return the modules to import for a pickled call, from `pickle_call`.
-
-    The call contains the names that a function of a script or notebook imports, the modules of its
-    arguments' classes, and the trainer of an estimator. Of a function of an installed module it
-    contains only the two names. A rank imports the function's module to load it, so all that this
-    module has imported belongs to the modules, too, and what the function itself imports.
-    """
-    names: set[str] = set()
-    for part in (call[:_SEARCHED_BYTES], call[_SEARCHED_BYTES:][-_SEARCHED_BYTES:]):
-        for length, text in _NAME_IN_PICKLE.findall(part):
-            # A longer string only begins like a module name.
-            if length[0] == len(text):
-                names.add(text.decode())
-    modules: set[str] = set()
-    for name in names | _used_by(names):
-        listed = _listed(name)
-        modules.update(_MODULES.get(listed, ()))
-        if listed.startswith("hvd_estimators"):
-            # The driver has imported the one that the user's module belongs to.
-            modules -= {package for package in _LIGHTNING if package not in sys.modules}
-    return tuple(sorted(modules))
-
-
-def _listed(name: str) -> str:
-    """Return the listed module to which a module belongs, or an empty string."""
-    while name and name not in _MODULES:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def _used_by(names: Collection[str]) -> set[str]:
-    """Return the names of modules that this process's modules and their packages have imported.
-
-    Also return the names in the code of functions, if both the function and its module are named.
-    """
-    found: set[str] = set()
-    to_search = [name for name in names if _is_searched(name)]
-    while to_search:
-        name = to_search.pop()
-        for value in list(getattr(sys.modules[name], "__dict__", {}).values()):
-            if isinstance(value, types.ModuleType):
-                # A plain access would load a module of importlib.util.LazyLoader.
-                used = object.__getattribute__(value, "__dict__").get("__name__")
-            elif isinstance(value, types.FunctionType):
-                used = value.__module__
-                if used == name and value.__name__ in names:
-                    found.update(_names_in(value.__code__))
-            elif isinstance(value, (type, types.BuiltinFunctionType)):
-                used = value.__module__
-            else:
-                used = type(value).__module__
-            if isinstance(used, str) and used not in found:
-                found.add(used)
-                if used.partition(".")[0] == name.partition(".")[0] and _is_searched(used):
-                    to_search.append(used)
-    return found
-
-
-def _is_searched(name: str) -> bool:
-    """Return whether a module's imports are searched: not those of listed or own modules."""
-    is_own = name.partition(".")[0] == "hvd_estimators"
-    return name in sys.modules and not is_own and not _listed(name)
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function and its nested functions use, such as those of modules."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 from hvd_estimators.launch.rank.process import pickle_call
-from hvd_estimators.launch.warm.client import modules_of
+from hvd_estimators.launch.warm.modules import modules_of
 from hvd_estimators.training.call_transfer import StoredCall, train_stored
 
 # As for functions defined in a notebook.
