@@ -67,9 +67,17 @@ def orphans(stem: str, names: Iterable[str]) -> list[str]:
         for position in _positions(stem, names, SUFFIX)
         if (name := file_name(stem, position)) not in complete
     ]
-    # Names that `LocalStore.open_atomic` uses while it writes a file.
-    partial = re.compile(rf"\.{re.escape(stem)}-\d{{6,}}(-\d+)?\.(ckpt|json)-[0-9a-f]{{32}}")
-    return unfinished + [name for name in names if partial.fullmatch(name)]
+    of_checkpoint = re.compile(rf"\.{re.escape(stem)}-\d{{6,}}(-\d+)?\.(ckpt|json)-")
+    return unfinished + [n for n in names if is_partial(n) and of_checkpoint.match(n)]
+
+
+def is_partial(name: str) -> bool:
+    """Return whether a file name is one that stores use while they write a file.
+
+    A process that ends while its store does not answer leaves such a file.
+    """
+    # `LocalStore` and `HDFSStore`, which appends process and thread.
+    return re.fullmatch(r"\..+-[0-9a-f]{32}(-\d+-\d+)?", name) is not None
 
 
 def listed(stem: str, names: Iterable[str], suffix: str) -> list[str]:

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import posixpath
 import shutil
 import socket
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing_extensions import Self
 
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.paths import is_partial
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,10 @@ class SyncedDirectory:
     def _download(self, target: str) -> None:
         for file in self._store.find(target):
             name = file.removeprefix(target).lstrip("/")
+            if is_partial(posixpath.basename(name)):
+                # Only one fit at a time writes a run, so no process is writing this file.
+                self._store.delete(file)
+                continue
             local = self._local(name)
             local.parent.mkdir(parents=True, exist_ok=True)
             with self._store.open(file) as source, open(local, "wb") as copy:

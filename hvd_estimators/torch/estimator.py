@@ -18,7 +18,7 @@ from hvd_estimators.summary import as_records
 from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
 from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
 from hvd_estimators.torch.model import TorchModel
-from hvd_estimators.torch.optimizer_step import autocast
+from hvd_estimators.torch.optimizer_step import autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -102,8 +102,9 @@ class TorchEstimator(TorchEstimatorSignatures):
         return None if names is None else ["loss", *names]
 
     def _learning_rates(self, trial: Trial) -> list[float]:
-        groups = getattr(self.getOrDefault("optimizer"), "param_groups", ())
-        return super()._learning_rates(trial) or [float(group["lr"]) for group in groups]
+        optimizer = self.getOrDefault("optimizer")
+        own = learning_rates(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
+        return super()._learning_rates(trial) or own
 
     def _monitors(self) -> list[tuple[str, str | None]]:
         stopping = [c for c in self.getOrDefault("callbacks") if isinstance(c, EarlyStopping)]

@@ -80,7 +80,7 @@ class OptimizerStep:
     @property
     def learning_rates(self) -> list[float]:
         """Current learning rates of the parameter groups that have one."""
-        return [float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group]
+        return learning_rates(self._optimizer)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes forward pass and loss in the chosen precision."""
@@ -122,6 +122,13 @@ class OptimizerStep:
             self._scheduler.step(values[name])
         else:
             self._scheduler.step()
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates of the parameter groups that have one."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    # Adafactor of timm and transformers computes the rate itself if it is None.
+    return [float(rate) for rate in rates if rate is not None]
 
 
 def make_scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: Any) -> Any:
@@ -210,7 +217,7 @@ class StepRate:
 
     def _raise(self) -> None:
         for group in self._optimizer.param_groups:
-            if "lr" in group:
+            if group.get("lr") is not None:
                 given = group["lr"]
                 group["lr"] = given * self._scale
                 self._raised.append((group, given, group["lr"]))

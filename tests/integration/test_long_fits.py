@@ -78,25 +78,26 @@ def fit(store: Any, folder: Path, epochs: int) -> None:
 @pytest.mark.soak
 def test_two_hundred_epochs_hold_as_much_as_twenty(tmp_path: Path) -> None:
     cloudpickle.register_pickle_by_value(reference)
-    files = []
+    files, descriptors, threads = [], [], []
     for epochs in (20, 200):
         folder = tmp_path / str(epochs)
         folder.mkdir()
         store: Any = Store.create(str(folder / "store"))
         fit(store, folder, epochs)
         files.append(files_by_kind(store))
-        descriptors = len(os.listdir("/proc/self/fd"))
-        threads = threading.active_count()
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        threads.append(threading.active_count())
     assert files[0] == files[1]
-    # The driver after a second fit of ten times the epochs.
-    assert descriptors < 100
-    assert threads < 30
+    # The driver after a second fit of ten times the epochs; other tests may have left some.
+    assert descriptors[1] < descriptors[0] + 10
+    assert threads[1] < threads[0] + 5
     for rank in range(2):
         lines = (tmp_path / "200" / f"rank-{rank}").read_text().splitlines()
         samples = [json.loads(line) for line in lines]
         assert len(samples) == 200
         for name in ("descriptors", "threads"):
-            later = {sample[name] for sample in samples[20:]}
+            # Threads that read ahead end some epochs before training.
+            later = {sample[name] for sample in samples[20:150]}
             assert max(later) - min(later) <= 2, (name, sorted(later))
         grown = samples[-1]["memory"] - samples[50]["memory"]
         # A leak of one batch, gradient or record per step would be seen as well as one per epoch.

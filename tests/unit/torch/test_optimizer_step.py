@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
+from hvd_estimators.torch.optimizer_step import StepRate, learning_rates, set_optimizer_mode
 
 
 def make(*rates: float) -> torch.optim.Optimizer:
@@ -152,3 +152,23 @@ def test_modes_change_only_on_optimizers_that_have_modes() -> None:
         set_optimizer_mode(optimizer, training)
         assert optimizer.mode == mode
     set_optimizer_mode(make(0.1), training=True)
+
+
+def test_an_optimizer_that_computes_its_rate_has_none_to_scale() -> None:
+    class OwnRate(torch.optim.SGD):
+        """As Adafactor of timm: the group's rate is None, and `step` computes one."""
+
+        def step(self, closure: Any = None) -> None:
+            assert self.param_groups[0]["lr"] is None
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(0.5 * parameter.grad)
+
+    optimizer = OwnRate([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.param_groups[0]["lr"] = None
+    StepRate(optimizer, 4)
+
+    assert step(optimizer) == [0.5]
+    assert rates(optimizer) == [None]
+    assert learning_rates(optimizer) == []
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1})
+    assert learning_rates(optimizer) == [0.1]
