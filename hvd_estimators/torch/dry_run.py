@@ -32,7 +32,11 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
-from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
+from hvd_estimators.torch.serialization import (
+    OptimizerPickler,
+    hooks_of,
+    without_compile_notes,
+)
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
@@ -64,7 +68,7 @@ def copied(value: T) -> T:
 
 
 class _Copier(OptimizerPickler):
-    """Pickler that stores references to copies of tensors."""
+    """Pickler that stores references to copies of tensors; parameters with hooks are pickled."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -75,7 +79,7 @@ class _Copier(OptimizerPickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         """Return the position in ``copies`` of an object that is not pickled. Called by pickle."""
-        if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)):
+        if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)) or hooks_of(obj):
             return None
         position = self._positions.get(id(obj))
         if position is not None:

@@ -21,6 +21,7 @@ from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
+    copy_hooks,
     load_module,
     load_optimizer,
     load_trained,
@@ -140,6 +141,7 @@ class TorchEstimator(TorchEstimatorSignatures):
     ) -> TorchModel:
         spec = run_results.spec
         module, state = load_trained(run_results.state, lambda: load_module(spec.module))
+        copy_hooks(self.getOrDefault("model"), module)
         optimizer = load_optimizer(spec.optimizer, module)
         restore_optimizer(optimizer, module, state)
         model = self.get_model_class()(

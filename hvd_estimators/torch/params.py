@@ -47,6 +47,7 @@ from hvd_estimators.torch.optimizer_step import (
 )
 from hvd_estimators.torch.serialization import (
     Pickler,
+    check_hooks,
     dump_optimizer,
     dump_with_references,
     load_optimizer,
@@ -283,6 +284,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         noted = "_compile_kwargs" in getattr(model, "__dict__", {})
         if not (noted or isinstance(model, torch.jit.ScriptModule)):
             check_sendable("model", model, Pickler)
+        check_hooks(model, None)
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
@@ -319,6 +321,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
                 "step it in a train_minibatch_fn, with stateful=[scheduler].",
                 ", ".join(str(group.get("lr")) for group in get("optimizer").param_groups),
             )
+        check_hooks(get("model"), get("optimizer"))
         dump_optimizer(get("optimizer"), get("model"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
             logger.warning(
