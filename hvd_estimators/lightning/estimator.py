@@ -124,7 +124,7 @@ class LightningEstimator(LightningEstimatorSignatures):
                 "have."
             ) from error
         features = list(self._input_columns().names)
-        one_row = check_step(module, batch, features, get("label_cols"))
+        one_row = check_step(module, batch, features, get("label_cols"), get("trainer_args"))
         if not set(features) <= set(columns):
             return Trial(None, one_row)  # a transformation replaced these columns with other fields
         arrays = [columns[name] for name in features]
