@@ -24,6 +24,7 @@ from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
 from hvd_estimators.torch.loss import (
     Loss,
+    check_reduced,
     check_weightable,
     kind_of_outputs,
     takes_class_indices,
@@ -423,6 +424,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
             )
         if loss is not None and self._is_weighted:
             check_weightable(self._per_label("loss"))
+        if loss is not None and get("sample_weight_col") is None:
+            check_reduced(self._per_label("loss"))
 
     def _check_joint_loss(self, name: str) -> None:
         get = self.getOrDefault
