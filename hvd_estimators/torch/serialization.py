@@ -77,10 +77,17 @@ def hooks_of(value: Any) -> dict[str, Any]:
 
 def _set_hooks(owner: Any, hooks: Mapping[str, Mapping[int, Any]]) -> None:
     """Set the hooks of a parameter or an optimizer."""
+    _reserve_ids(hooks)
     for name, by_id in hooks.items():
-        # Otherwise a new hook of this process could get the id of one of these.
-        RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in by_id))
         setattr(owner, name, by_id)
+
+
+def _reserve_ids(attributes: Mapping[str, Any]) -> None:
+    """Give new hooks of this process other ids than loaded hooks, which they would replace."""
+    for name, by_id in attributes.items():
+        if name.endswith("_hooks") and isinstance(by_id, dict):
+            ids = [key for key in by_id if isinstance(key, int)]
+            RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in ids), 0)
 
 
 def copy_hooks(given: torch.nn.Module, trained: torch.nn.Module) -> None:
@@ -245,10 +252,12 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
         file.seek(0)
         if is_script:
             return torch.jit.load(file, map_location="cpu")
-        if mapped and not isinstance(document, bytes):
-            return torch.load(os.fspath(document), mmap=True, **options)
-        module: torch.nn.Module = torch.load(file, **options)
-        return module
+        is_mapped = mapped and not isinstance(document, bytes)
+        source = {"f": os.fspath(document), "mmap": True} if is_mapped else {"f": file}
+        module: torch.nn.Module = torch.load(**source, **options)
+    for part in module.modules():
+        _reserve_ids(vars(part))
+    return module
 
 
 def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:

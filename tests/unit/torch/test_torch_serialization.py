@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
@@ -380,6 +381,27 @@ def test_hooks_are_serialized_and_refer_to_the_loaded_module(copy_pair):
     loaded.handle.remove()
     step(loaded, own)
     assert not torch.equal(loaded[2].weight, before["2.weight"])
+
+
+def test_new_hooks_do_not_replace_loaded_ones(monkeypatch):
+    module = torch.nn.Linear(2, 1)
+    module.bias.register_hook(lambda gradient: gradient * 0)
+    module.register_forward_hook(lambda part, inputs, output: output * 0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    document = dump_module(module), dump_optimizer(optimizer, module)
+    for given in (module._forward_hooks, module.bias._backward_hooks):
+        monkeypatch.setattr(RemovableHandle, "next_id", next(iter(given)))
+        loaded = load_module(document[0])
+        loaded.register_forward_hook(lambda part, inputs, output: output + 3)
+        loaded.bias.register_hook(lambda gradient: gradient + 5)
+        output = loaded(torch.ones(1, 2))
+        output.sum().backward()
+        assert (output.item(), loaded.bias.grad.item()) == (3, 5)
+    monkeypatch.setattr(RemovableHandle, "next_id", next(iter(optimizer._optimizer_step_pre_hooks)))
+    loaded_optimizer = load_optimizer(document[1], module)
+    loaded_optimizer.register_step_pre_hook(lambda *_: None)
+    assert len(loaded_optimizer._optimizer_step_pre_hooks) == 2
 
 
 def test_hooks_that_cannot_be_sent_are_rejected():
