@@ -85,7 +85,7 @@ def _set_hooks(owner: Any, hooks: Mapping[str, Mapping[int, Any]]) -> None:
 def _reserve_ids(attributes: Mapping[str, Any]) -> None:
     """Give new hooks of this process other ids than loaded hooks, which they would replace."""
     for name, by_id in attributes.items():
-        if name.endswith("_hooks") and isinstance(by_id, dict):
+        if name.endswith("hooks") and isinstance(by_id, dict):
             ids = [key for key in by_id if isinstance(key, int)]
             RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in ids), 0)
 
