@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -306,7 +307,7 @@ class RunRecord:
 
     def _add(self, rows: Sequence[HistoryRow]) -> None:
         """Record epochs; retrained epochs replace recorded epochs from the first one on."""
-        first = min(row[0] for row in rows)
+        first = min((row[0] for row in rows), default=math.inf)
         self._rows = [*(row for row in self._rows if row[0] < first), *rows]
         self._write_rows(self._rows)
 

@@ -13,6 +13,7 @@ from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried
 from hvd_estimators.inference.errors import described
 from hvd_estimators.lightning.package import default_flavor, flavor_of, is_lightning
+from hvd_estimators.lightning.trainer_args import precision_of
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import (
     check_sync_batch_norm,
@@ -93,8 +94,11 @@ def check_step(
     batch: Mapping[str, Any],
     feature_cols: Sequence[str] = (),
     label_cols: Sequence[str] = (),
+    trainer_args: Mapping[str, Any] | None = None,
 ) -> bool | None:
     """Run a training step on a copy with a few rows, if the step needs no Trainer.
+
+    The step has the precision of ``trainer_args``, the user's Trainer arguments.
 
     Returns
     -------
@@ -115,9 +119,16 @@ def check_step(
     if trial is None or "dataloader_iter" in parameters:
         return None
 
+    try:
+        precision = precision_of(trainer_args or {}, flavor)
+        batch = precision.convert_input(batch)
+    except Exception as error:  # Only the ranks may have the packages and devices.
+        log_untried(error)
+        return None
+
     def step(module: Any, given: Mapping[str, Any]) -> None:
-        with torch.enable_grad():
-            module.training_step(*[given, 0][: max(len(parameters), 1)])
+        with torch.enable_grad(), precision.train_step_context():
+            precision.convert_module(module).training_step(*[given, 0][: max(len(parameters), 1)])
 
     watched = WatchedBatch(batch)
     try:

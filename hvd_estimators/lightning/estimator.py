@@ -34,6 +34,7 @@ from hvd_estimators.lightning.trainer_args import (
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.dry_run import check_one_row
 from hvd_estimators.torch.serialization import (
+    copy_hooks,
     dump_module,
     load_module,
     load_trained,
@@ -123,7 +124,7 @@ class LightningEstimator(LightningEstimatorSignatures):
                 "have."
             ) from error
         features = list(self._input_columns().names)
-        one_row = check_step(module, batch, features, get("label_cols"))
+        one_row = check_step(module, batch, features, get("label_cols"), get("trainer_args"))
         if not set(features) <= set(columns):
             return Trial(None, one_row)  # a transformation replaced these columns with other fields
         arrays = [columns[name] for name in features]
@@ -206,6 +207,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     ) -> LightningModel:
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
+        copy_hooks(given, module)
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),

@@ -119,6 +119,20 @@ _KINDS = {
 }
 """Arguments that disable kinds of callbacks."""
 
+_FOR_TRIALS = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+"""Arguments of a Trainer that only checks other arguments."""
+
+_FINDERS = {"LearningRateFinder": "learning_rate", "BatchSizeFinder": "batch_size"}
+"""Callbacks that search for the value of a param before training."""
+
 _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
 
 
@@ -188,15 +202,6 @@ def check_trainer_args(
         for name, value in arguments.items()
         if isinstance(value, _PLAIN) and name not in (*_OF_DEVICES, "logger", "profiler")
     }
-    ours = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
     passes = plain_args.get("accumulate_grad_batches")
     if passes is not None and (not isinstance(passes, int) or passes < 1):
         raise ParamError(
@@ -205,12 +210,22 @@ def check_trainer_args(
     misconfigured = flavor.get("utilities.exceptions.MisconfigurationException")
     with traceless(), quiet():
         try:
-            flavor.get("Trainer")(**{**plain_args, **ours, "barebones": False})
+            flavor.get("Trainer")(**{**plain_args, **_FOR_TRIALS, "barebones": False})
         except (TypeError, ValueError, misconfigured) as error:
             raise ParamError(
                 f"trainer_args: Lightning's Trainer rejects them ({error}). Found {plain_args!r}. "
                 "Change the argument that the error names."
             ) from error
+
+
+def precision_of(arguments: Mapping[str, Any], flavor: Flavor) -> Any:
+    """Return Lightning's precision plugin for the user's Trainer arguments, on the CPU."""
+    for plugin in as_list(arguments.get("plugins")):
+        if is_lightning(plugin, "plugins.Precision"):
+            return plugin
+    given = {"precision": arguments.get("precision"), **_FOR_TRIALS}
+    with traceless(), quiet():
+        return flavor.get("Trainer")(**given).precision_plugin
 
 
 def as_list(value: Any) -> list[Any]:
@@ -223,7 +238,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def check_callbacks(name: str, callbacks: Sequence[Any]) -> None:
-    """Check that the values of a param are instances of Lightning's Callback.
+    """Check that the values of a param are instances of Lightning's Callback that ranks can run.
 
     Raises
     ------
@@ -235,6 +250,13 @@ def check_callbacks(name: str, callbacks: Sequence[Any]) -> None:
             raise ParamError(
                 f"{name}: expected instances of Lightning's Callback, found {callback!r}."
             )
+        for finder, setting in _FINDERS.items():
+            if is_lightning(callback, f"callbacks.{finder}"):
+                raise ParamError(
+                    f"{name}: found a {type(callback).__name__}, whose trial steps do not work on "
+                    f"ranks. Leave it out, and set {setting}. lightning.pytorch.tuner.Tuner finds "
+                    "a value on one process, with a Trainer and some of the rows."
+                )
 
 
 def _is_instance(value: Any, path: str) -> bool:

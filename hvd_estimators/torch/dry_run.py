@@ -28,11 +28,17 @@ from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.inference.errors import described
+from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
+from hvd_estimators.torch.loss import Evaluation, Loss, StatedDenominators, StepShare
+from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
-from hvd_estimators.torch.serialization import OptimizerPickler, without_compile_notes
+from hvd_estimators.torch.serialization import (
+    OptimizerPickler,
+    hooks_of,
+    without_compile_notes,
+)
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
@@ -64,7 +70,7 @@ def copied(value: T) -> T:
 
 
 class _Copier(OptimizerPickler):
-    """Pickler that stores references to copies of tensors."""
+    """Pickler that stores references to copies of tensors; parameters with hooks are pickled."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -75,7 +81,7 @@ class _Copier(OptimizerPickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         """Return the position in ``copies`` of an object that is not pickled. Called by pickle."""
-        if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)):
+        if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)) or hooks_of(obj):
             return None
         position = self._positions.get(id(obj))
         if position is not None:
@@ -234,12 +240,16 @@ def _accepts(module: torch.nn.Module, count: int) -> bool:
 
 
 def check_fit(
-    module: torch.nn.Module, loss: Loss | JointLoss | None, tensors: TensorSpec, columns: Columns
+    module: torch.nn.Module,
+    loss: Loss | JointLoss | None,
+    tensors: TensorSpec,
+    columns: Columns,
+    metrics: Metrics | None = None,
 ) -> list[tuple[int, ...]]:
-    """Run a few rows through copies of a model and its loss.
+    """Run a few rows through copies of a model, its loss and its metrics.
 
-    This process is not a rank and may have no GPU. If model or loss cannot run here, the check
-    warns and leaves them to the ranks.
+    This process is not a rank and may have no GPU. If one of them cannot run here, the check warns
+    and leaves it to the ranks.
 
     Parameters
     ----------
@@ -251,6 +261,8 @@ def check_fit(
         Conversion of columns to tensors.
     columns : Columns
         A few rows.
+    metrics : Metrics, optional
+        The metrics. Default: none.
 
     Returns
     -------
@@ -261,7 +273,7 @@ def check_fit(
     ------
     ShapeError
         If the columns do not fit the configured shapes, or the model cannot take the columns. Also
-        if outputs and labels differ in number, or the loss cannot take them.
+        if outputs and labels differ in number, or the loss or a metric cannot take them.
     """
     batch = _batch(tensors, columns)
     try:
@@ -302,6 +314,9 @@ def check_fit(
         _check_joint_loss(loss, raw, batch, tensors)
     elif loss is not None:
         _check_loss(loss, outputs, batch, tensors)
+    if metrics is not None and metrics.names != []:
+        aligned = tensors.align(raw, batch.labels)
+        _check_metrics(metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
     return [tuple(output.shape[1:]) for output in outputs]
 
 
@@ -369,6 +384,7 @@ def check_own_step(
         ) from error
     outputs: Sequence[Any] = evaluation.outputs
     if all(isinstance(o, torch.Tensor) and o.dim() and len(o) == batch.rows for o in outputs):
+        _check_metrics(on_rank.metrics, evaluation)
         return [tuple(output.shape[1:]) for output in outputs]
     return []
 
@@ -585,6 +601,35 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
     is_tried = _try_loss(lambda: loss(aligned, targets, batch.weights), message)
     if is_tried and batch.weights is None:
         _check_reduction(loss, aligned, targets, tensors.label_cols)
+
+
+def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
+    try:
+        metrics = copied(metrics)
+    except Exception as error:
+        log_untried(error)
+        return
+    for name, metric in metrics.each():
+        try:
+            with torch_traceless():
+                metric(evaluation)
+                EpochMetricStates(metric).update(evaluation)
+        except ParamError:
+            raise
+        except (ValueError, ArithmeticError) as error:
+            # The values of a few rows can cause it, such as labels of one class.
+            logger.info("metrics: %s cannot take the first rows (%s)", name, error)
+        except Exception as error:
+            if leave_to_ranks(error):
+                continue
+            given = "; ".join(
+                f"output {tuple(output.shape)}, label {tuple(label.shape)}"
+                for output, label in zip(evaluation.outputs, evaluation.labels, strict=False)
+            )
+            raise ShapeError(
+                f"metrics: {name} failed ({given}) with {report_error(error).headline}. Set "
+                "another metric, or column_dtypes (such as {'label': 'int64'}) to what it expects."
+            ) from error
 
 
 def _check_reduction(

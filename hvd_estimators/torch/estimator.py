@@ -21,6 +21,7 @@ from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.optimizer_step import autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
+    copy_hooks,
     load_module,
     load_optimizer,
     load_trained,
@@ -86,7 +87,7 @@ class TorchEstimator(TorchEstimatorSignatures):
                 return Trial(shapes or None)
         tensors = self._tensor_spec()
         with autocast(get("precision"), "cpu"):
-            tried = check_fit(get("model"), self._loss(), tensors, columns)
+            tried = check_fit(get("model"), self._loss(), tensors, columns, self._named_metrics())
         inputs = tensors.inputs(repeated(columns, 1))
         one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
         return Trial(tried or shapes or None, one_row)
@@ -141,6 +142,7 @@ class TorchEstimator(TorchEstimatorSignatures):
     ) -> TorchModel:
         spec = run_results.spec
         module, state = load_trained(run_results.state, lambda: load_module(spec.module))
+        copy_hooks(self.getOrDefault("model"), module)
         optimizer = load_optimizer(spec.optimizer, module)
         restore_optimizer(optimizer, module, state)
         model = self.get_model_class()(

@@ -302,13 +302,10 @@ class LossParts:
     def weighted(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the labels' values, times their loss weights."""
         terms = [
-            value if weight == 1.0 else weight * value
+            _as_scalar(value if weight == 1.0 else weight * value)
             for weight, value in zip(self.loss_weights, values, strict=True)
         ]
-        if len(terms) == 1:
-            (term,) = terms
-            return term if term.dim() == 0 else term.reshape(())
-        return torch.stack([term.reshape(()) for term in terms]).sum()
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
     def over_ranks(self, parts: Sequence[LossPart], share: StepShare) -> torch.Tensor:
         """Return the loss for the backward pass, scaled to the batch's share of the step.
@@ -345,6 +342,17 @@ class LossParts:
                 for pair in ((n.reshape(()), d) for n, d in merged)
             ]
             return torch.stack(columns, dim=1)
+
+
+def _as_scalar(value: torch.Tensor) -> torch.Tensor:
+    if value.dim() == 0:
+        return value
+    if value.numel() != 1:
+        raise ParamError(
+            f"loss: expected one number per batch, found shape {tuple(value.shape)}. Return a mean "
+            "over rows, such as losses.mean()."
+        )
+    return value.reshape(())
 
 
 class Loss(LossParts):
@@ -494,19 +502,45 @@ def _in_torch(function: LossFunction) -> Any:
     return next((entry for entry in modules if entry.forward is forward), None)
 
 
+def check_reduced(functions: Sequence[LossFunction], param: str = "loss") -> None:
+    """Check that no loss of torch has ``reduction="none"``, which only weights of rows permit.
+
+    Raises
+    ------
+    ParamError
+        If a loss has it.
+    """
+    for function in functions:
+        plain, options = _options_of(function)
+        owner = type(plain) if isinstance(plain, torch.nn.Module) else plain
+        is_of_torch = str(getattr(owner, "__module__", None)).startswith("torch.")
+        if is_of_torch and options.get("reduction") == "none":
+            raise ParamError(
+                f"{param}: expected one number per batch, found {function!r} with "
+                "reduction='none'. Set reduction='mean' or 'sum', or a sample_weight_col, which "
+                "weights the losses of rows."
+            )
+
+
+def _options_of(function: LossFunction) -> tuple[Any, dict[str, Any]]:
+    """Return a loss without its ``functools.partial``, and its options."""
+    if isinstance(function, torch.nn.Module):
+        options = vars(function) | dict(function.named_buffers(recurse=False))
+        if not type(function).__module__.startswith("torch.") and not takes_class_indices(function):
+            # A user's module may use these attributes in its own way, except for reduction="sum".
+            options = {"reduction": "sum"} if options.get("reduction") == "sum" else {}
+        return function, options
+    options = {}
+    while isinstance(function, functools.partial):
+        options = {**function.keywords, **options}
+        function = function.func
+    return function, options
+
+
 def _reduction(function: LossFunction) -> _Reduction:
     """Return the reduction of a loss function; unknown functions count as a mean over rows."""
     by_targets = takes_class_indices(function)
-    if isinstance(function, torch.nn.Module):
-        options = vars(function) | dict(function.named_buffers(recurse=False))
-        if not type(function).__module__.startswith("torch.") and not by_targets:
-            # A user's module may use these attributes in its own way, except for reduction="sum".
-            options = {"reduction": "sum"} if options.get("reduction") == "sum" else {}
-    else:
-        options = {}
-        while isinstance(function, functools.partial):
-            options = {**function.keywords, **options}
-            function = function.func
+    _, options = _options_of(function)
     if options.get("reduction") in ("sum", "batchmean"):
         return _Reduction(options["reduction"])
     if not by_targets:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, exchange
 from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.tensors import snapshot
@@ -288,7 +289,13 @@ class Metrics:
         }
 
     def __call__(self, evaluation: Evaluation) -> dict[str, torch.Tensor]:
-        """Return the value of each function for a batch, by name."""
+        """Return the value of each function for a batch, by name.
+
+        Raises
+        ------
+        ParamError
+            If a function does not return one number.
+        """
         measured: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, member in self._members():
@@ -296,7 +303,20 @@ class Metrics:
                     output = evaluation.outputs[member.index].detach()
                     value = member.metric(output, evaluation.labels[member.index])
                     measured[name] = torch.as_tensor(value, device=output.device)
+                    if measured[name].numel() != 1:
+                        raise ParamError(
+                            f"metrics: {name} must return one number per batch, found shape "
+                            f"{tuple(measured[name].shape)}. Return a mean over rows, or set one "
+                            "function per number."
+                        )
         return measured
+
+    def each(self) -> Iterator[tuple[str, Metrics]]:
+        """Yield the name of each metric, and an object with this metric alone."""
+        for name, member in self._members():
+            alone = copy.copy(self)
+            alone._groups = [{name: member}]
+            yield name, alone
 
     @property
     def have_state(self) -> bool:

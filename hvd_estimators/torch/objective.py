@@ -23,6 +23,7 @@ from hvd_estimators.torch.loss import (
     StatedDenominators,
     StepShare,
     as_stated,
+    check_reduced,
     check_weightable,
 )
 from hvd_estimators.torch.metrics import Metric, Metrics
@@ -185,7 +186,8 @@ class Objective:
         Raises
         ------
         ParamError
-            If rows have sample weights, and a loss from a constructor cannot be weighted by row.
+            If a loss from a constructor has ``reduction="none"`` without sample weights, or cannot
+            be weighted by row.
         """
         losses: Sequence[Callable[..., torch.Tensor]] | None = self.losses
         if losses is None and self.loss_constructors is not None:
@@ -195,6 +197,8 @@ class Objective:
                 check_joint(losses[0], self.is_weighted, "loss_constructors")
             elif self.is_weighted:
                 check_weightable(losses, "loss_constructors")
+            if not self.joint and self.tensors.sample_weight_col is None:
+                check_reduced(losses, "loss_constructors")
         if losses is None:
             return RankObjective(self, None, device)
         on_device = [

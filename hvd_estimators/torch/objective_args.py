@@ -11,7 +11,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import functions
-from hvd_estimators.torch.loss import check_weightable
+from hvd_estimators.torch.loss import check_reduced, check_weightable
 from hvd_estimators.torch.objective import Objective, check_joint
 from hvd_estimators.torch.tensors import TensorSpec
 
@@ -75,6 +75,8 @@ def objective_of(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
             check_joint(objective.losses[0], objective.is_weighted)
         elif objective.is_weighted:
             check_weightable(objective.losses)
+        else:
+            check_reduced(objective.losses)
     elif objective.loss_constructors is not None:
         for function in objective.loss_constructors:
             _check_constructor(function)

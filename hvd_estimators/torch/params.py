@@ -24,6 +24,7 @@ from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
 from hvd_estimators.torch.loss import (
     Loss,
+    check_reduced,
     check_weightable,
     kind_of_outputs,
     takes_class_indices,
@@ -47,6 +48,7 @@ from hvd_estimators.torch.optimizer_step import (
 )
 from hvd_estimators.torch.serialization import (
     Pickler,
+    check_hooks,
     dump_optimizer,
     dump_with_references,
     load_optimizer,
@@ -283,6 +285,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         noted = "_compile_kwargs" in getattr(model, "__dict__", {})
         if not (noted or isinstance(model, torch.jit.ScriptModule)):
             check_sendable("model", model, Pickler)
+        check_hooks(model, None)
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
@@ -319,6 +322,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
                 "step it in a train_minibatch_fn, with stateful=[scheduler].",
                 ", ".join(str(group.get("lr")) for group in get("optimizer").param_groups),
             )
+        check_hooks(get("model"), get("optimizer"))
         dump_optimizer(get("optimizer"), get("model"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
             logger.warning(
@@ -420,6 +424,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
             )
         if loss is not None and self._is_weighted:
             check_weightable(self._per_label("loss"))
+        if loss is not None and get("sample_weight_col") is None:
+            check_reduced(self._per_label("loss"))
 
     def _check_joint_loss(self, name: str) -> None:
         get = self.getOrDefault

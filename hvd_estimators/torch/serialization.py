@@ -3,8 +3,8 @@
 Modules are pickled by value. ``torch.nn.utils.parametrize``, on which ``weight_norm``,
 ``spectral_norm`` and ``orthogonal`` are based, gives a module a class that raises when it is
 pickled. `Pickler` recreates such a module from its original class, and restores the
-parametrizations with the other attributes. The module is also a ``pickle_module`` for
-``torch.save``.
+parametrizations with the other attributes. It also pickles the hooks of parameters, which torch
+drops. The module is also a ``pickle_module`` for ``torch.save``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import os
 import pickle
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import IO, Any
 
 import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from hvd_estimators._util import unpickle_imports
 from hvd_estimators._util.documents import to_python
@@ -38,9 +40,12 @@ logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 2**25
 
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 
 class Pickler(cloudpickle.Pickler):
-    """Pickler like cloudpickle's that also supports modules with parametrizations."""
+    """Pickler like cloudpickle's that also supports parametrizations and parameters' hooks."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
@@ -53,30 +58,86 @@ class Pickler(cloudpickle.Pickler):
             return _parametrized, (given, tuple(tensors)), state
         if isinstance(obj, FunctionType) and _calls_hooks(obj):
             return _itself, (obj.__wrapped__,)  # type: ignore[attr-defined]
+        if isinstance(obj, MethodType) and _calls_hooks(obj.__func__):
+            return functools.partial, (_step_of_class, type(obj.__self__), obj.__self__)
+        if hooks_of(obj):
+            # Hooks are pickled as state, because they may refer to their parameter.
+            make, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return make, arguments, hooks_of(obj), None, None, _set_hooks
         return super().reducer_override(obj)
 
 
-def _calls_hooks(function: FunctionType) -> bool:
+def hooks_of(value: Any) -> dict[str, Any]:
+    """Return the hooks of a parameter, by the attribute that holds them; empty for other values."""
+    if not isinstance(value, torch.nn.Parameter):
+        return {}
+    hooks = {name: getattr(value, name) for name in _PARAMETER_HOOKS}
+    return {name: by_id for name, by_id in hooks.items() if by_id}
+
+
+def _set_hooks(owner: Any, hooks: Mapping[str, Mapping[int, Any]]) -> None:
+    """Set the hooks of a parameter or an optimizer."""
+    _reserve_ids(hooks)
+    for name, by_id in hooks.items():
+        setattr(owner, name, by_id)
+
+
+def _reserve_ids(attributes: Mapping[str, Any]) -> None:
+    """Give new hooks of this process other ids than loaded hooks, which they would replace."""
+    for name, by_id in attributes.items():
+        if name.endswith("hooks") and isinstance(by_id, dict):
+            ids = [key for key in by_id if isinstance(key, int)]
+            RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in ids), 0)
+
+
+def copy_hooks(given: torch.nn.Module, trained: torch.nn.Module) -> None:
+    """Give a trained module the hooks of the original module's parameters.
+
+    Hooks that refer to the original module or its parameters refer to the trained ones afterwards.
+    """
+    hooks = {
+        name: {attribute: OrderedDict(by_id) for attribute, by_id in hooks_of(parameter).items()}
+        for name, parameter in plain_module(given).named_parameters()
+        if hooks_of(parameter)
+    }
+    parameters = dict(plain_module(trained).named_parameters())
+    if hooks.keys() <= parameters.keys():
+        for name, found in with_references_to(hooks, (given, None), (trained, None)).items():
+            _set_hooks(parameters[name], found)
+
+
+def _calls_hooks(function: Any) -> bool:
     """Return whether torch has wrapped the ``step`` of an optimizer class to call hooks.
 
     A pickled wrapper would contain a copy of torch's hook table, and would not call a rank's hooks.
     Torch wraps the function again when an object of the class is created or unpickled.
     """
     wrap = torch.optim.Optimizer.profile_hook_step
-    return function.__globals__ is wrap.__globals__ and hasattr(function, "hooked")
+    return (
+        isinstance(function, FunctionType)
+        and function.__globals__ is wrap.__globals__
+        and hasattr(function, "hooked")
+    )
 
 
 def _itself(function: FunctionType) -> FunctionType:
     return function
 
 
+def _step_of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the ``step`` of an optimizer class, which calls hooks, for one of its objects."""
+    return kind.step(*args, **kwargs)
+
+
 class OptimizerPickler(Pickler):
-    """Pickler that saves all attributes of optimizers; torch drops unknown attributes."""
+    """Pickler that saves hooks and all attributes of optimizers; torch drops unknown attributes."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
-            return copyreg.__newobj__, (type(obj),), _optimizer_state(obj)  # type: ignore[attr-defined]
+            make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+            state = _optimizer_state(obj), step_hooks_of(obj)
+            return make, (type(obj),), state, None, None, _set_optimizer_state
         return super().reducer_override(obj)
 
 
@@ -87,12 +148,39 @@ def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes, without the hooks that belong to this process."""
+    """Return an optimizer's attributes with the user's ``step``, without hooks."""
     optimizer_base = torch.optim.Optimizer([torch.zeros(1)], {})
     bookkeeping = vars(optimizer_base).keys() - optimizer_base.__getstate__().keys()
-    # A scheduler replaces step() on the object.
     left_out = bookkeeping | {"step"}
-    return {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    state = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    step = users_step(optimizer)
+    return state if step is None else {**state, "step": step}
+
+
+def users_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """Return the ``step`` that the user has set on an optimizer, without a scheduler's wrapper."""
+    step: Any = vars(optimizer).get("step")
+    while hasattr(step, "_wrapped_by_lr_sched"):
+        function = step.__wrapped__
+        if function is type(optimizer).step:
+            return None
+        step = MethodType(function, optimizer)
+    return step
+
+
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's hooks that run in a step, by the attribute that holds them."""
+    # A wrapper around another optimizer may lack the tables.
+    hooks = {name: vars(optimizer).get(name) for name in _STEP_HOOKS}
+    return {name: by_id for name, by_id in hooks.items() if by_id}
+
+
+def _set_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    attributes, hooks = state
+    optimizer.__setstate__(attributes)
+    _set_hooks(optimizer, hooks)
 
 
 def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
@@ -164,10 +252,12 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
         file.seek(0)
         if is_script:
             return torch.jit.load(file, map_location="cpu")
-        if mapped and not isinstance(document, bytes):
-            return torch.load(os.fspath(document), mmap=True, **options)
-        module: torch.nn.Module = torch.load(file, **options)
-        return module
+        is_mapped = mapped and not isinstance(document, bytes)
+        source = {"f": os.fspath(document), "mmap": True} if is_mapped else {"f": file}
+        module: torch.nn.Module = torch.load(**source, **options)
+    for part in module.modules():
+        _reserve_ids(vars(part))
+    return module
 
 
 def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
@@ -210,9 +300,10 @@ def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
-    """Serialize an optimizer, with names in place of the module's parameters.
+    """Serialize an optimizer, with references to the module's parameters.
 
-    Parameter groups, options and state are preserved, for any optimizer class.
+    Parameter groups, options, state and step hooks are preserved, for any optimizer class. Hooks
+    can refer to the module and its parts.
 
     Raises
     ------
@@ -220,7 +311,7 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
         If the optimizer holds a parameter that does not belong to the module.
     """
     named = plain_module(module).named_parameters()
-    names = {id(parameter): name for name, parameter in named}
+    names = {id(parameter) for _, parameter in named}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -231,20 +322,77 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
                     "{estimator.model: net, estimator.optimizer: optimizer}."
                 )
 
-    return _dump(optimizer, names)
+    return _dump(optimizer, _references_to(module, None))
 
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
-    parameters = dict(plain_module(module).named_parameters())
-    optimizer: torch.optim.Optimizer = _load(document, parameters)
+    # Earlier versions refer to parameters by name.
+    names = dict(plain_module(module).named_parameters())
+    optimizer: torch.optim.Optimizer = _load(document, {**names, **_referents(module, None)})
     return optimizer
 
 
-def _dump(value: Any, references: Mapping[int, Any]) -> bytes:
+def check_hooks(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check that the hooks of a module's parameters and of an optimizer can be sent to the ranks.
+
+    Raises
+    ------
+    ParamError
+        If a hook cannot be pickled, or a parameter's hook refers to an optimizer.
+    """
+    hooks = [
+        (f"model: a hook of the parameter {name!r}", hook, _ParameterHookPickler)
+        for name, parameter in plain_module(module).named_parameters()
+        for by_id in hooks_of(parameter).values()
+        for hook in by_id.values()
+    ]
+    if hooks and isinstance(module, torch.jit.ScriptModule):
+        raise ParamError(
+            f"{hooks[0][0]} would be lost, because TorchScript does not save hooks. Set the module "
+            "that is not scripted, or compile it with torch.compile."
+        )
+    if optimizer is not None:
+        hooks += [
+            ("optimizer: a step hook", hook, OptimizerPickler)
+            for by_id in step_hooks_of(optimizer).values()
+            for hook in by_id.values()
+        ]
+        hooks.append(("optimizer: its own step()", users_step(optimizer), OptimizerPickler))
+    references = _references_to(module, None)
+    for source, hook, pickler in hooks:
+        try:
+            _dump(hook, references, pickler)
+        except ParamError as error:
+            raise ParamError(f"{source} {error}") from None
+        except Exception as error:
+            raise ParamError(
+                f"{source} is sent to the ranks with cloudpickle, which fails: "
+                f"{type(error).__name__}: {error}. Create objects that cannot be sent within the "
+                "hook, or register the hook on the ranks, as in a callback's on_train_begin()."
+            ) from error
+
+
+class _ParameterHookPickler(Pickler):
+    """Pickler that rejects optimizers: a parameter's hook would get a copy."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return an object's pickle reduction. Called by pickle."""
+        if isinstance(obj, torch.optim.Optimizer):
+            raise ParamError(
+                f"refers to an optimizer ({type(obj).__name__}), and gradients are not averaged "
+                "over the ranks when the hook runs. Use optimizer.register_step_pre_hook(), or a "
+                "train_minibatch_fn."
+            )
+        return super().reducer_override(obj)
+
+
+def _dump(
+    value: Any, references: Mapping[int, Any], pickler: type[Pickler] = OptimizerPickler
+) -> bytes:
     """Pickle a value, with references in place of objects, by their id."""
 
-    class Referring(OptimizerPickler):
+    class Referring(pickler):  # type: ignore[misc, valid-type]
         def persistent_id(self, obj: Any) -> Any:
             return references.get(id(obj))
 
@@ -389,8 +537,12 @@ def dump_with_references(
 def _references_to(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, tuple[str, ...]]:
-    parts = {id(part): (kind, name) for kind, name, part in _parts_of(module)}
-    return {**parts, id(optimizer): ("optimizer", "")}
+    references: dict[int, tuple[str, ...]] = {
+        id(part): (kind, name) for kind, name, part in _parts_of(module)
+    }
+    if optimizer is not None:
+        references[id(optimizer)] = ("optimizer", "")
+    return references
 
 
 def load_with_references(

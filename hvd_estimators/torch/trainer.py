@@ -219,6 +219,8 @@ class _Trainer:
             self._callbacks("on_train_end")
         state = None
         if self.rank == 0:
+            # A handle in the module refers to all hooks of its parameter.
+            self.averager.remove()
             further = optimizer_content(self.optimizer, self.original_module)
             state = trained_file(self.module, lambda: load_module(spec.module, True), further)
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))

@@ -137,6 +137,11 @@ TABLE = (
         "They serve the same purpose, and limit the time to connect.",
     ),
     Private(
+        "torch.Tensor",
+        "_backward_hooks _post_accumulate_grad_hooks",
+        "They hold the hooks of parameters, which torch does not pickle.",
+    ),
+    Private(
         "torch.nn.Module",
         "_compiled_call_impl",
         "It shows whether a module was compiled in place.",
@@ -145,6 +150,16 @@ TABLE = (
         "torch.nn.modules.batchnorm",
         "_NormBase",
         "It finds batch normalization of any dimension, and user classes of it.",
+    ),
+    Private(
+        "torch.optim.Optimizer",
+        "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
+        "They hold the hooks of steps, which torch does not pickle.",
+    ),
+    Private(
+        "torch.optim.lr_scheduler.LRScheduler",
+        "_wrapped_by_lr_sched",
+        "It distinguishes a scheduler's wrapper from a step that the user has set.",
     ),
     # torchmetrics
     Private(

@@ -130,6 +130,62 @@ def test_parameters_unfrozen_during_training_train_as_one_process(
         assert torch.equal(value, other)
 
 
+def masked() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    net = make_net()
+    net[0].weight.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) > 0))
+    net[2].bias.register_post_accumulate_grad_hook(
+        lambda bias: setattr(bias, "grad", bias.grad / 2)
+    )
+    return net, hooked(torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for value in optimizer.param_groups[0]["params"]:
+            value.data.clamp_(-0.3, 0.3)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+class Masked(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, _ = masked()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch["features"])[:, 0], batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return hooked(torch.optim.SGD(self.net.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("framework", ["torch", "lightning"])
+def test_hooks_train_as_in_one_process_and_stay_on_the_module(
+    ranks: Any, store: Any, framework: str
+) -> None:
+    data = batches(store)
+    expected, optimizer = masked()
+    for x, y in [*data, *data]:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(expected(x), y).backward()
+        optimizer.step()
+    for epochs in (1, 2):  # The second fit resumes the first.
+        common = {**settings(ranks, store), "run_id": "hooks", "epochs": epochs}
+        if framework == "torch":
+            net, optimizer = masked()
+            found = TorchEstimator(**common, model=net, optimizer=optimizer).fit_on_parquet()
+            trained = found.getModel()
+        else:
+            common["loss"] = None
+            found = LightningEstimator(**common, model=Masked(), logger=False).fit_on_parquet()
+            trained = found.getModel().net
+    assert_same_weights(trained, expected)
+    trained(torch.ones(2, WIDTH)).sum().backward()
+    assert not trained[0].weight.grad[:, 0].any()
+    assert trained[0].weight.grad[:, 1:].any()
+
+
 class Gan(torch.nn.Module):
     """Generator of rows and discriminator in one module."""
 

@@ -202,6 +202,18 @@ def test_a_failing_store_costs_warnings(
     assert caplog.text.count("The record of run 'mine' is incomplete") == 2
 
 
+def test_epochs_without_metrics_cost_no_warning(
+    store: Any, writes: queue.Queue[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with record(store) as noted:
+        noted.handler(print_event)(RankEpoch(0, 0, []))
+        while writes.get(timeout=30) != "history.json":
+            pass
+        noted.handler(print_event)(epoch(1, 0.5))
+    assert rows_of(store) == [(1, "train", "loss", 0.5)]
+    assert caplog.text == ""
+
+
 def test_a_failed_fit_writes_the_missing_epochs(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

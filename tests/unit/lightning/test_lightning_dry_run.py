@@ -8,15 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    RichProgressBar,
+)
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, try_batches
 from hvd_estimators.lightning.dry_run import check_step, row_shapes
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
 from hvd_estimators.lightning.package import default_flavor, is_lightning
-from hvd_estimators.lightning.trainer_args import adapted_trainer_args, check_trainer_args
+from hvd_estimators.lightning.trainer_args import (
+    adapted_trainer_args,
+    check_callbacks,
+    check_trainer_args,
+)
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.shard_state import ShardStates
 
@@ -39,6 +48,33 @@ def test_errors_in_a_step_describe_the_batch() -> None:
         check_step(Plain(), {"y": torch.zeros(3, 2)})
     with pytest.raises(ShapeError, match="column_dtypes"):
         check_step(Plain(), {"x": torch.zeros(3, 2, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("precision", ["64-true", 64, "bf16-true", "16-true", "bf16-mixed"])
+def test_a_step_is_tried_in_the_precision_of_the_trainer(precision: Any) -> None:
+    class Checked(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if precision != "bf16-mixed":
+                dtype = torch.float64 if "64" in str(precision) else torch.bfloat16
+                dtype = torch.float16 if precision == "16-true" else dtype
+                assert self.linear.weight.dtype == batch["x"].dtype == torch.ones(1).dtype == dtype
+            return super().training_step(batch, batch_idx)
+
+    module, batch = Checked(), {"x": torch.zeros(3, 2, dtype=torch.float64)}
+    if precision == "bf16-mixed":
+        batch = {"x": torch.zeros(3, 2, dtype=torch.bfloat16)}
+    assert check_step(module, batch, trainer_args={"precision": precision}) is True
+    assert module.linear.weight.dtype == torch.ones(1).dtype == torch.float32
+    plugins = [Trainer(precision=precision, accelerator="cpu", logger=False).precision_plugin]
+    assert check_step(module, batch, trainer_args={"plugins": plugins}) is True
+
+
+@pytest.mark.parametrize(
+    ("finder", "param"), [(LearningRateFinder, "learning_rate"), (BatchSizeFinder, "batch_size")]
+)
+def test_callbacks_that_search_for_a_value_are_rejected(finder: Any, param: str) -> None:
+    with pytest.raises(ParamError, match=rf"^callbacks: .*{finder.__name__}.* set {param}\."):
+        check_callbacks("callbacks", [finder()])
 
 
 def test_steps_for_a_fixed_batch_size_are_checked_with_that_size() -> None:

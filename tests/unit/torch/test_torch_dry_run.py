@@ -1,15 +1,18 @@
 """Dry runs report mismatches before training, without side effects."""
 
 import copy
+import functools
 import random
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.dry_run import check_fit, output_shapes
-from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.loss import Loss, check_reduced, check_weightable
+from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
@@ -108,17 +111,88 @@ def test_sample_weights_go_through_the_loss():
             TensorSpec(("x",), ("wide",)),
             r"wide: output \(3, 3\), label \(3, 2\)",
         ),
-        (
-            torch.nn.Linear(4, 1),
-            torch.nn.MSELoss(reduction="none"),
-            SPEC,
-            r"loss must return a number, found shape|number of elements|invalid for input",
-        ),
     ],
 )
 def test_errors_about_mismatches_name_columns_and_shapes(module, loss, spec, message):
     with pytest.raises(ShapeError, match=message):
         fit(module, loss, spec)
+
+
+def test_a_loss_must_return_one_number_per_batch():
+    with pytest.raises(ParamError, match=r"^loss: expected one number .*, found shape \(3, 1\)"):
+        fit(torch.nn.Linear(4, 1), lambda output, label: (output - label).square())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        torch.nn.MSELoss(reduction="none"),
+        torch.nn.CrossEntropyLoss(reduction="none"),
+        torch.nn.KLDivLoss(reduction="none"),
+        functools.partial(F.mse_loss, reduction="none"),
+        functools.partial(F.cross_entropy, reduction="none"),
+    ],
+)
+def test_losses_without_reduction_are_rejected(loss):
+    with pytest.raises(ParamError, match=r"loss: .*reduction='none'\. Set reduction='mean'"):
+        check_reduced([loss])
+
+
+def test_own_losses_may_use_the_name_reduction():
+    class Focal(torch.nn.CrossEntropyLoss):
+        def forward(self, output, label):
+            return super().forward(output, label).mean()
+
+    def own(output, label, reduction):
+        return (output - label).mean()
+
+    losses = [Focal(reduction="none"), functools.partial(own, reduction="none")]
+    check_reduced([*losses, F.mse_loss, torch.nn.MSELoss(), torch.nn.NLLLoss(reduction="sum")])
+
+
+def metrics_of(*functions):
+    return Metrics([[function] for function in functions], ["y"])
+
+
+def test_metrics_are_tried_on_copies():
+    seen = []
+
+    def counted(output, label):
+        seen.append(output)
+        return (output - label).mean()
+
+    of_class = torchmetrics.MeanSquaredError()
+    module = torch.nn.Linear(4, 1)
+    check_fit(module, None, SPEC, COLUMNS, metrics_of(counted, of_class, lambda o, _: o[:1, 0]))
+    assert (seen, of_class.update_count) == ([], 0)
+
+
+def test_errors_of_metrics_name_the_metric_and_the_line():
+    def per_column(output, label):
+        return (output - label).square().flatten()
+
+    def undefined(output, label):
+        return missing_name  # noqa: F821
+
+    def of_two_classes(output, label):
+        raise ValueError("only one class present")
+
+    def tried(metric):
+        check_fit(torch.nn.Linear(4, 1), None, SPEC, COLUMNS, metrics_of(metric))
+
+    with pytest.raises(ParamError, match=r"^metrics: per_column must return one .* shape \(3,\)"):
+        tried(per_column)
+    where = r"NameError: name 'missing_name' .*\(.*test_torch_dry_run.py:\d+, in undefined\)"
+    with pytest.raises(ShapeError, match=rf"^metrics: undefined failed .*{where}"):
+        tried(undefined)
+    with pytest.raises(ShapeError, match=r"^metrics: Broken failed"):
+        tried(Broken())
+    tried(of_two_classes)
+
+
+class Broken(torchmetrics.MeanSquaredError):
+    def update(self, preds, target):
+        raise TypeError("2 outputs expected")
 
 
 class Mean(torch.nn.Module):

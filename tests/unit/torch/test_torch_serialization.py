@@ -6,17 +6,23 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
+from hvd_estimators.torch.dry_run import copied
 from hvd_estimators.torch.serialization import (
     Pickler,
+    check_hooks,
+    copy_hooks,
     dump_module,
     dump_optimizer,
     dump_with_references,
@@ -301,7 +307,7 @@ class Outer(torch.optim.Optimizer):
 def test_attributes_of_optimizers_are_serialized_without_process_state():
     net = torch.nn.Linear(2, 1)
     inner = torch.optim.LBFGS(net.parameters(), lr=0.5)
-    inner.register_step_pre_hook(lambda *_: pytest.fail("a hook of another process"))
+    inner.register_state_dict_pre_hook(lambda *_: pytest.fail("a hook of another process"))
     # The scheduler replaces the optimizer's step().
     torch.optim.lr_scheduler.StepLR(inner, 1)
     inner.function = open
@@ -322,6 +328,98 @@ def test_attributes_of_optimizers_are_serialized_without_process_state():
 
     found.step(closure)
     assert not torch.equal(copied.weight, before)
+
+
+class Scaled:
+    """Hook that scales a gradient by the mean of a layer's weight."""
+
+    def __call__(self, parameter):
+        parameter.grad.mul_(self.layer.weight.mean())
+
+
+def hooked():
+    """Return a module and an optimizer with all kinds of hooks, which refer to the module."""
+    module = network()
+    first, _, last = module
+    first.weight.register_hook(lambda gradient: gradient * (first.weight > 0))
+    first.weight.register_post_accumulate_grad_hook(scaled := Scaled())
+    scaled.layer = last
+    module.handle = last.weight.register_hook(lambda gradient: torch.zeros_like(gradient))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: setattr(module[1].bias, "grad", None))
+    steps_of_class = optimizer.step
+
+    def clamped(self, closure=None):
+        loss = steps_of_class(closure)
+        with torch.no_grad():
+            first.bias.clamp_(-0.1, 0.1)
+        return loss
+
+    optimizer.step = types.MethodType(clamped, optimizer)
+    return module, optimizer
+
+
+@pytest.mark.parametrize("copy_pair", [round_trip, lambda *pair: copied(pair)])
+def test_hooks_are_serialized_and_refer_to_the_loaded_module(copy_pair):
+    module, optimizer = hooked()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = copy.deepcopy(module.state_dict())
+    loaded, own = copy_pair(module, optimizer)
+    rate = own.register_step_pre_hook(lambda *_: own.param_groups[0].update(lr=0.4))
+    copy_hooks(module, plain := network())
+
+    step(loaded, own)
+    assert all(torch.equal(value, before[n]) for n, value in module.state_dict().items())
+    rate.remove()
+    optimizer.param_groups[0]["lr"] = 0.4
+    step(module, optimizer)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0)
+    step(plain, torch.optim.SGD(plain.parameters(), lr=0.4))
+    assert torch.equal(plain[0].weight, module[0].weight)
+    assert torch.equal(plain[2].weight, before["2.weight"])
+    loaded.handle.remove()
+    step(loaded, own)
+    assert not torch.equal(loaded[2].weight, before["2.weight"])
+
+
+def test_new_hooks_do_not_replace_loaded_ones(monkeypatch):
+    module = torch.nn.Linear(2, 1)
+    module.bias.register_hook(lambda gradient: gradient * 0)
+    module.register_forward_hook(lambda part, inputs, output: output * 0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    document = dump_module(module), dump_optimizer(optimizer, module)
+    for given in (module._forward_hooks, module.bias._backward_hooks):
+        monkeypatch.setattr(RemovableHandle, "next_id", next(iter(given)))
+        loaded = load_module(document[0])
+        loaded.register_forward_hook(lambda part, inputs, output: output + 3)
+        loaded.bias.register_hook(lambda gradient: gradient + 5)
+        output = loaded(torch.ones(1, 2))
+        output.sum().backward()
+        assert (output.item(), loaded.bias.grad.item()) == (3, 5)
+    monkeypatch.setattr(RemovableHandle, "next_id", next(iter(optimizer._optimizer_step_pre_hooks)))
+    loaded_optimizer = load_optimizer(document[1], module)
+    loaded_optimizer.register_step_pre_hook(lambda *_: None)
+    assert len(loaded_optimizer._optimizer_step_pre_hooks) == 2
+
+
+def test_hooks_that_cannot_be_sent_are_rejected():
+    module, lock = network(), threading.Lock()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    handle = optimizer.register_step_post_hook(lambda *_: lock)
+    with pytest.raises(ParamError, match=r"optimizer: a step hook is sent .* cannot pickle"):
+        check_hooks(module, optimizer)
+    handle.remove()
+    handle = module[2].bias.register_hook(lambda gradient: gradient * optimizer.defaults["lr"])
+    with pytest.raises(ParamError, match=r"hook of the parameter '2\.bias' refers to an optimizer"):
+        check_hooks(module, optimizer)
+    handle.remove()
+    check_hooks(module, optimizer)
+    script = torch.jit.script(network())
+    script[2].bias.register_hook(lambda gradient: gradient)
+    with pytest.raises(ParamError, match="TorchScript does not save hooks"):
+        check_hooks(script, None)
 
 
 def test_optimizers_in_users_objects_are_rebound_to_the_model():
