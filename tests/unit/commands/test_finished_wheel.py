@@ -31,7 +31,8 @@ from hvd_estimators.launch.horovod_build import (
 )
 
 TORCH_ONLY = replace(RECIPE, tensorflow=None)
-REVISION = f"{RECIPE_REVISION}.{PATCHES_REVISION}.{FINISH_REVISION}"
+# The compiled wheels of these tests contain no patches.
+REVISION = f"{RECIPE_REVISION}.0.{FINISH_REVISION}"
 
 
 def finished(folder, recipe=TORCH_ONLY, with_compat=False, name=WHEEL_NAME):
@@ -51,9 +52,7 @@ class TestVersion:
     def test_file_name_and_metadata_contain_frameworks_device_and_revision(self, tmp_path):
         wheel = finished(tmp_path, RECIPE)
 
-        # The compiled wheel of this test contains no patches.
-        revision = f"{RECIPE_REVISION}.0.{FINISH_REVISION}"
-        version = f"0.28.1+torch2.13.0.tensorflow2.21.0.cpu.{revision}"
+        version = f"0.28.1+torch2.13.0.tensorflow2.21.0.cpu.{REVISION}"
         assert wheel.name == f"horovod-{version}-cp311-cp311-linux_x86_64.whl"
         assert f"\nVersion: {version}\n" in read(wheel, "/METADATA")
         assert read(wheel, "/METADATA").endswith("\n\nText.\n")
@@ -71,7 +70,8 @@ class TestVersion:
             local_version({**record, "tensorflow": None, "recipe": 10}, with_compat=False),
         ]
 
-        assert versions[1] == f"0.28.1+torch2.9.1.cu130.{REVISION}"
+        revision = f"{RECIPE_REVISION}.{PATCHES_REVISION}.{FINISH_REVISION}"
+        assert versions[1] == f"0.28.1+torch2.9.1.cu130.{revision}"
         assert sorted(versions, key=Version) == versions
         assert all(SpecifierSet("==0.28.1").contains(version) for version in versions)
         assert min(map(Version, versions)) > Version("0.28.1")
