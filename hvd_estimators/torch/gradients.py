@@ -101,13 +101,15 @@ class GradientAverager:
         self._launched = 0
         self._averaged: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
-        self._in_pass = self._accumulating = self._pending = False
+        self._in_pass = self._ends = self._accumulating = self._pending = False
         self._reductions = 0
         self.steps = self.gradients = 0
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._run_backward
 
     @property
     def pending(self) -> bool:
@@ -175,7 +177,9 @@ class GradientAverager:
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def remove(self) -> None:
-        """Remove the hooks from parameters and optimizers."""
+        """Remove the hooks from parameters, optimizers and ``torch.autograd.backward``."""
+        if torch.autograd.backward == self._run_backward:
+            torch.autograd.backward = self._backward
         self._step_hook.remove()
         for hook in self._gradient_hooks.values():
             hook.remove()
@@ -220,7 +224,7 @@ class GradientAverager:
             self._in_pass = True
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            self._queue_end()
         # A parameter outside the buckets is not trained any longer.
         if self._alone or parameter not in self._bucket_of:
             return
@@ -239,9 +243,26 @@ class GradientAverager:
         self._buckets[self._launched].launch()
         self._launched += 1
 
+    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``torch.autograd.backward``, which replaces it while this object exists.
+
+        ``torch.utils.checkpoint`` with ``use_reentrant=True`` calls it within a backward pass. The
+        outer pass must then end with the average, and not the inner one.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._queue_end()
+        self._backward(*args, **kwargs)
+
+    def _queue_end(self) -> None:
+        """Call `_end_pass` at the end of the running pass, unless an outer one does so."""
+        if not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
     def _end_pass(self) -> None:
-        self._in_pass = False
-        self._reduce()
+        self._ends = False
+        if self._in_pass:
+            self._reduce()
 
     def _reduce(self) -> None:
         """Set all gradients to their means over the ranks, divided by stated denominators."""
@@ -257,7 +278,7 @@ class GradientAverager:
         if self._denominators is not None:
             self._denominators.divide(self._bucket_of)
         self._averaged.update(self._bucket_of)
-        self._pending = self._in_pass = False
+        self._pending = self._in_pass = self._ends = False
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]

@@ -23,6 +23,7 @@ from reference import (
     train_alone,
     write_rows,
 )
+from torch.utils.checkpoint import checkpoint
 from variants import others_in_soak
 
 from hvd_estimators.exceptions import DataError
@@ -101,8 +102,30 @@ def test_gradients_accumulate_to_the_mean_over_all_passes(
     assert_same_weights(model.getModel(), expected)
 
 
+class Checkpointed(torch.nn.Sequential):
+    """The reference's net; its last layers are a checkpoint that starts a backward pass."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, *rest = self
+        return checkpoint(torch.nn.Sequential(*rest), first(x), use_reentrant=True)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_custom_minibatch_function_trains_as_one_process(store: Any, library: str) -> None:
+def test_reentrant_checkpoints_train_as_one_process_when_a_rank_has_no_rows(
+    store: Any, library: str
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 3)
+    net = Checkpointed(*make_net())
+    params = {"model": net, "optimizer": OPTIMIZERS["adam"](net.parameters())}
+    model, _ = fit(store, 2, "adam", batch_size=1, epochs=2, collectives=library, **params)
+    expected = train_alone(columns, global_batches(3, 2, 1), OPTIMIZERS["adam"], 2)
+    assert_same_weights(model.getModel(), expected)
+
+
+@pytest.mark.parametrize(("library", "kind"), [("horovod", Checkpointed), ("torch", None)])
+def test_a_custom_minibatch_function_trains_as_one_process(
+    store: Any, library: str, kind: Any
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
 
     def minibatch(
@@ -123,7 +146,10 @@ def test_a_custom_minibatch_function_trains_as_one_process(store: Any, library: 
         optimizer.step()
         return outputs, loss
 
-    params = {"train_minibatch_fn": minibatch, "collectives": library}
+    params: dict[str, Any] = {"train_minibatch_fn": minibatch, "collectives": library}
+    if kind is not None:
+        params["model"] = kind(*make_net())
+        params["optimizer"] = OPTIMIZERS["momentum"](params["model"].parameters())
     model, _ = fit(store, 2, "momentum", batch_size=16, epochs=2, **params)
     batches = global_batches(65, 2, 16)
     expected = train_alone(columns, batches, OPTIMIZERS["momentum"], 2, clip=0.5)
