@@ -36,6 +36,10 @@ class Collective:
         self.names.append(name)
         return lambda: tensor.mul_(10)
 
+    def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Any:
+        self.names.append(name)
+        return lambda: tensor * 10
+
 
 @pytest.fixture
 def collective() -> Iterator[Collective]:
@@ -148,6 +152,30 @@ def test_the_order_of_buckets_does_not_depend_on_the_backward_pass(
         assert collective.names == order
     # In the usual order, buckets are sent during the pass; otherwise they wait for the first.
     assert sent_within == [2, 0, 0]
+
+
+@pytest.mark.parametrize("is_layer", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_layout_of_a_gradient_is_learned_from_the_first_pass(
+    collective: Collective, averager: Any, is_layer: bool, is_tied: bool
+) -> None:
+    net = torch.nn.Embedding(3, 2, sparse=is_layer)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    averager(net, [optimizer])
+    expected = torch.tensor([[0.0, 0.0], [40.0, 40.0], [0.0, 0.0]]) + 10.0 * is_tied
+    names = []
+    for _ in range(2):
+        collective.names.clear()
+        optimizer.zero_grad()
+        ids = torch.tensor([1, 1, 1, 1])
+        rows = torch.nn.functional.embedding(ids, net.weight, sparse=True)
+        (rows.sum() + (net.weight.sum() if is_tied else 0.0)).backward()
+        assert net.weight.grad is not None
+        assert net.weight.grad.is_sparse is not is_tied
+        assert torch.equal(net.weight.grad.to_dense(), expected)
+        names.append(len(collective.names))
+    # A pass that finds another layout than that of the layer averages again.
+    assert names == [1 if is_layer is not is_tied else 2, 1]
 
 
 class Checkpointed(torch.nn.Module):
