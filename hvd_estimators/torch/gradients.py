@@ -41,7 +41,8 @@ class GradientAverager:
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
-    module is followed from its first step on. Optimizer classes are not modified.
+    module is followed from its first step on. Optimizer classes are not modified. Until `remove`,
+    a method replaces ``torch.autograd.backward``, so that the outermost of nested passes averages.
 
     If losses state denominators, the averager divides the means by them before clipping and
     scaling.
