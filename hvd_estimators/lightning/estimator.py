@@ -32,7 +32,7 @@ from hvd_estimators.lightning.trainer_args import (
     as_list,
 )
 from hvd_estimators.summary import as_records
-from hvd_estimators.torch.dry_run import check_one_row
+from hvd_estimators.torch.dry_run import check_embeddings, check_one_row
 from hvd_estimators.torch.serialization import (
     copy_hooks,
     dump_module,
@@ -155,8 +155,10 @@ class LightningEstimator(LightningEstimatorSignatures):
         get = self.getOrDefault
         if not self._is_lightning:
             super()._check_spec(common, trial)
-        elif trial.takes_one_row is False and get("train_steps_per_epoch") is None:
-            check_one_row(get("model"), common.data, trial.takes_one_row)
+        else:
+            check_embeddings(get("model"), common.data)
+            if trial.takes_one_row is False and get("train_steps_per_epoch") is None:
+                check_one_row(get("model"), common.data, trial.takes_one_row)
         arguments = get("trainer_args") or {}
         callbacks = [*get("callbacks"), *as_list(arguments.get("callbacks"))]
         check_shards_of_module(get("model"), common.data, arguments, callbacks)

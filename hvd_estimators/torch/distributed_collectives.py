@@ -138,7 +138,8 @@ class DistributedCollectives(Collectives):
             values = own.values()
             carried = values.to(CARRIED_AS.get(values.dtype, values.dtype)).contiguous()
             total = self._gather_rows(carried, rows, name).div_(self.size).to(values.dtype)
-            return torch.sparse_coo_tensor(indices.t(), total, own.shape)
+            shape = own.shape
+            return torch.sparse_coo_tensor(indices.t(), total, shape, check_invariants=False)
 
         return finish
 

@@ -16,7 +16,13 @@ from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, repeated
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.callbacks import MONITOR, EarlyStopping
-from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
+from hvd_estimators.torch.dry_run import (
+    check_batches,
+    check_embeddings,
+    check_fit,
+    check_own_step,
+    takes_one_row,
+)
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.optimizer_step import autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
@@ -122,6 +128,7 @@ class TorchEstimator(TorchEstimatorSignatures):
         get = self.getOrDefault
         own_step = get("train_minibatch_fn") is not None
         all_rows = get("train_steps_per_epoch") is None
+        check_embeddings(get("model"), common.data)
         check_batches(get("model"), common.data, own_step, all_rows, trial.takes_one_row)
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:

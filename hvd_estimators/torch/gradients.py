@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import time
@@ -35,11 +36,13 @@ class GradientAverager:
 
     Buckets of gradients are sent while the pass still runs, in the same order on all ranks. A
     bucket holds the same tensors in the same order in every run. A parameter without a gradient on
-    this rank counts as zero. A parameter without a gradient on all ranks keeps None.
+    this rank counts as zero. A parameter without a gradient on all ranks keeps None. A mean is
+    sparse if all ranks' gradients are.
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
-    module is followed from its first step on. Optimizer classes are not modified.
+    module is followed from its first step on. Optimizer classes are not modified. Until `remove`,
+    a method replaces ``torch.autograd.backward``, so that the outermost of nested passes averages.
 
     If losses state denominators, the averager divides the means by them before clipping and
     scaling.
@@ -99,15 +102,18 @@ class GradientAverager:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._launched = 0
+        self._other_layout: set[torch.nn.Parameter] = set()
         self._averaged: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
-        self._in_pass = self._accumulating = self._pending = False
+        self._in_pass = self._ends = self._accumulating = self._pending = False
         self._reductions = 0
         self.steps = self.gradients = 0
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._run_backward
 
     @property
     def pending(self) -> bool:
@@ -175,7 +181,9 @@ class GradientAverager:
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def remove(self) -> None:
-        """Remove the hooks from parameters and optimizers."""
+        """Remove the hooks from parameters, optimizers and ``torch.autograd.backward``."""
+        if torch.autograd.backward == self._run_backward:
+            torch.autograd.backward = self._backward
         self._step_hook.remove()
         for hook in self._gradient_hooks.values():
             hook.remove()
@@ -191,7 +199,8 @@ class GradientAverager:
             if parameter not in self._gradient_hooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._gradient_hooks[parameter] = hook
-        return _fill_buckets(named, set(_sparse_parameters(self._module)), self._compression)
+        sparse = self._other_layout.symmetric_difference(_sparse_parameters(self._module))
+        return _fill_buckets(named, sparse, self._compression)
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self._module.named_parameters()
@@ -220,7 +229,7 @@ class GradientAverager:
             self._in_pass = True
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            self._queue_end()
         # A parameter outside the buckets is not trained any longer.
         if self._alone or parameter not in self._bucket_of:
             return
@@ -239,25 +248,47 @@ class GradientAverager:
         self._buckets[self._launched].launch()
         self._launched += 1
 
+    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``torch.autograd.backward``, which replaces it while this object exists.
+
+        ``torch.utils.checkpoint`` with ``use_reentrant=True`` calls it within a backward pass. The
+        outer pass must then end with the average, and not the inner one.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._queue_end()
+        self._backward(*args, **kwargs)
+
+    def _queue_end(self) -> None:
+        """Call `_end_pass` at the end of the running pass, unless an outer one does so."""
+        if not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
     def _end_pass(self) -> None:
-        self._in_pass = False
-        self._reduce()
+        self._ends = False
+        if self._in_pass:
+            self._reduce()
 
     def _reduce(self) -> None:
         """Set all gradients to their means over the ranks, divided by stated denominators."""
         self._reductions += 1
+        found: list[torch.nn.Parameter] = []
         if not self._alone:
             while self._launched < len(self._buckets):
                 self._launch()
             started = time.perf_counter()
             for bucket in self._buckets:
-                bucket.finish()
+                found += bucket.finish()
             add_waiting(time.perf_counter() - started)
             self._launched = 0
         if self._denominators is not None:
             self._denominators.divide(self._bucket_of)
         self._averaged.update(self._bucket_of)
-        self._pending = self._in_pass = False
+        self._pending = self._in_pass = self._ends = False
+        if found:
+            self._other_layout.symmetric_difference_update(found)
+            self._plans.clear()
+            self.refresh()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
@@ -323,7 +354,7 @@ def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:
     return not type(optimizer).step.__module__.startswith("torch.optim.")
 
 
-class _Bucket:
+class _Bucket(abc.ABC):
     """Gradients that are reduced together.
 
     Parameters
@@ -332,78 +363,112 @@ class _Bucket:
         Name of the reduction; the same on all ranks.
     parameters : list of torch.nn.Parameter
         Parameters of one dtype, the gradients of which are averaged.
-    sparse : bool
-        Whether the gradient is a sparse tensor. The bucket then has a single parameter.
-    compression : compressor or None
-        An object with ``compress`` and ``decompress``.
     """
 
-    def __init__(
-        self, name: str, parameters: list[torch.nn.Parameter], sparse: bool, compression: Any
-    ) -> None:
+    def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
         self.name = name
         self.parameters = parameters
-        self.sparse = sparse
         self.waiting = len(parameters)
-        self._compression = compression
         self._wait: Callable[[], Any] | None = None
-        self._contexts: list[Any] = []
-        self._missing: list[int] = []
-        self._all_exist: torch.Tensor | None = None
 
     @property
     def in_flight(self) -> bool:
         """Return whether the gradients are being reduced."""
         return self._wait is not None
 
+    @abc.abstractmethod
     def launch(self) -> None:
         """Start the reduction; a gradient that this rank lacks counts as zero."""
-        self._missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
-        for index in self._missing:
-            self.parameters[index].grad = self._zero_gradient(self.parameters[index])
-        if self.sparse:
-            (parameter,) = self.parameters
-            assert parameter.grad is not None
-            self._wait = current().average_sparse_async(parameter.grad, self.name)
-            return
-        compressed = [self._compress(p.grad) for p in self.parameters]
-        self._contexts = [context for _, context in compressed]
-        # Flags for existing gradients are sent as well, so that a gradient that no rank has stays
-        # None.
-        tensors = [tensor for tensor, _ in compressed]
-        if self._all_exist is None:
-            self._all_exist = tensors[0].new_ones(len(self.parameters))
-        has = self._all_exist
-        if self._missing:
-            has = has.clone()
-            has[self._missing] = 0.0
-        self._wait = reduce_group_async([*tensors, has], "mean", self.name)
 
-    def finish(self) -> None:
-        """Wait for the reduction, and set each gradient to the mean over the ranks."""
+    def finish(self) -> list[torch.nn.Parameter]:
+        """Wait for the reduction, and set each gradient to the mean over the ranks.
+
+        Returns
+        -------
+        list of torch.nn.Parameter
+            Parameters that belong into a bucket of the other class; the same on all ranks.
+        """
         assert self._wait is not None
-        if self.sparse:
-            (parameter,) = self.parameters
-            parameter.grad = self._wait()
-        else:
-            *outputs, has = self._wait()
-            for parameter, output, context in zip(
-                self.parameters, outputs, self._contexts, strict=True
-            ):
-                gradient = self._decompress(output, context, parameter.dtype)
-                own = parameter.grad
-                # The new gradients are views of one tensor.
-                if own is None or own.is_contiguous():
-                    parameter.grad = gradient
-                else:  # Keep the memory format, such as channels_last.
-                    own.copy_(gradient)
-            if self._missing:
-                exists = has.tolist()
-                for index in self._missing:
-                    if not exists[index]:
-                        self.parameters[index].grad = None
+        reduced = self._wait()
         self._wait = None
         self.waiting = len(self.parameters)
+        return self._set(reduced)
+
+    @abc.abstractmethod
+    def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
+        """Set the gradients to their means; see `finish`."""
+
+
+class _DenseBucket(_Bucket):
+    """Gradients that are reduced as dense tensors.
+
+    Parameters
+    ----------
+    name, parameters
+        See `_Bucket`.
+    compression : compressor or None
+        An object with ``compress`` and ``decompress``.
+    """
+
+    def __init__(
+        self, name: str, parameters: list[torch.nn.Parameter], compression: Any = None
+    ) -> None:
+        super().__init__(name, parameters)
+        self._compression = compression
+        self._contexts: list[Any] = []
+        self._not_dense: dict[int, torch.Tensor | None] = {}
+        self._all_dense: torch.Tensor | None = None
+
+    def launch(self) -> None:
+        """Start the reduction."""
+        self._not_dense = {}
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or _has_rows(gradient):
+                self._not_dense[index] = gradient
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif gradient.is_sparse:
+                parameter.grad = gradient.to_dense()
+        compressed = [self._compress(p.grad) for p in self.parameters]
+        self._contexts = [context for _, context in compressed]
+        tensors = [tensor for tensor, _ in compressed]
+        # Flags of gradients that exist and of dense ones are sent as well, so that a gradient that
+        # no rank has stays None.
+        if self._all_dense is None:
+            self._all_dense = tensors[0].new_ones(2, len(self.parameters))
+        flags = self._all_dense
+        if self._not_dense:
+            flags = flags.clone()
+            flags[1, list(self._not_dense)] = 0.0
+            flags[0, [index for index, own in self._not_dense.items() if own is None]] = 0.0
+        self._wait = reduce_group_async([*tensors, flags], "mean", self.name)
+
+    def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
+        *outputs, flags = reduced
+        for parameter, output, context in zip(
+            self.parameters, outputs, self._contexts, strict=True
+        ):
+            gradient = self._decompress(output, context, parameter.dtype)
+            own = parameter.grad
+            # The new gradients are views of one tensor.
+            if own is None or own.is_contiguous():
+                parameter.grad = gradient
+            else:  # Keep the memory format, such as channels_last.
+                own.copy_(gradient)
+        sparse = []
+        if self._not_dense:
+            exists, is_dense = flags.tolist()
+            for index, own in self._not_dense.items():
+                if is_dense[index]:
+                    continue
+                parameter = self.parameters[index]
+                parameter.grad = own
+                if exists[index]:
+                    sparse.append(parameter)
+                    _average(_RowsBucket(f"{self.name}.rows.{index}", parameter))
+        self._not_dense = {}
+        return sparse
 
     def _compress(self, gradient: Any) -> tuple[torch.Tensor, Any]:
         # Sums in bfloat16 would be imprecise. Horovod supports neither it nor complex numbers.
@@ -422,12 +487,65 @@ class _Bucket:
             gradient = self._compression.decompress(tensor, context)
         return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
-    def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        if not self.sparse:
-            return torch.zeros_like(parameter)
-        indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-        values = parameter.new_zeros((0, *parameter.shape[1:]))
-        return torch.sparse_coo_tensor(indices, values, parameter.shape)
+
+class _RowsBucket(_Bucket):
+    """The gradient of one parameter, a sparse tensor of its rows.
+
+    A rank with a dense gradient sends a row after the last one. All ranks then reduce dense
+    gradients.
+
+    Parameters
+    ----------
+    name : str
+        See `_Bucket`.
+    parameter : torch.nn.Parameter
+        The parameter.
+    compression : compressor or None
+        Compresses dense gradients.
+    """
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, compression: Any = None) -> None:
+        super().__init__(name, [parameter])
+        self._compression = compression
+
+    def launch(self) -> None:
+        """Start the reduction."""
+        (parameter,) = self.parameters
+        gradient = parameter.grad
+        end, *row = parameter.shape
+        if gradient is not None and _has_rows(gradient):
+            gradient = gradient.coalesce()
+            indices, values = gradient.indices(), gradient.values()
+        else:
+            sent = [] if gradient is None else [end]
+            indices = torch.tensor([sent], dtype=torch.int64, device=parameter.device)
+            values = parameter.new_zeros((len(sent), *row))
+        shape = (end + 1, *row)
+        extended = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+        self._wait = current().average_sparse_async(extended, self.name)
+
+    def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
+        (parameter,) = self.parameters
+        total = reduced.coalesce()
+        indices = total.indices()
+        if indices.numel() and int(indices[0, -1]) == len(parameter):
+            _average(_DenseBucket(f"{self.name}.dense", [parameter], self._compression))
+            return [parameter]
+        parameter.grad = torch.sparse_coo_tensor(
+            *(indices, total.values(), parameter.shape), check_invariants=False, is_coalesced=True
+        )
+        return []
+
+
+def _has_rows(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is a sparse tensor of rows, as that of an embedding."""
+    return gradient.is_sparse and gradient.sparse_dim() == 1
+
+
+def _average(bucket: _Bucket) -> None:
+    """Average gradients, the layout of which is known on all ranks."""
+    bucket.launch()
+    bucket.finish()
 
 
 def _fill_buckets(
@@ -444,7 +562,7 @@ def _fill_buckets(
     named : sequence of tuple
         Names and parameters, in the same order on all ranks.
     sparse : set of torch.nn.Parameter
-        Parameters with sparse gradients.
+        Parameters whose gradients are sparse.
     compression : compressor, optional
         Compresses dense gradients. Default: no compression.
     """
@@ -454,11 +572,11 @@ def _fill_buckets(
     def close(dtype: torch.dtype) -> None:
         group = groups.pop(dtype)
         parameters = [parameter for _, parameter in group]
-        buckets.append(_Bucket(f"gradients.{group[0][0]}", parameters, False, compression))
+        buckets.append(_DenseBucket(f"gradients.{group[0][0]}", parameters, compression))
 
     for name, parameter in reversed(named):
         if parameter in sparse:
-            buckets.append(_Bucket(f"gradient.{name}", [parameter], True, compression))
+            buckets.append(_RowsBucket(f"gradient.{name}", parameter, compression))
             continue
         group = groups.setdefault(parameter.dtype, [])
         group.append((name, parameter))
@@ -470,7 +588,7 @@ def _fill_buckets(
 
 
 def _sparse_parameters(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Yield the parameters of a module that have sparse gradients."""
+    """Yield the parameters of layers with sparse gradients. Other code may make them dense."""
     for layer in module.modules():
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
             yield from layer.parameters(recurse=False)

@@ -116,6 +116,12 @@ TABLE = (
         "It is the generator of keras.random.",
     ),
     # torch
+    Private("torch", "_C", "It has the number of the running backward pass."),
+    Private(
+        "torch._C",
+        "_current_graph_task_id",
+        "It tells a backward pass within another from one that is not.",
+    ),
     Private(
         "torch._dynamo.eval_frame.OptimizedModule",
         "_orig_mod",

@@ -23,6 +23,7 @@ from reference import (
     train_alone,
     write_rows,
 )
+from torch.utils.checkpoint import checkpoint
 from variants import others_in_soak
 
 from hvd_estimators.exceptions import DataError
@@ -101,8 +102,30 @@ def test_gradients_accumulate_to_the_mean_over_all_passes(
     assert_same_weights(model.getModel(), expected)
 
 
+class Checkpointed(torch.nn.Sequential):
+    """The reference's net; its last layers are a checkpoint that starts a backward pass."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, *rest = self
+        return checkpoint(torch.nn.Sequential(*rest), first(x), use_reentrant=True)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_custom_minibatch_function_trains_as_one_process(store: Any, library: str) -> None:
+def test_reentrant_checkpoints_train_as_one_process_when_a_rank_has_no_rows(
+    store: Any, library: str
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 3)
+    net = Checkpointed(*make_net())
+    params = {"model": net, "optimizer": OPTIMIZERS["adam"](net.parameters())}
+    model, _ = fit(store, 2, "adam", batch_size=1, epochs=2, collectives=library, **params)
+    expected = train_alone(columns, global_batches(3, 2, 1), OPTIMIZERS["adam"], 2)
+    assert_same_weights(model.getModel(), expected)
+
+
+@pytest.mark.parametrize(("library", "kind"), [("horovod", Checkpointed), ("torch", None)])
+def test_a_custom_minibatch_function_trains_as_one_process(
+    store: Any, library: str, kind: Any
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
 
     def minibatch(
@@ -123,7 +146,10 @@ def test_a_custom_minibatch_function_trains_as_one_process(store: Any, library: 
         optimizer.step()
         return outputs, loss
 
-    params = {"train_minibatch_fn": minibatch, "collectives": library}
+    params: dict[str, Any] = {"train_minibatch_fn": minibatch, "collectives": library}
+    if kind is not None:
+        params["model"] = kind(*make_net())
+        params["optimizer"] = OPTIMIZERS["momentum"](params["model"].parameters())
     model, _ = fit(store, 2, "momentum", batch_size=16, epochs=2, **params)
     batches = global_batches(65, 2, 16)
     expected = train_alone(columns, batches, OPTIMIZERS["momentum"], 2, clip=0.5)
@@ -442,6 +468,48 @@ def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any, libr
     dense, sparse = (nets[key].getModel().embedding.weight for key in (False, True))
     assert not torch.equal(dense, torch.zeros_like(dense))
     torch.testing.assert_close(dense, sparse)
+
+
+class Rows(torch.nn.Module):
+    """One row of weights per id, with sparse gradients; later ids also have dense gradients."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Embedding(6, 2, sparse=mixed)
+        torch.nn.init.ones_(self.layer.weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.nn.functional.embedding(ids.long(), self.layer.weight, sparse=True)
+        outputs = rows.prod(dim=1) * (ids != 1)  # The row of id 1 has the gradient zero.
+        if self.layer.sparse and ids.max() >= 3:
+            outputs = outputs * self.layer.weight.mean()
+        return outputs
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_of_any_layout_are_averaged(store: Any, library: str, mixed: bool) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 5)
+    # The ranks train on ids 0 and 2, 1 and 3, none and 4.
+    batches = global_batches(5, 2, 1)
+
+    def optimizer(net: Any) -> torch.optim.Optimizer:
+        if mixed:
+            return torch.optim.SGD(net.parameters(), lr=0.1)
+        return torch.optim.SparseAdam(list(net.parameters()), lr=0.1)
+
+    net, expected = Rows(mixed), Rows(mixed)
+    params = {"model": net, "optimizer": optimizer(net), "feature_cols": ["id"]}
+    model, _ = fit(store, 2, "sgd", batch_size=1, epochs=3, collectives=library, **params)
+    alone = optimizer(expected)
+    for rows in batches * 3:
+        ids, labels = (torch.from_numpy(columns[name][rows]) for name in ("id", "label"))
+        # Each rank decides by its own row.
+        errors = [(expected(i) - y) ** 2 for i, y in zip(ids.split(1), labels, strict=True)]
+        alone.zero_grad()
+        torch.cat(errors).mean().backward()
+        alone.step()
+    assert_same_weights(model.getModel(), expected)
 
 
 def test_the_given_model_and_optimizer_are_unchanged(store: Any) -> None:

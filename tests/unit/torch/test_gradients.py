@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import backward as imported_backward
+from torch.utils.checkpoint import checkpoint
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import gradients
@@ -33,6 +35,10 @@ class Collective:
         assert op == "mean"
         self.names.append(name)
         return lambda: tensor.mul_(10)
+
+    def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Any:
+        self.names.append(name)
+        return lambda: tensor * 10
 
 
 @pytest.fixture
@@ -146,6 +152,98 @@ def test_the_order_of_buckets_does_not_depend_on_the_backward_pass(
         assert collective.names == order
     # In the usual order, buckets are sent during the pass; otherwise they wait for the first.
     assert sent_within == [2, 0, 0]
+
+
+@pytest.mark.parametrize("is_layer", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_layout_of_a_gradient_is_learned_from_the_first_pass(
+    collective: Collective, averager: Any, is_layer: bool, is_tied: bool
+) -> None:
+    net = torch.nn.Embedding(3, 2, sparse=is_layer)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    averager(net, [optimizer])
+    expected = torch.tensor([[0.0, 0.0], [40.0, 40.0], [0.0, 0.0]]) + 10.0 * is_tied
+    names = []
+    for _ in range(2):
+        collective.names.clear()
+        optimizer.zero_grad()
+        ids = torch.tensor([1, 1, 1, 1])
+        rows = torch.nn.functional.embedding(ids, net.weight, sparse=True)
+        (rows.sum() + (net.weight.sum() if is_tied else 0.0)).backward()
+        assert net.weight.grad is not None
+        assert net.weight.grad.is_sparse is not is_tied
+        assert torch.equal(net.weight.grad.to_dense(), expected)
+        names.append(len(collective.names))
+    # A pass that finds another layout than that of the layer averages again.
+    assert names == [1 if is_layer is not is_tied else 2, 1]
+
+
+class Checkpointed(torch.nn.Module):
+    """Two checkpointed segments after a frozen layer; the first has a checkpoint within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.first(x))
+
+        def outer(x: torch.Tensor) -> Any:
+            return torch.tanh(self.second(checkpoint(inner, x, use_reentrant=True)))
+
+        middle = checkpoint(outer, x.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.third, middle, use_reentrant=True)
+
+
+def test_reentrant_checkpoints_are_averaged_once_when_the_outermost_pass_ends(
+    collective: Collective, averager: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(gradients, "_BUCKET_BYTES", 1)
+    net, x = Checkpointed(), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    net(x).square().sum().backward()
+    single = [parameter.grad.clone() for parameter in net.parameters()]  # type: ignore[union-attr]
+    follows = averager(net, [optimizer])
+
+    def failing() -> None:
+        with pytest.raises(ZeroDivisionError):
+            net(Failing.apply(torch.ones(1, 2, requires_grad=True))).sum().backward()
+        optimizer.step()  # It averages the gradients of the failed pass.
+
+    for run in (
+        lambda: net(x).square().sum().backward(),
+        lambda: torch.autograd.backward(net(x).square().sum()),
+        lambda: imported_backward(net(x).square().sum()),
+        failing,
+        lambda: net(x).square().sum().backward(),
+    ):
+        optimizer.zero_grad()
+        collective.names.clear()
+        run()
+        if run is not failing:
+            assert collective.sent == 6
+            for parameter, expected in zip(net.parameters(), single, strict=True):
+                torch.testing.assert_close(parameter.grad, expected * 10)
+    optimizer.zero_grad()
+    with follows.averaging(accumulate=True):
+        net(x).square().sum().backward()
+    with follows.averaging():
+        net(x).square().sum().backward()
+    for parameter, expected in zip(net.parameters(), single, strict=True):
+        torch.testing.assert_close(parameter.grad, expected * 20)
+
+
+class Failing(torch.autograd.Function):
+    """A number whose backward pass fails."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
 
 
 def test_later_trainable_parameters_are_averaged(collective: Collective, averager: Any) -> None:
@@ -277,6 +375,7 @@ def test_removing_the_hooks_leaves_nothing_behind(collective: Collective) -> Non
     backward(net)
     optimizer.step()
     assert (collective.sent, net.weight.grad) == (0, 1.0)
+    assert torch.autograd.backward is imported_backward
 
 
 def test_second_order_optimizers_are_rejected(collective: Collective, averager: Any) -> None:
