@@ -100,6 +100,11 @@ TABLE = (
         "It contains constructor arguments that a config omits.",
     ),
     Private(
+        "keras.Layer",
+        "_trainable",
+        "A copy gets it without effect on the layers below; the public setter sets theirs, too.",
+    ),
+    Private(
         "keras.layers.BatchNormalization",
         "_moments",
         "It gives statistics over all ranks (synchronized=True).",
