@@ -78,6 +78,11 @@ TABLE = (
     # Keras
     Private("keras.Model", "_flatten_layers", "It finds all layers, also those in attributes."),
     Private("keras.Model", "_compile_config", "It contains the arguments of compile()."),
+    Private(
+        "keras.Model",
+        "_get_metrics_result_or_logs",
+        "The logs of a model's own steps are kept as the steps return them.",
+    ),
     Private("keras.Model", "_compile_loss", "It has the means of the outputs' losses."),
     Private(
         "keras.Function",

@@ -290,6 +290,18 @@ KERAS = {
         checkpoint_callback=BestModelCheckpoint(monitor="exp_rmspe"),
         metrics=[exp_rmspe],
     ),
+    "checkpoint_callback: metric": keras_row(
+        "checkpoint_callback",
+        r"monitor='mse'.* not measured as a single number\. Set monitor to one of 'learning_rate', "
+        r"'loss', 'mae'\.",
+        checkpoint_callback=BestModelCheckpoint(monitor="mse"),
+        metrics=["mae"],
+    ),
+    "checkpoint_callback: validation": keras_row(
+        "checkpoint_callback",
+        "monitor: found 'val_loss', but the data have no validation rows",
+        checkpoint_callback=BestModelCheckpoint(),
+    ),
 }
 
 
