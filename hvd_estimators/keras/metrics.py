@@ -109,11 +109,12 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _as_python(value: Any) -> Any:
+    if "bfloat16" in str(getattr(value, "dtype", "")):
+        # It is not one of NumPy's own types.
+        value = keras.ops.cast(value, "float32")
     array = keras.ops.convert_to_numpy(value)
-    if array.dtype.kind in "OSU":
+    if array.dtype.kind not in "biuf":
         return value
-    # bfloat16 is not one of NumPy's own types.
-    array = array if array.dtype.kind in "biuf" else array.astype(np.float64)
     return float(array.item()) if array.size == 1 else array.tolist()
 
 

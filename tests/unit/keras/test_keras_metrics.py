@@ -204,7 +204,7 @@ def test_leaf_metrics_come_from_compile_and_the_model() -> None:
 
 def test_logs_are_converted_as_keras_does() -> None:
     ops = keras.ops
-    nested = {"b": ops.ones(()), "c": {"d": ops.ones((1, 1)), "e": ops.cast(1.5, "float16")}}
+    nested = {"b": ops.ones(()), "c": {"d": ops.ones((1, 1)), "e": ops.cast(1.5, "bfloat16")}}
     found = as_logs({"a": nested, "several": ops.ones((2,)), "count": 3, "text": "f"})
     expected = {"b": 1.0, "d": 1.0, "e": 1.5, "several": [1.0, 1.0], "count": 3.0, "text": "f"}
     assert found == expected
