@@ -59,6 +59,11 @@ def has_own_step(model: keras.Model) -> bool:
     return type(model).train_step is not keras.Model.train_step
 
 
+def has_own_test_step(model: keras.Model) -> bool:
+    """Return whether a model has its own ``test_step``."""
+    return type(model).test_step is not keras.Model.test_step
+
+
 def is_keras(entry: Any) -> bool:
     """Return whether a class or function is one of Keras's own."""
     return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"

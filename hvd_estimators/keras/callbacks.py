@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import inner_optimizers
 from hvd_estimators.keras.collectives import broadcast_variables, exchange, sum_arrays
 from hvd_estimators.keras.gradients import is_distributed
 from hvd_estimators.keras.metrics import (
-    as_python,
+    as_logs,
     merge_states,
     metrics_with_merge_state,
     results,
@@ -172,8 +175,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
       ``"only_first_replica"`` for rank 0's value.
 
     Other entries of the logs (from the user's own ``train_step``) are averaged over the ranks. An
-    entry that equals the mean of a metric with another name gets that metric's value instead. Place
-    this callback before callbacks that read the logs.
+    entry that equals the result of a metric with another name gets that metric's value instead.
+    Place this callback before callbacks that read the logs.
     """
 
     def __init__(self) -> None:
@@ -181,14 +184,16 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._in_epoch = False
         self._train: dict[str, Any] | None = None
         self._validation: dict[str, Any] | None = None
-        # This rank's means, by the metrics' names in the epoch's logs.
-        self._means: dict[str, Any] = {}
+        # This rank's results, by their names in the epoch's logs.
+        self._own: dict[str, Any] = {}
+        # Metrics that a log entry has equalled in all epochs, by the entry's name.
+        self._equal: dict[str, set[str]] = {}
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Forget the results of the previous epoch."""
         self._in_epoch = True
         self._train = self._validation = None
-        self._means = {}
+        self._own = {}
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Merge the training metrics, before validation resets them."""
@@ -210,34 +215,40 @@ class MetricAverageCallback(keras.callbacks.Callback):
             **train,
             **{f"val_{name}": value for name, value in (self._validation or {}).items()},
         }
+        others = {name: v for name, v in as_logs(logs).items() if name not in measured}
+        for name, value in others.items():
+            self._compare(name, value)
         other_logs = {
-            name: (value, self._metrics_with(name, value))
-            for name, value in logs.items()
-            if name not in measured
+            name: (value, self._equal[name.removeprefix("val_")]) for name, value in others.items()
         }
         gathered = exchange.gather(other_logs, "hvd_estimators.logs")
         for name in sorted({name for logs_of_rank in gathered for name in logs_of_rank}):
             of_ranks = [logs_of_rank[name] for logs_of_rank in gathered if name in logs_of_rank]
             values = [value for value, _ in of_ranks]
-            same = sorted(set(measured).intersection(*(metrics for _, metrics in of_ranks)))
-            measured[name] = measured[same[0]] if same else sum(values) / len(values)
+            prefix = "val_" if name.startswith("val_") else ""
+            same = set[str].intersection(*(metrics for _, metrics in of_ranks))
+            same = {prefix + metric for metric in same} & set(measured)
+            # Few rows may give several metrics the same result.
+            chosen = max(sorted(same), key=functools.partial(_similarity, name), default=None)
+            measured[name] = _mean(values) if chosen is None else measured[chosen]
         logs.update(measured)
 
-    def _metrics_with(self, name: str, value: Any) -> set[str]:
-        """Return the names of metrics whose mean on this rank equals an entry of the logs."""
-        is_of_validation = name.startswith("val_")
-        return {
-            metric
-            for metric, mean in self._means.items()
-            if mean == value and metric.startswith("val_") == is_of_validation
+    def _compare(self, name: str, value: Any) -> None:
+        """Find the metrics whose result on this rank equals an entry of the logs."""
+        prefix = "val_" if name.startswith("val_") else ""
+        equal = {
+            metric.removeprefix("val_")
+            for metric, result in self._own.items()
+            if metric.startswith("val_") == bool(prefix) and _are_close(result, value)
         }
+        entry = name.removeprefix("val_")
+        self._equal[entry] = self._equal.get(entry, equal) & equal
 
     def _measured(self, stage: str) -> dict[str, Any]:
         prefix = "val_" if stage == "validation" else ""
-        for metric in self.model.metrics:
-            # A log entry that equals this mean on all ranks gets the merged mean instead.
-            if isinstance(metric, keras.metrics.Mean):
-                self._means[prefix + metric.name] = as_python(metric.result())
+        # A log entry that equals one of these on all ranks gets the merged result instead.
+        own_results = results(self.model, with_unused=True)
+        self._own.update({prefix + name: value for name, value in own_results.items()})
         variables = summed_variables(self.model)
         shares = [share_of(variable, hvd.rank(), hvd.size()) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
@@ -250,6 +261,27 @@ class MetricAverageCallback(keras.callbacks.Callback):
             for metric, *of_ranks in zip(merged, *ranks, strict=True):
                 merge_states(metric, of_ranks)
         return results(self.model)
+
+
+def _are_close(result: Any, value: Any) -> bool:
+    """Return whether two log entries are equal up to rounding, which differs in a graph."""
+    a, b = np.asarray(result), np.asarray(value)
+    if a.shape != b.shape or not {a.dtype.kind, b.dtype.kind} <= set("biuf"):
+        return False
+    return bool(np.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True))
+
+
+def _similarity(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of the ranks' log entries; the first one if they cannot be averaged."""
+    arrays = [np.asarray(value) for value in values]
+    if len({array.shape for array in arrays}) > 1 or arrays[0].dtype.kind not in "biuf":
+        return values[0]
+    # The mean over a rank's last batch is NaN if the batch has no rows.
+    return np.mean([a for a in arrays if not np.isnan(a).any()] or arrays, axis=0).tolist()
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -26,7 +26,12 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.collectives import exchange
-from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
+from hvd_estimators.keras.metrics import (
+    merge_states,
+    metrics_with_merge_state,
+    scalars,
+    summed_variables,
+)
 from hvd_estimators.keras.model_file import (
     WEIGHTS,
     load_weights,
@@ -36,7 +41,7 @@ from hvd_estimators.keras.model_file import (
     write_rewritten,
 )
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
-from hvd_estimators.keras.user_callbacks import CallbackStates
+from hvd_estimators.keras.user_callbacks import CallbackStates, check_selection
 from hvd_estimators.store import Store
 from hvd_estimators.store.files import CHUNK_BYTES
 from hvd_estimators.store.synced_directory import SyncedDirectory
@@ -271,9 +276,10 @@ class BestModel:
         def saved_at() -> int:
             return path.stat().st_mtime_ns if path.exists() else 0
 
-        def save_completely(*args: Any, **kwargs: Any) -> None:
+        def save_completely(number: int, logs: Mapping[str, Any] | None = None) -> None:
+            check_selection(callback, scalars(logs or {}))
             before = saved_at()
-            save(*args, **kwargs)
+            save(number, logs)
             if saved_at() == before:
                 return
             values = rewritten_variables(callback.model)

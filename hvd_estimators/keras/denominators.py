@@ -112,7 +112,7 @@ class LossDenominators:
     def _update(self, original: Any, is_total: bool, values: Any, sample_weight: Any = None) -> Any:
         if is_total and self._denominator is not None:
             sample_weight = self._denominator
-        elif not is_total and sample_weight is None:
+        elif self._by_samples if is_total else sample_weight is None:
             # Keras weights the batches of an output equally, if their rows vary.
             sample_weight = self._weight
         return original(values, sample_weight=sample_weight)

@@ -19,9 +19,15 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
-from hvd_estimators.keras.backend import all_layers, has_own_step
-from hvd_estimators.keras.losses import check_loss, has_any_loss
-from hvd_estimators.keras.metrics import are_built, build_metrics, check_metrics
+from hvd_estimators.keras.backend import all_layers, has_own_step, has_own_test_step
+from hvd_estimators.keras.losses import check_loss, has_any_loss, has_test_loss
+from hvd_estimators.keras.metrics import (
+    are_built,
+    build_metrics,
+    check_metrics,
+    results,
+    scalars,
+)
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.sync_batch_norm import synchronized_layers
 from hvd_estimators.keras.tensors import (
@@ -35,7 +41,7 @@ from hvd_estimators.keras.tensors import (
     kept_variables,
     other_structure,
 )
-from hvd_estimators.keras.user_callbacks import check_monitors, judges_by_name
+from hvd_estimators.keras.user_callbacks import check_monitors, check_selection, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
 
 LAMBDA_REMEDY = (
@@ -185,6 +191,8 @@ class DryRun:
         Shape of one row of each label's output; None for a size that only a call determines.
     tensors : TensorSpec
         Conversion of columns to tensors.
+    has_test_loss : bool
+        False if the model's ``test_step`` is known to lack a loss.
     """
 
     def __init__(
@@ -215,6 +223,7 @@ class DryRun:
         self._inputs: Any = input_structure(model, feature_cols)
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
+        self.has_test_loss = True
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._batch: tuple[Any, ...] | None = None
         outputs = symbolic(model, "output")
@@ -279,6 +288,8 @@ class DryRun:
                 if isinstance(called, str) and has_own_step(self.model):
                     self._try_step(columns)
                     self._go_without_call(f"it raised {type(error).__name__}: {error}")
+                    if type(self.model).call is keras.Model.call:
+                        self.has_test_loss = has_test_loss(self.model)
                     return
                 if isinstance(called, str):
                     if isinstance(error, NameError):
@@ -308,6 +319,7 @@ class DryRun:
             self._check_rows(outputs, len(next(iter(columns.values()))))
             self._note_shapes(outputs)
             self._check_copy(x, outputs)
+            self.has_test_loss = has_test_loss(self.model)
             if has_any_loss(self.model, x):
                 self._check_loss(x, outputs, columns)
 
@@ -440,14 +452,25 @@ class DryRun:
 
     def check_monitors(self, param: str, callbacks: Sequence[Any]) -> None:
         """Check the callbacks' monitored values if the metrics are known; see `check_monitors`."""
-        if not any(map(judges_by_name, callbacks)):
+        if any(map(judges_by_name, callbacks)) and self._builds_metrics():
+            check_monitors(param, callbacks, self.model)
+
+    def check_selection(self, callback: Any, has_validation: bool) -> None:
+        """Check that a value is measured if the metrics are known; see `check_selection`."""
+        has_own = has_own_step(self.model) or has_own_test_step(self.model)
+        if has_own or self._batch is None or not self._builds_metrics():
             return
+        names = [*scalars(results(self.model)), "learning_rate"]
+        of_validation = [f"val_{name}" for name in names[:-1]] if has_validation else []
+        check_selection(callback, [*names, *of_validation])
+
+    def _builds_metrics(self) -> bool:
+        """Build the metrics if the loss was tried, and return whether they are built."""
         if not are_built(self.model) and self._batch is not None:
             with tf.device("CPU:0"), traceless(), contextlib.suppress(Exception):
                 # check_metrics() warns about metrics that cannot be called.
                 build_metrics(self.model, *self._batch)
-        if are_built(self.model):
-            check_monitors(param, callbacks, self.model)
+        return are_built(self.model)
 
     def _go_without_call(self, reason: str) -> None:
         """Leave a model that must not be called on the driver to the ranks."""

@@ -24,6 +24,7 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun, check_batches
+from hvd_estimators.keras.losses import NO_TEST_LOSS
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
@@ -31,6 +32,7 @@ from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.tensors import input_keys, input_structure
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.keras.user_callbacks import adds_no_logs, selects_by_metric
 from hvd_estimators.summary import as_keras_history
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
@@ -117,16 +119,37 @@ class KerasEstimator(KerasEstimatorSignatures):
         """Return the results of a new dry run that has used some rows."""
         dry_run, settings = self._new_dry_run()
         use(dry_run, columns)
-        checkpoint = self.getOrDefault("checkpoint_callback")
-        dry_run.check_monitors("callbacks", self.getOrDefault("callbacks"))
+        checkpoint, callbacks = (self.getOrDefault(n) for n in ("checkpoint_callback", "callbacks"))
+        if checkpoint is not None and all(map(adds_no_logs, callbacks)):
+            # Without validation, the hook _monitors() has led to a check of its name.
+            is_validated = self.getOrDefault("validation") is not None
+            has_validation = is_validated or checkpoint.monitor.startswith("val_")
+            dry_run.check_selection(checkpoint, has_validation)
+        dry_run.check_monitors("callbacks", callbacks)
         dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
-        return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        trial = _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        self._check_validation(trial, self.getOrDefault("validation") is not None)
+        return trial
+
+    def _check_validation(self, trial: _KerasTrial, has_validation: bool) -> None:
+        if has_validation and not trial.dry_run.has_test_loss:
+            raise ParamError(
+                f"validation: the model has its own train_step(), but {NO_TEST_LOSS} Or leave "
+                "validation out."
+            )
 
     def _check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
         super()._check_trial(trial, manifest)
+        self._check_validation(trial, manifest.validation is not None)
         if self.getOrDefault("class_weight"):
             (label,) = trial.dry_run.tensors.label_fields()
             check_classes(label.column, label.array(self._first_rows(manifest)[label.column]))
+
+    def _monitors(self) -> list[tuple[str, str | None]]:
+        callback = self.getOrDefault("checkpoint_callback")
+        selecting = [callback] if callback is not None and selects_by_metric(callback) else []
+        what = "checkpoint_callback: its monitor"
+        return [*super()._monitors(), *((what, each.monitor) for each in selecting)]
 
     def _learning_rates(self, trial: Any) -> list[float]:
         return learning_rates(trial.dry_run.model)

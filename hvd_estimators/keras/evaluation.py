@@ -15,11 +15,12 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array, num_rows
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.denominators import LossDenominators, batch_weight
-from hvd_estimators.keras.losses import weights_by_samples
+from hvd_estimators.keras.losses import NO_TEST_LOSS, has_test_loss, weights_by_samples
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
 from hvd_estimators.keras.predictor import CPU, choose_device
 from hvd_estimators.keras.serialization import load, load_model
@@ -93,7 +94,14 @@ class EvaluationSteps:
     def _step(self, batch: Any) -> Any:
         weight, labels = batch_weight(batch, self._by_samples)
         with self._denominators.in_step(weight, False, labels):
-            return self.model.test_step(batch)
+            try:
+                return self.model.test_step(batch)
+            except ValueError as error:
+                if has_test_loss(self.model):
+                    raise
+                raise ParamError(
+                    f"model: evaluate() computes its loss, but {NO_TEST_LOSS}"
+                ) from error
 
 
 def load_evaluator(
@@ -159,7 +167,13 @@ def combine(
         # The row builds the metrics, which have names only then.
         steps.reset(measured[0][1])
         merge_captured(steps.model, [captured for _, _, captured in measured])
-        return sum(rows for rows, _, _ in measured), results(steps.model)
+        values = results(steps.model)
+        if not values:
+            raise ParamError(
+                "model: its test_step() updates no metric, and evaluate() merges metrics over the "
+                "rows. Update a keras.metrics.Mean in test_step()."
+            )
+        return sum(rows for rows, _, _ in measured), values
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_estimators.keras.backend import learning_rates
 from hvd_estimators.keras.checkpoint import PartialEpoch
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
+from hvd_estimators.keras.metrics import results, scalars
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.launch.rank.hang_detection import made_progress
@@ -241,11 +242,6 @@ class EpochEnd(keras.callbacks.Callback):
             self._step_end.finish_epoch(epoch)
 
 
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are single numbers."""
-    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
-
-
 class StreamsCallback(keras.callbacks.Callback):
     """Start the random streams of each shard that the rank runs, in each epoch.
 
@@ -345,7 +341,7 @@ class ProgressReports(keras.callbacks.Callback):
         """Report this rank's metrics from time to time."""
         # Before the first batch, metrics have no results and are not even built.
         if batch and self._progress.count_step():
-            self._progress.step(batch, scalars(self.model.get_metrics_result()))
+            self._progress.step(batch, scalars(results(self.model)))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the completed epoch."""

@@ -12,7 +12,13 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
-from hvd_estimators.keras.backend import all_layers, function_of, has_own_step, is_keras
+from hvd_estimators.keras.backend import (
+    all_layers,
+    function_of,
+    has_own_step,
+    has_own_test_step,
+    is_keras,
+)
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.tensors import SHAPE_KINDS
@@ -25,6 +31,12 @@ NO_LOSS = (
 )
 
 
+NO_TEST_LOSS = (
+    "its test_step() is Keras's, which needs a loss, and the model has none. Give the model a "
+    "test_step(), or set loss."
+)
+
+
 # Keras's losses whose labels have another shape than the outputs.
 _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
@@ -32,6 +44,11 @@ _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 def has_loss(model: keras.Model) -> bool:
     """Return whether a model can compute a loss: a compiled loss, or its own ``compute_loss``."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
+
+
+def has_test_loss(model: keras.Model) -> bool:
+    """Return whether a model, after its call, has a loss or its own ``test_step``."""
+    return has_own_test_step(model) or has_loss(model) or bool(model.losses)
 
 
 def added_losses(model: keras.Model) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +12,12 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import traceless
-from hvd_estimators.keras.backend import function_of, is_keras
+from hvd_estimators.keras.backend import (
+    function_of,
+    has_own_step,
+    has_own_test_step,
+    is_keras,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +75,47 @@ def share_of(variable: Any, rank: int, size: int) -> float:
     return float(rank == 0)
 
 
-def results(model: keras.Model) -> dict[str, Any]:
-    """Return the results of a model's metrics as numbers, or lists of numbers, by name."""
-    return {name: as_python(value) for name, value in model.get_metrics_result().items()}
+def results(model: keras.Model, with_unused: bool = False) -> dict[str, Any]:
+    """Return the results of a model's metrics as numbers, or lists of numbers, by name.
+
+    A model's own steps need not update Keras's mean of the loss. Means that were never updated are
+    left out unless ``with_unused`` is set.
+    """
+    has_own = has_own_step(model) or has_own_test_step(model)
+    values: dict[str, Any] = {}
+    for metric in model.metrics:
+        can_be_unused = has_own and not with_unused and isinstance(metric, keras.metrics.Mean)
+        if can_be_unused and not float(metric.count):
+            continue
+        result = metric.result()
+        values.update(result if isinstance(result, Mapping) else {metric.name: result})
+    return as_logs(values)
 
 
-def as_python(value: Any) -> Any:
-    """Convert a metric's result to a number, or to lists of numbers."""
+def as_logs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert logs as Keras's ``fit`` does: dicts are flattened, and single numbers are floats.
+
+    Arrays with several numbers become lists of numbers.
+    """
+    logs: dict[str, Any] = {}
+    for name, value in values.items():
+        logs.update(as_logs(value) if isinstance(value, Mapping) else {name: _as_python(value)})
+    return logs
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are single numbers."""
+    return {name: v for name, v in as_logs(values).items() if isinstance(v, float)}
+
+
+def _as_python(value: Any) -> Any:
+    if "bfloat16" in str(getattr(value, "dtype", "")):
+        # It is not one of NumPy's own types.
+        value = keras.ops.cast(value, "float32")
     array = keras.ops.convert_to_numpy(value)
-    # bfloat16 is not one of NumPy's own types.
-    return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()
+    if array.dtype.kind not in "biuf":
+        return value
+    return float(array.item()) if array.size == 1 else array.tolist()
 
 
 def capture_metrics(model: keras.Model) -> tuple[list[Array], list[list[Array]]]:

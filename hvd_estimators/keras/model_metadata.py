@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,9 @@ class ModelMetadata:
         layer's kernel with the product of its LoRA adapters added, and omits the adapters.
     attributes : mapping
         Data attributes of custom layers, by position.
+    layers : list of bool
+        Whether each layer is trainable. Keras's config of a `keras.Sequential` does not contain it.
+        Files of earlier versions have an empty list.
     """
 
     paths: list[str]
@@ -47,6 +50,7 @@ class ModelMetadata:
     trainable: list[bool] = field(default_factory=list)
     values: Mapping[int, Array] = field(default_factory=dict)
     attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    layers: list[bool] = field(default_factory=list)
 
     @staticmethod
     def of(model: keras.Model) -> ModelMetadata:
@@ -59,12 +63,14 @@ class ModelMetadata:
             [variable.trainable for variable in model.variables],
             {},
             {number: values for number, values in attributes.items() if values},
+            [layer.trainable for layer in layers],
         )
 
     def paired(self, model: keras.Model, copy: keras.Model) -> tuple[ModelMetadata, list[Any]]:
         """Return this metadata in the order of a copy, and the variables (model's, copy's).
 
-        The copy's variables get the paths of the model's, and are as trainable.
+        The copy's layers and variables are as trainable as the model's, and the variables get the
+        paths of the model's.
 
         Raises
         ------
@@ -73,6 +79,7 @@ class ModelMetadata:
         """
         _check_layers(model, copy)
         pairs = _pairs(model, copy)
+        _set_trainable(copy, self.layers)
         for ours, theirs in pairs:
             theirs.trainable = ours.trainable
             theirs._path = ours.path
@@ -114,6 +121,7 @@ class ModelMetadata:
                 if keras.dtype_policies.serialize(layer.dtype_policy) != policy:
                     layer.dtype_policy = keras.dtype_policies.deserialize(policy)
                 set_attributes(layer, self.attributes.get(number, {}))
+        _set_trainable(model, self.layers)
         if len(variables) == len(self.paths):
             for variable, path in zip(variables, self.paths, strict=True):
                 variable._path = path
@@ -125,7 +133,15 @@ class ModelMetadata:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Accept the state of earlier versions, too."""
-        vars(self).update({"trainable": [], "values": {}, "attributes": {}, **state})
+        vars(self).update({"trainable": [], "values": {}, "attributes": {}, "layers": [], **state})
+
+
+def _set_trainable(model: keras.Model, trainable: Sequence[bool]) -> None:
+    """Set whether each layer is trainable, without effect on the layers below and on variables."""
+    layers = all_layers(model)
+    if len(layers) == len(trainable):
+        for layer, value in zip(layers, trainable, strict=True):
+            layer._trainable = value
 
 
 def _check_layers(model: keras.Model, copy: keras.Model) -> None:

@@ -15,6 +15,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import causes
 from hvd_estimators.keras.backend import (
+    all_layers,
     has_own_compile,
     has_own_step,
     kept_random_state,
@@ -270,6 +271,12 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
                         f"model: its layers fail on the ranks (NameError: {reason}). "
                         f"{LAMBDA_REMEDY}"
                     ) from error
+                lambda_argument = _lambda_argument(self.getOrDefault("model"))
+                if lambda_argument is not None and "Could not interpret" in str(reason):
+                    raise ParamError(
+                        f"model: {lambda_argument} is a lambda, which Keras cannot copy for the "
+                        "ranks. Set it to a named function (def)."
+                    ) from error
                 raise ParamError(
                     "model: Keras cannot make equal copies of it for the ranks "
                     f"({type(reason).__name__}: {reason}). Give each class of its layers a "
@@ -381,6 +388,15 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
             if model is not None and model.built:
                 document.restore(optimizer, model.trainable_variables)
         return values
+
+
+def _lambda_argument(model: keras.Model) -> str | None:
+    """Describe a lambda among the arguments of a model's layers, such as an activation."""
+    for layer in all_layers(model):
+        for name, value in vars(layer).items():
+            if getattr(value, "__name__", None) == "<lambda>":
+                return f"{name!r} of the layer {layer.name!r}"
+    return None
 
 
 def _first_reason(error: Exception) -> BaseException:

@@ -14,7 +14,12 @@ import horovod.tensorflow as hvd
 import keras
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.keras.backend import has_own_step, model_optimizers, require_tensorflow
+from hvd_estimators.keras.backend import (
+    has_own_step,
+    has_own_test_step,
+    model_optimizers,
+    require_tensorflow,
+)
 from hvd_estimators.keras.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
@@ -253,6 +258,9 @@ class _Trainer:
             streams,
             micro_batches,
         )
+        if has_own_step(model) or has_own_test_step(model):
+            # Keras would log 0 for a loss that the steps return without an update of its mean.
+            vars(model)["_get_metrics_result_or_logs"] = lambda logs: logs
         model.test_step = reading_first(model.test_step)
         train, has_validation = datasets.train(), spec.data.val_plan is not None
         validation = datasets.validation(spec.data.validation_steps_per_epoch * passes)

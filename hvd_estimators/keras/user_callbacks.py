@@ -7,14 +7,14 @@ import os
 import pickle
 import types
 import warnings
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import model_optimizers
+from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.keras.backend import is_keras, model_optimizers
 from hvd_estimators.training.run_state import is_encodable
 
 _WRITING = (
@@ -152,6 +152,43 @@ def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> 
                 f"{param}: {name} has mode='auto', and Keras cannot tell whether less or more of "
                 f"{callback.monitor!r} is better. Set mode='min' or mode='max' in {name}."
             ) from error
+
+
+def selects_by_metric(callback: Any) -> bool:
+    """Return whether a checkpoint callback selects the model by a value of Keras's logs."""
+    own = keras.callbacks.ModelCheckpoint.on_epoch_end
+    return type(callback).on_epoch_end is own and callback.save_best_only
+
+
+def adds_no_logs(callback: Any) -> bool:
+    """Return whether a callback is one of Keras's that add at most a learning rate to the logs."""
+    return is_keras(type(callback)) and not isinstance(callback, keras.callbacks.LambdaCallback)
+
+
+def check_selection(callback: Any, names: Collection[str]) -> None:
+    """Check that the value by which a checkpoint callback selects the model is measured.
+
+    Keras only warns, and the last model would be returned.
+
+    Parameters
+    ----------
+    callback : keras.callbacks.ModelCheckpoint
+        Value of the param ``checkpoint_callback``.
+    names : collection of str
+        Entries of the logs that are single numbers.
+
+    Raises
+    ------
+    ParamError
+        If the value is not measured.
+    """
+    monitor = callback.monitor
+    if selects_by_metric(callback) and monitor not in names:
+        raise ParamError(
+            f"checkpoint_callback: {type(callback).__name__}(monitor={monitor!r}) selects the "
+            f"model by {monitor!r}, which is not measured as a single number. Set monitor to one "
+            f"of {', '.join(map(repr, sorted(names)))}.{did_you_mean(monitor, names)}"
+        )
 
 
 class ScalarState:

@@ -145,10 +145,11 @@ class ColumnParams(_TrainingColumns):
                         message = f"{param}: {message}"
                     if not self._is_given(param):
                         unset = f"{param} is not set, and its default is {', '.join(names)}: "
-                        remedy = " Set label_cols, or [] to train without labels."
-                        message = re.sub(r"^\w+: ", unset, message) + (
-                            remedy if param == "label_cols" else f" Set {param}."
-                        )
+                        message = re.sub(r"^\w+: ", unset, message)
+                        # Another column does not repair the values of this one.
+                        if isinstance(error, ColumnError):
+                            remedy = ", or [] to train without labels"
+                            message += f" Set {param}{remedy if param == 'label_cols' else ''}."
                     error.args = (message, *error.args[1:])
                     break
             raise

@@ -78,6 +78,11 @@ TABLE = (
     # Keras
     Private("keras.Model", "_flatten_layers", "It finds all layers, also those in attributes."),
     Private("keras.Model", "_compile_config", "It contains the arguments of compile()."),
+    Private(
+        "keras.Model",
+        "_get_metrics_result_or_logs",
+        "The logs of a model's own steps are kept as the steps return them.",
+    ),
     Private("keras.Model", "_compile_loss", "It has the means of the outputs' losses."),
     Private(
         "keras.Function",
@@ -98,6 +103,11 @@ TABLE = (
         "keras.Layer",
         "_auto_config",
         "It contains constructor arguments that a config omits.",
+    ),
+    Private(
+        "keras.Layer",
+        "_trainable",
+        "A copy gets it without effect on the layers below; the public setter sets theirs, too.",
     ),
     Private(
         "keras.layers.BatchNormalization",

@@ -60,6 +60,11 @@ def test_class_weights_train_as_one_process(store: Any, reduction: str) -> None:
     product = np.array([WEIGHTS.get(y, 1.0) for y in columns["y"]]) * columns["w"]
     given: Any = {"sample_weight": product[order]} if weighted else {"class_weight": WEIGHTS}
     held_out_weight = (held_out["w"],) if weighted else ()
+    # Mean of the batches so far, of each batch.
+    means: list[float] = []
+    logged = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: means.append(logs["loss"])
+    )
     history = alone.fit(
         columns["x"][order],
         columns["y"][order],
@@ -68,9 +73,16 @@ def test_class_weights_train_as_one_process(store: Any, reduction: str) -> None:
         epochs=2,
         shuffle=False,
         verbose=0,
+        callbacks=[logged],
         **given,
     ).history
     assert_same_weights(fitted.getModel(), alone)
+    if not weighted:
+        first, both = np.reshape(means, (2, 2)).T
+        of_batches = np.reshape([WEIGHTS.get(y, 1.0) for y in columns["y"][order]], (2, 30)).sum(1)
+        expected = (np.transpose([first, 2 * both - first]) * of_batches).sum(1) / of_batches.sum()
+        np.testing.assert_allclose(fitted.getHistory()["loss"], expected, rtol=1e-5)
+        assert np.abs(expected / both - 1).max() > 1e-4
     if weighted:
         for name, values in history.items():
             np.testing.assert_allclose(fitted.getHistory()[name], values, rtol=1e-4, err_msg=name)

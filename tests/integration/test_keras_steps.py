@@ -16,6 +16,8 @@ from parquet_files import write_columns
 from rank_pool import StandingBackend, shared_ranks
 from reference import global_batches
 
+from hvd_estimators.keras import BestModelCheckpoint
+
 pytestmark = pytest.mark.integration
 
 RATE = 0.05
@@ -104,8 +106,69 @@ class OtherName(keras.Model):
         return [self.tracker]
 
 
+class Shares(keras.metrics.Metric):
+    """Metric with a dict of results."""
+
+    def __init__(self, name: str = "shares") -> None:
+        super().__init__(name=name)
+        self.positive = self.add_weight(name="positive", initializer="zeros")
+        self.rows = self.add_weight(name="rows", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.positive.assign_add(keras.ops.sum(keras.ops.cast(y_pred > 0.5, "float32")))
+        self.rows.assign_add(keras.ops.cast(keras.ops.size(y_pred), "float32"))
+
+    def result(self) -> Any:
+        return {"positive": self.positive / self.rows, "negative": 1 - self.positive / self.rows}
+
+
+def measures() -> dict[str, keras.metrics.Metric]:
+    return {
+        "roc": keras.metrics.AUC(name="auc"),
+        "of_classes": keras.metrics.F1Score(name="f1"),
+        "one": keras.metrics.F1Score(threshold=0.5, name="one"),
+        "shares": Shares(),
+    }
+
+
+def measure(of_names: dict[str, keras.metrics.Metric], label: Any, outputs: Any) -> dict[str, Any]:
+    """Update the metrics, and return results under other names than the metrics'."""
+    truth = keras.ops.cast(keras.ops.reshape(label, (-1, 1)) > 0, "float32")
+    score = keras.ops.sigmoid(outputs)
+    for name in ("roc", "one", "shares"):
+        of_names[name].update_state(truth, score)
+    both = [keras.ops.concatenate([value, 1 - value]) for value in (truth, score)]
+    of_names["of_classes"].update_state(*(keras.ops.hstack([b, 1 - b]) for b in both))
+    return {name: of_names[name].result() for name in ("roc", "of_classes", "shares")}
+
+
+class OwnLogs(keras.Model):
+    """Keras's mean of the loss is not updated, and the test step returns no loss."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.measures = measures()
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        outputs = self(x, training=True)
+        loss = keras.ops.mean(keras.ops.square(outputs[:, 0] - keras.ops.reshape(y, (-1,))))
+        return {"loss": loss, **measure(self.measures, y, outputs)}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return {"distance": keras.ops.mean(y), **measure(self.measures, y, self(x))}
+
+    @property
+    def metrics(self) -> Any:
+        return [*super().metrics, *self.measures.values()]
+
+
 class OfInputsAlone(keras.Model):
     """keras.io's autoencoders: fit() receives only the inputs."""
+
+    def test_step(self, data: Any) -> Any:
+        return {"loss": keras.ops.mean(self(data))}
 
     def train_step(self, data: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -256,6 +319,40 @@ def test_a_renamed_metric_is_averaged_over_all_rows(backend: Any, store: Any) ->
         errors = model(inputs_of(rows))[:, 0] - rows["label"]
         for name in ("loss", "total_loss"):
             assert history[prefix + name] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
+
+
+def test_logs_of_a_step_are_merged_over_the_ranks(backend: Any, store: Any) -> None:
+    columns = write(store.get_train_data_path(), 37, seed=0)
+    held_out = write(store.get_val_data_path(), 21, seed=1)
+    model = make(OwnLogs)
+    model.compile(keras.optimizers.SGD(RATE))
+    monitor: dict[str, Any] = {"monitor": "val_one", "mode": "max"}
+    fitted = fit(
+        *(backend, store, model),
+        epochs=2,
+        callbacks=[keras.callbacks.EarlyStopping(**monitor)],
+        checkpoint_callback=BestModelCheckpoint(**monitor),
+    )
+    history = fitted.getHistory()
+    for prefix, rows in (("", columns), ("val_", held_out)):
+        label, outputs = rows["label"], model(inputs_of(rows))
+        of_names = measures()
+        shares = measure(of_names, label, outputs).pop("shares")
+        expected = {
+            **{name: of_names[name].result() for name in ("roc", "of_classes")},
+            **{of_names[name].name: of_names[name].result() for name in ("roc", "of_classes")},
+            **{"one": of_names["one"].result()[0], **shares},
+        }
+        found = {name: history[prefix + name][0] for name in expected}
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    # The ranks have the rows up to 17 and from 18.
+    last = [inputs_of(columns, rows) for rows in (slice(16, 18), slice(34, 37))]
+    labels = columns["label"][16:18], columns["label"][34:37]
+    losses = [np.mean((model(x)[:, 0] - y) ** 2) for x, y in zip(last, labels, strict=True)]
+    assert history["loss"] == [pytest.approx(np.mean(losses), rel=1e-5)] * 2
+    assert "val_loss" not in history
+    assert len(history["val_distance"]) == 2
 
 
 def test_the_error_of_a_step_for_inputs_alone_describes_the_data(backend: Any, store: Any) -> None:

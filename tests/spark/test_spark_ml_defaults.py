@@ -144,6 +144,10 @@ def test_errors_name_defaults(frame: Any, assembled: Any, store: Any, tmp_path: 
         estimator.fit_on_parquet(str(tmp_path / "rows"))
     with pytest.raises(ColumnError, match=r"^label_cols is not set.*or \[\] to train without"):
         estimator.fit(assembled.drop("label"))
+    nulls = assembled.selectExpr("if(label > 0, features, null) as features", "label")
+    told = r"^feature_cols is not set, and its default is features: Column 'features' holds .*"
+    with pytest.raises(DataError, match=f"{told} nulls; fill or drop them before training\\.$"):
+        estimator.fit(nulls)
 
 
 def test_class_numbers_must_be_whole(assembled: Any, store: Any) -> None:

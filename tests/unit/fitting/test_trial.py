@@ -18,6 +18,7 @@ from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, leave_to_ranks, traceless, try_batches
+from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.lightning.dry_run import check_step
 from hvd_estimators.torch.dry_run import check_fit
@@ -283,6 +284,33 @@ def test_keras_models_with_a_custom_step_are_checked_by_that_step(caplog: Any) -
         ShapeError, match=r"(?s)train_step failed on a batch of x \(3, 4\), .*Without label_cols"
     ):
         dry_run(2).run(COLUMNS)
+
+
+def test_keras_models_need_a_test_step_or_a_loss_for_validation() -> None:
+    class OfOutputs(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {"error": keras.ops.mean(self(data))}
+
+    class Regularized(keras.layers.Dense):
+        def call(self, x: Any) -> Any:
+            self.add_loss(keras.ops.mean(x))
+            return super().call(x)
+
+    class Tested(OfOutputs):
+        def test_step(self, data: Any) -> dict[str, Any]:
+            return self.train_step(data)
+
+    def dry_run(kind: type[keras.Model], dense: type[keras.layers.Dense], **params: Any) -> None:
+        inputs = keras.Input((4,))
+        model = kind(inputs, dense(1)(inputs))
+        model.compile("sgd")
+        KerasEstimator(model=model, feature_cols=["x"], label_cols=[], **params)._dry_run(COLUMNS)
+
+    dry_run(OfOutputs, keras.layers.Dense)
+    dry_run(OfOutputs, Regularized, validation=0.5)
+    dry_run(Tested, keras.layers.Dense, validation=0.5)
+    with pytest.raises(ParamError, match=r"^validation: .*Give the model a test_step\(\), or set"):
+        dry_run(OfOutputs, keras.layers.Dense, validation=0.5)
 
 
 @pytest.mark.parametrize("rows", [3, 2])

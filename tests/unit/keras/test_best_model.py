@@ -10,6 +10,8 @@ import keras
 import pytest
 
 from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import BestModelCheckpoint
 from hvd_estimators.keras.checkpoint import BestModel
 
 
@@ -38,3 +40,20 @@ def test_the_model_is_stored_as_of_the_end_of_the_epoch(
     assert Path(callback.filepath).read_bytes() == b"of the first epoch"
     # The store has the model already.
     assert later.upload() is None
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 1])
+def test_a_value_that_is_not_measured_selects_no_model(
+    store: Any, tmp_path: Path, save_freq: Any
+) -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    callback = BestModelCheckpoint("each", mode="max", save_freq=save_freq)
+    callback.set_model(model)
+    callback.on_epoch_begin(0)
+    kept = BestModel(callback, str(tmp_path), None, store)
+    end = callback.on_epoch_end if save_freq == "epoch" else callback.on_train_batch_end
+    end(0, {"loss": 1.0, "each": 0.5})
+    assert kept.path() is not None
+    for logs in ({"loss": 1.0}, {"loss": 1.0, "each": [0.5, 0.6]}):
+        with pytest.raises(ParamError, match=r"monitor='each'.*Set monitor to one of 'loss'\."):
+            end(1, logs)

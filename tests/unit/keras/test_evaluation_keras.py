@@ -165,6 +165,41 @@ def test_a_models_own_test_step_gets_its_inputs_alone() -> None:
     assert values == {"distance": pytest.approx(expected, rel=1e-5)}
 
 
+@keras.saving.register_keras_serializable("tests")
+class OwnTraining(OwnStep):
+    """A model with Keras's own test step, and without a loss."""
+
+    test_step = keras.Model.test_step
+
+
+@keras.saving.register_keras_serializable("tests")
+class WithoutMetrics(OwnStep):
+    """A model whose test step updates no metric."""
+
+    @property
+    def metrics(self) -> list[Any]:
+        return super(OwnStep, self).metrics
+
+    def test_step(self, data: Any) -> Any:
+        return {"loss": tf.reduce_mean(self(data))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OwnTraining, r"model: .*needs a loss.*Give the model a test_step\(\), or set loss"),
+        (WithoutMetrics, r"model: its test_step\(\) updates no metric.*Update a keras\.metrics"),
+    ],
+)
+def test_models_without_a_measured_value_are_rejected(kind: Any, message: str) -> None:
+    columns = make_columns()
+    net = kind()
+    net(columns["x"])
+    net.compile("adam")
+    with pytest.raises(ParamError, match=message):
+        evaluate(make_model(net, label_columns=[], label_shapes=None), columns)
+
+
 def test_what_is_not_known_is_named() -> None:
     net = two_outputs(loss="mse")
     with pytest.raises(ParamError, match=r"label_shapes: .*y, z.*earlier version.*Set label_shap"):

@@ -13,6 +13,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.metrics import (
+    as_logs,
     check_metrics,
     leaf_metrics,
     merge_states,
@@ -199,6 +200,15 @@ def test_leaf_metrics_come_from_compile_and_the_model() -> None:
     ]
     # The check leaves nothing behind.
     assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
+
+
+def test_logs_are_converted_as_keras_does() -> None:
+    ops = keras.ops
+    nested = {"b": ops.ones(()), "c": {"d": ops.ones((1, 1)), "e": ops.cast(1.5, "bfloat16")}}
+    found = as_logs({"a": nested, "several": ops.ones((2,)), "count": 3, "text": "f"})
+    expected = {"b": 1.0, "d": 1.0, "e": 1.5, "several": [1.0, 1.0], "count": 3.0, "text": "f"}
+    assert found == expected
+    assert isinstance(found["count"], float)
 
 
 def test_warnings_about_metrics_are_shown_without_logging(tmp_path: Path) -> None:

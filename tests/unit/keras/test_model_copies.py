@@ -11,8 +11,10 @@ from keras import ops
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.keras.serialization import copy_model
+from hvd_estimators.keras.model_metadata import ModelMetadata
+from hvd_estimators.keras.serialization import copy_model, dump, load
 
 COLUMNS = {
     "x": np.linspace(-1, 1, 6, dtype="float32").reshape(2, 3),
@@ -38,6 +40,27 @@ class Shifted(keras.layers.Layer):
         made = cls(**config)
         made._hidden = keras.ops.convert_to_tensor(0.0)
         return made
+
+
+def test_frozen_layers_stay_frozen() -> None:
+    thawed = keras.layers.Dense(3)
+    base = keras.Sequential([keras.Input((3,)), thawed, keras.layers.Dense(3)], name="base")
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(base(inputs)))
+    base.trainable = False
+    thawed.trainable = True
+    for copy in (copy_model(model), load(dump(model))):
+        frozen, flags = copy.get_layer("base"), [layer.trainable for layer in all_layers(model)]
+        assert [layer.trainable for layer in all_layers(copy)] == flags
+        assert len(copy.trainable_variables) == len(model.trainable_variables) == 4
+        frozen.trainable = True
+        assert len(copy.trainable_variables) == 6
+    # Files of earlier versions store no flags of layers.
+    state = {name: v for name, v in vars(ModelMetadata.of(model)).items() if name != "layers"}
+    metadata = ModelMetadata.__new__(ModelMetadata)
+    metadata.__setstate__(state)
+    metadata.apply(copy)
+    assert len(copy.trainable_variables) == 4
 
 
 def run(*layers: Any) -> None:

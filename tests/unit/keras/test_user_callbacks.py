@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from hvd_estimators.keras import (
     LearningRateScheduleCallback,
     LogCallback,
 )
+from hvd_estimators.keras.callbacks import _mean
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.loop import ProgressReports, RankCallbacks, StatisticsCallback
 from hvd_estimators.keras.metrics import are_built
@@ -275,6 +277,14 @@ def test_only_rank_0_reports_metrics(
         "epoch 1 ends: loss=-0.3625",
     ]
     assert sum("mae=" in line for line in told) == (6 if per_batch else 2)
+
+
+def test_values_of_steps_are_averaged_over_ranks_with_rows() -> None:
+    assert _mean([math.nan, 2.0, 3.0]) == 2.5
+    assert math.isnan(_mean([math.nan, math.nan]))
+    assert _mean([[1.0, 2.0], [3.0, 4.0]]) == [2.0, 3.0]
+    assert _mean([[1.0], [3.0, 4.0]]) == [1.0]
+    assert _mean(["a", "b"]) == "a"
 
 
 def test_monitors_unknown_to_keras_need_a_mode() -> None:

@@ -233,6 +233,13 @@ KERAS = {
     "torch's": keras_row("model", r"expected a keras\.Model", model=torch.nn.Linear(1, 1)),
     "a lock": keras_row("model", "Leave out of attributes", model=Locking()),
     "not built": keras_row("model", "Call it on a few rows", model=Unbuilt(), dry_run=False),
+    "a lambda": keras_row(
+        "model",
+        "'activation' of the layer 'it' is a lambda.* named function",
+        model=keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, activation=lambda x: x, name="it")]
+        ),
+    ),
     "too wide": keras_row("feature_cols", "Set columns in the order", ShapeError, model=dense(3)),
     "two labels": keras_row("label_cols", "Set one label", ShapeError, label_cols=["y", "w"]),
     "optimizer": keras_row("optimizer", "expected a Keras optimizer", optimizer="sgdd"),
@@ -282,6 +289,18 @@ KERAS = {
         r"exp_rmspe.* Set mode='min' or mode='max' in BestModelCheckpoint",
         checkpoint_callback=BestModelCheckpoint(monitor="exp_rmspe"),
         metrics=[exp_rmspe],
+    ),
+    "checkpoint_callback: metric": keras_row(
+        "checkpoint_callback",
+        r"monitor='mse'.* not measured as a single number\. Set monitor to one of 'learning_rate', "
+        r"'loss', 'mae'\.",
+        checkpoint_callback=BestModelCheckpoint(monitor="mse"),
+        metrics=["mae"],
+    ),
+    "checkpoint_callback: validation": keras_row(
+        "checkpoint_callback",
+        "monitor: found 'val_loss', but the data have no validation rows",
+        checkpoint_callback=BestModelCheckpoint(),
     ),
 }
 
