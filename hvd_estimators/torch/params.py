@@ -285,7 +285,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         noted = "_compile_kwargs" in getattr(model, "__dict__", {})
         if not (noted or isinstance(model, torch.jit.ScriptModule)):
             check_sendable("model", model, Pickler)
-        check_hooks(model, None)
+        if model is not None:
+            check_hooks(model, None)
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):

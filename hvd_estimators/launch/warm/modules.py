@@ -49,6 +49,8 @@ and draws no random numbers. The user's own modules are never imported in advanc
 change before the next launch.
 """
 
+_LISTED_PACKAGES = {name.partition(".")[0] for name in _MODULES}
+
 # A short string in a pickle: an opcode, the length and the text.
 _NAME_IN_PICKLE = re.compile(rb"\x8c(.)([A-Za-z_][\w.]*)", re.DOTALL)
 
@@ -116,9 +118,8 @@ def _used_by(names: Collection[str]) -> set[str]:
 
 
 def _is_searched(name: str) -> bool:
-    """Return whether a module's imports are searched: not those of listed or own modules."""
-    is_own = name.partition(".")[0] == "hvd_estimators"
-    return name in sys.modules and not is_own and not _listed(name)
+    """Return whether a module's imports are searched: not those of packages with listed modules."""
+    return name in sys.modules and name.partition(".")[0] not in _LISTED_PACKAGES
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -48,6 +48,10 @@ def test_values_name_the_modules_of_their_classes() -> None:
 
 def test_the_start_of_a_string_is_not_mistaken_for_a_module() -> None:
     assert of(len, "torch is a text", "torchvision", "keras-like", "numpy/x") == ()
+    # A package is not all of its modules, even if this process has imported them.
+    import horovod.torch
+
+    assert of(len, horovod.__name__) == ()
 
 
 def test_the_trainer_of_an_estimator_is_found() -> None:

@@ -121,7 +121,7 @@ TORCH = {
     "loss: class": torch_row("loss", r"Set an object of it", loss=torch.nn.MSELoss),
     "loss: a lock": torch_row("loss", "that cannot be sent", loss=closed_over),
     "loss: by row": torch_row(
-        "label_cols", "Set label_cols", ShapeError, loss=lambda outputs, labels: outputs - labels
+        *("loss", "expected one number per batch"), loss=lambda outputs, labels: outputs - labels
     ),
     "loss: two": torch_row(
         "loss", "expected 1 or one per label", loss=[torch.nn.functional.mse_loss] * 2
