@@ -38,6 +38,7 @@ _MODULES = {
     "pandas": ("pandas",),
     "petastorm": ("petastorm",),
     "pyarrow": ("pyarrow",),
+    "pyspark": ("pyspark.sql", "pandas"),
     "pytorch_lightning": ("pytorch_lightning",),
     "tensorflow": ("tensorflow",),
     "torch": ("torch",),

@@ -78,7 +78,7 @@ def test_a_function_of_an_installed_module_needs_what_its_package_has_imported(
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "model.py").write_text("import torch.nn.functional as F\nclass Net: pass\n")
-    (package / "data.py").write_text("from numpy import zeros\nimport json\n")
+    (package / "data.py").write_text("from numpy import zeros\nfrom pyspark.sql import Row\n")
     (package / "other.py").write_text("import pandas\n")  # the function does not use it
     (package / "train.py").write_text(
         "import importlib.util, sys\n"
@@ -94,7 +94,7 @@ def test_a_function_of_an_installed_module_needs_what_its_package_has_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     train = importlib.import_module("acme.train")
 
-    assert of(train.main) == ("horovod.torch", "numpy", "torch")
+    assert of(train.main) == ("horovod.torch", "numpy", "pandas", "pyspark.sql", "torch")
     assert of(len, train.Net()) == ("torch",)
     # Modules that are loaded only when they are used have not been loaded.
     assert type(vars(train)["lazy"]) is importlib.util._LazyModule  # type: ignore[attr-defined]
