@@ -310,11 +310,10 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
     ParamError
         If the optimizer holds a parameter that does not belong to the module.
     """
-    named = plain_module(module).named_parameters()
-    names = {id(parameter) for _, parameter in named}
+    own = set(map(id, plain_module(module).parameters()))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in own:
                 raise ParamError(
                     f"optimizer: it holds a parameter of shape {tuple(parameter.shape)} that is "
                     "not one of the model's. Create the optimizer from model.parameters() of "
