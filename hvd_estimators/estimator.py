@@ -26,7 +26,13 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting.hooks import EstimatorHooks
-from hvd_estimators.fitting.progress import StageRow, describe_rows, format_size, show_progress
+from hvd_estimators.fitting.progress import (
+    StageRow,
+    describe_rows,
+    format_size,
+    show_learning_rates,
+    show_progress,
+)
 from hvd_estimators.fitting.record import RunRecord, hyperparameters, noted_params, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
@@ -301,8 +307,10 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             self._check_resumable(run, tried)
             order = run.row_order or ReadOrder(backend.num_processes(), seed)
 
-            if run.newest is None:
-                self._log_learning_rates(tried, order.canonical_shards)
+            if run.newest is None and self.getOrDefault("verbose") > 0:
+                scales = self.getOrDefault("scale_learning_rate")
+                factor = order.canonical_shards if scales else 1
+                show_learning_rates(self._learning_rates(tried), factor)
 
             def spec_for(num_ranks: int) -> TrainSpec:
                 common = replace(
@@ -317,19 +325,6 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             except WorkerFailedError as error:
                 # The message holds the rank's traceback. The driver's frames would bury it.
                 raise error.with_traceback(None) from None
-
-    def _log_learning_rates(self, trial: Trial, num_ranks: int) -> None:
-        """Log the learning rates that training uses, if it scales them."""
-        if num_ranks == 1 or not self.getOrDefault("scale_learning_rate"):
-            return
-        rates = dict.fromkeys(self._learning_rates(trial))
-        scaled = ", ".join(f"{rate:g} becomes {rate * num_ranks:g}" for rate in rates)
-        logger.info(
-            "The learning rate is multiplied by %d, the number of ranks%s. Set "
-            "scale_learning_rate=False to keep it.",
-            num_ranks,
-            f": {scaled}" if scaled else "",
-        )
 
     def _check_weights(self, manifest: DatasetManifest) -> None:
         """Check that each sample weight is one number, unless a transformation creates them."""

@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -230,6 +230,28 @@ def format_size(num_bytes: int) -> str:
     prefixes = ("", "k", "M", "G", "T", "P")
     power = min(int(math.log10(max(num_bytes, 1))) // 3, len(prefixes) - 1)
     return f"{num_bytes / 1000**power:.{min(power, 1)}f} {prefixes[power]}B"
+
+
+def show_learning_rates(rates: Sequence[float], scale: int) -> None:
+    """Show a line with the learning rates that training uses.
+
+    Parameters
+    ----------
+    rates : sequence of float
+        The optimizers' rates, for one process. Empty if the driver does not know them.
+    scale : int
+        The factor by which training multiplies the rates.
+    """
+    known = list(dict.fromkeys(rates))
+    title = "Learning rate" if len(known) == 1 else "Learning rates"
+    listed = ", ".join(f"{rate:g}" for rate in known)
+    if scale > 1:
+        used = ", ".join(f"{rate * scale:g}" for rate in known)
+        product = f"{listed} x {scale} processes = {used}" if known else f"times {scale} processes"
+        kept = listed or "those of one process"
+        _write_line(f"{title} {product}; scale_learning_rate=False keeps {kept}.")
+    elif known:
+        _write_line(f"{title} {listed}.")
 
 
 @contextlib.contextmanager

@@ -91,8 +91,10 @@ COMMIT_MESSAGE = 120.0
 COMMIT_RETRY = 60.0
 COMMIT_PAUSE = 0.5
 
-# The driver warns of ranks that stay in a stage of the launch for this time.
-STAGE_WARNING = 8.0
+# The driver warns of ranks that stay in a stage of the launch for this time; later if its machine
+# is busy, because a rank then starts slowly.
+STAGE_WARNING = 10.0
+STAGE_WARNING_IF_BUSY = 20.0
 # Interval at which the driver looks at the stages.
 STAGE_POLL = 0.5
 # Pause of a task before it tries again to connect to the driver.

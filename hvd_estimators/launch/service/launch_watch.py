@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -164,8 +165,9 @@ def started_task(task: int, host: str) -> RankStage:
 class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
-    A thread warns if tasks stay in the earliest stage of all tasks for 8 seconds. It warns again if
-    the stage or the tasks change, and otherwise rarely. It ends when all ranks have joined. There
+    A thread warns if tasks stay in the earliest stage of all tasks for 10 seconds, or for 20 if the
+    driver's machine is busy. It warns again if the stage or the tasks change, and otherwise rarely.
+    It ends when all ranks have joined. There
     is no warning while all ranks run their function or have ended, because a function need not call
     ``hvd.init()``.
 
@@ -293,19 +295,25 @@ class LaunchWatch:
             waiting = [
                 (at, now - since) for at, since in self._stages.values() if at.stage == stage
             ]
-        late = [at for at, seconds in waiting if seconds >= timeouts.STAGE_WARNING]
+        limit = timeouts.STAGE_WARNING_IF_BUSY if is_busy() else timeouts.STAGE_WARNING
+        late = [at for at, seconds in waiting if seconds >= limit]
         if not late or stage >= Stage.HOROVOD_JOINED:
             return
         is_new = late != self._warned
         if not is_new and now < self._next_warning:
             return
-        self._pause = _REPEAT_FACTOR * (timeouts.STAGE_WARNING if is_new else self._pause)
+        self._pause = _REPEAT_FACTOR * (limit if is_new else self._pause)
         self._warned, self._next_warning = late, now + self._pause
         logger.warning(
             "The launch waits for %s, in stage '%s' for %.0f s: %s.",
             *(_titles(late), Stage(stage).label, max(seconds for _, seconds in waiting)),
             EXPLANATIONS[Stage(stage)],
         )
+
+
+def is_busy() -> bool:
+    """Return whether more processes want to run on this machine than it has cores."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def _title(at: RankStage) -> str:

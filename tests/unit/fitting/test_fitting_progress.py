@@ -17,7 +17,13 @@ from fake_clock import set_clock
 from tqdm import tqdm
 
 from hvd_estimators.fitting import progress as displays
-from hvd_estimators.fitting.progress import StageRow, StepWaiting, format_size, show_progress
+from hvd_estimators.fitting.progress import (
+    StageRow,
+    StepWaiting,
+    format_size,
+    show_learning_rates,
+    show_progress,
+)
 from hvd_estimators.launch.service.events import (
     RankMessage,
     RankOutput,
@@ -396,3 +402,37 @@ def test_ranks_that_are_launched_again_start_anew(caplog: pytest.LogCaptureFixtu
 
 def test_reports_are_sent_as_messages() -> None:
     assert decoded(encoded(report(3, 1.5))) == report(3, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("rates", "scale", "line"),
+    [
+        (
+            [0.01],
+            2,
+            "Learning rate 0.01 x 2 processes = 0.02; scale_learning_rate=False keeps 0.01.",
+        ),
+        (
+            [0.001, 0.1, 0.001],
+            4,
+            "Learning rates 0.001, 0.1 x 4 processes = 0.004, 0.4; "
+            "scale_learning_rate=False keeps 0.001, 0.1.",
+        ),
+        (
+            [],
+            2,
+            "Learning rates times 2 processes; "
+            "scale_learning_rate=False keeps those of one process.",
+        ),
+        ([0.01], 1, "Learning rate 0.01."),
+        ([], 1, ""),
+    ],
+)
+@PLACES
+def test_the_learning_rates_of_training_are_shown(
+    place: str, rates: list[float], scale: int, line: str
+) -> None:
+    with showing_in(place):
+        show_learning_rates(rates, scale)
+        shown = sys.stdout if place == "notebook" else sys.stderr
+        assert shown.getvalue() == (f"{line}\n" if line else "")  # type: ignore[attr-defined]

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.timeout(90)
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "STAGE_WARNING", 0.3)
+    monkeypatch.setattr(timeouts, "STAGE_WARNING_IF_BUSY", 0.3)
     monkeypatch.setattr(timeouts, "STAGE_POLL", 0.02)
 
 
@@ -54,6 +55,22 @@ def test_the_driver_names_the_earliest_stage_its_rank_and_its_host(
     assert record.getMessage().startswith(
         "The launch waits for rank 2 on host-b, in stage 'process start' for"
     )
+
+
+@pytest.mark.parametrize(("load", "warns"), [(0.5, True), (1000.0, False)])
+def test_on_a_busy_machine_the_warning_comes_later(
+    fast: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    load: float,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(timeouts, "STAGE_WARNING_IF_BUSY", 60.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    with LaunchWatch(1) as watch:
+        watch.record(RankStage(0, 0, "host", Stage.PROCESS_START))
+        time.sleep(1.0)
+    assert bool(caplog.records) is warns
 
 
 def test_each_stage_is_warned_about_separately(
@@ -179,6 +196,7 @@ def test_a_local_rank_stopped_before_joining_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(timeouts, "STAGE_WARNING", 2.0)
+    monkeypatch.setattr(timeouts, "STAGE_WARNING_IF_BUSY", 2.0)
 
     def stop_rank_1() -> int:
         import os
