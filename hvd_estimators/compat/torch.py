@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from hvd_estimators.compat.reading import UpstreamReading
 from hvd_estimators.torch.estimator import TorchEstimator as NativeEstimator
 
 
-class TorchEstimator(NativeEstimator):
+class TorchEstimator(UpstreamReading, NativeEstimator):
     """The estimator, with ``horovod.spark``'s columns and names of metrics.
 
     A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.

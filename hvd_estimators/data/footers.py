@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -479,10 +479,6 @@ class FooterCache:
         self._tail_bytes = 0
         self._reading: dict[str, Future[bytes]] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Other processes read the footers again, unless they receive them by `add`.
-        return FooterCache, (self._store,)
-
     def get(self, path: str) -> FileFooter:
         """Return a file's footer. Several threads may call this method.
 
@@ -519,7 +515,11 @@ class FooterCache:
             return future.result()
         try:
             tail = read_tail(self._store, path)
-            self.add({path: tail})
+            with self._lock:
+                self._tails[path] = tail
+                self._tail_bytes += len(tail)
+                while self._tail_bytes > _UNPARSED_BYTES:
+                    self._tail_bytes -= len(self._tails.popitem(last=False)[1])
             own.set_result(tail)
             return tail
         except BaseException as error:
@@ -528,13 +528,3 @@ class FooterCache:
         finally:
             with self._lock:
                 del self._reading[path]
-
-    def add(self, tails: Mapping[str, bytes]) -> None:
-        """Add file ends that another process has read."""
-        with self._lock:
-            for path, tail in tails.items():
-                if path not in self._tails:
-                    self._tails[path] = tail
-                    self._tail_bytes += len(tail)
-            while self._tail_bytes > _UNPARSED_BYTES:
-                self._tail_bytes -= len(self._tails.popitem(last=False)[1])

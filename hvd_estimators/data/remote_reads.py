@@ -301,10 +301,6 @@ class RangeFiles:
             **_VERIFY_PAGES,
         }
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Open files and threads stay in the process that created them.
-        return RangeFiles, (self._store, self.specs, self.footers)
-
     def __enter__(self) -> Self:
         return self
 
@@ -372,14 +368,6 @@ class RangeFiles:
         with self._lock:
             self._announced.append(_Announced(read, footer))
         footer.add_done_callback(lambda _: self._advance())
-
-    def tails(self, reads: Iterable[RangeRead]) -> dict[str, bytes]:
-        """Return the file ends of some ranges, for `FooterCache.add` in another process."""
-        paths = dict.fromkeys(read.row_range.file for read in reads)
-        remote = [path for path in paths if self._store.local_path(path) is None]
-        if not remote:
-            return {}
-        return dict(zip(remote, self._running().map(self.footers.tail, remote), strict=True))
 
     def ahead(
         self,

@@ -228,8 +228,8 @@ class PlannedDataModule(ChunkedDataModule):
     total_train_steps : int, optional
         Number of training batches of the whole run, including skipped ones. Passes after them are
         read only on demand. Default: unknown, so that any pass is read ahead.
-    reader_pool_type : {"thread", "process", "dummy"}
-        Type of the worker pool.
+    reader_pool_type : {"thread", "dummy"}
+        Type of the worker pool. With "dummy", the calling thread reads.
     train_reader_worker_count, val_reader_worker_count : int
         Number of workers of the pool.
     transformation : Transformation, optional
@@ -494,8 +494,7 @@ def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
 class ArrowDataModule(PlannedDataModule):
     """Data module that reads row groups with PyArrow in threads, which decode without the GIL.
 
-    ``reader_pool_type="process"`` behaves like ``"thread"``. With ``"dummy"``, the calling thread
-    reads. Each worker holds at most one unconsumed table of a row group (see `range_tables`).
+    Each worker holds at most one unconsumed table of a row group (see `range_tables`).
     """
 
     short_name = "arrow"

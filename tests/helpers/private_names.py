@@ -262,10 +262,4 @@ TABLE = (
     ),
     Private("horovod.torch.mpi_ops", "_basics", "They serve the same purpose."),
     Private("horovod.tensorflow.mpi_ops", "_basics", "They serve the same purpose."),
-    # Petastorm
-    Private(
-        "petastorm.workers_pool.process_pool.ProcessPool",
-        "_workers _results_receiver_poller _wait_for_workers_to_start",
-        "A worker process that died or did not start is an error.",
-    ),
 )

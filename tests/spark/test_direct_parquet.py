@@ -1,6 +1,7 @@
 """Programs like Horovod's own tests of `fit_on_parquet`.
 
-Lambdas on the store report its paths, `prepare_data` wrote the rows, and processes read them.
+Lambdas on the store report its paths, `prepare_data` wrote the rows, and threads read them, also
+where the programs ask for processes.
 """
 
 from __future__ import annotations

@@ -102,17 +102,12 @@ def test_adjacent_ranges_are_fetched_together(ranges, hole, runs):
     assert joined(ranges, hole) == runs
 
 
-# Petastorm's pool processes take seconds to start.
-WAYS = [
-    *itertools.product(READERS, ["thread", "dummy"], [NEAR, FAR_APART]),
-    *(("petastorm", "process", FAR_APART) for _ in range("petastorm" in READERS)),
-]
+WAYS = list(itertools.product(READERS, ["thread", "dummy"], [NEAR, FAR_APART]))
 
 
 @pytest.mark.parametrize(("reader", "pool", "between"), WAYS)
-def test_requests_per_row_group_and_file(counted, manifest, reader, pool, between, monkeypatch):
+def test_requests_per_row_group_and_file(counted, manifest, reader, pool, between):
     """One per adjacent columns of a row group, one per file; over all epochs, with validation."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(counted_reads.__file__).parent), prepend=":")
     store, requests = counted
     epochs = 2
     plan = plan_shards(manifest.train.row_groups, 1)
@@ -131,7 +126,7 @@ def test_requests_per_row_group_and_file(counted, manifest, reader, pool, betwee
         groups = manifest.train.row_groups
         for _ in range(epochs):
             groups_of_ranges = [(RangeRead(part),) for part in plan.shards[0]]
-            parts = list(module.read(iter([groups_of_ranges]), 1 if pool == "process" else 2))
+            parts = list(module.read(iter([groups_of_ranges]), 2))
             ids = np.concatenate([part["id"] for part in parts])
             assert ids.tolist() == list(range(len(groups) * ROWS))
             assert sum(len(batch["id"]) for batch in module.val_data()) == len(groups) * ROWS

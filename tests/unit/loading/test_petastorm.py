@@ -1,7 +1,5 @@
 """Row ranges in Petastorm's worker pools."""
 
-import collections
-import contextlib
 import itertools
 import threading
 import time
@@ -19,46 +17,41 @@ pytest.importorskip(
 
 from petastorm.workers_pool import EmptyResultError
 
-from hvd_estimators.exceptions import ReaderError
 from hvd_estimators.loading import interleave
-from hvd_estimators.loading.petastorm import _NEXT, _PART, PetastormDataModule, _in_sequence
+from hvd_estimators.loading.petastorm import _IS_LAST, PetastormDataModule, _tables
 from hvd_estimators.loading.plan import plan_shards
 
 pytestmark = pytest.mark.timeout(60)
 
 
 class Pool:
-    """Fake pool that answers requests in a given order, with tables of one row."""
+    """Fake pool with two tables of one row for each item."""
 
-    def __init__(self, order):
-        self.order = list(order)
+    def __init__(self):
         self.requested = []
+        self.left = []
 
     def ventilate(self, sequence):
         self.requested.append(sequence)
+        self.left += [(sequence, part) for part in (0, 1)]
 
     def get_results(self):
-        if not self.order:
+        if not self.left:
             raise EmptyResultError
-        sequence, part, following = self.order.pop(0)
-        assert sequence in self.requested
-        numbers = {_PART: f"{sequence} {part}", _NEXT: f"{following[0]} {following[1]}"}
+        sequence, part = self.left.pop(0)
         table = pa.table({"x": [10 * sequence + part]})
-        return table.replace_schema_metadata(numbers)
+        return table.replace_schema_metadata({_IS_LAST: str(part)})
 
 
-def test_tables_are_reordered_and_requests_are_bounded():
-    first_arrivals = [(1, 0, (2, 0)), (0, 1, (1, 0)), (0, 0, (0, 1))]
-    pool = Pool([*first_arrivals, (2, 0, (3, 0)), (3, 0, (3, 1)), (3, 1, (4, 0))])
+def test_requests_are_bounded():
+    pool = Pool()
     items = ({"sequence": number} for number in range(4))
 
-    tables = [
-        (table["x"][0].as_py(), len(pool.requested)) for table in _in_sequence(pool, items, 2)
-    ]
+    tables = [(table["x"][0].as_py(), len(pool.requested)) for table in _tables(pool, items, 2)]
 
-    # A range is requested when the last table of an earlier range can be read.
-    assert tables == [(0, 2), (1, 3), (10, 4), (20, 4), (30, 4), (31, 4)]
-    assert pool.requested == [0, 1, 2, 3]
+    # An item is requested when the last table of an earlier item can be read.
+    requests = [(0, 2), (1, 3), (10, 3), (11, 4), (20, 4), (21, 4), (30, 4), (31, 4)]
+    assert tables == requests
 
 
 def opened(folder, rows, **options):
@@ -75,9 +68,8 @@ def opened(folder, rows, **options):
     )
 
 
-@pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("limit", [2**30, 1])
-def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch, pool, limit):
+def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch, limit):
     """With a limit of 1 byte nothing fits, and rows must be read again."""
     rows, cache = 60, tmp_path / "cache"
     cache.mkdir()
@@ -85,7 +77,6 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     with opened(
         tmp_path / "data",
         rows,
-        reader_pool_type=pool,
         cache_type="local-disk",
         cache_location=str(cache),
         cache_size_limit=limit,
@@ -103,32 +94,22 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     assert list(cache.iterdir()) == []
 
 
-def petastorm_workers():
-    """Return the processes of pools; processes of other tests may end meanwhile."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "petastorm" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_worker_process_is_an_error(tmp_path, workers):
-    with opened(
-        tmp_path / "data",
-        60,
-        reader_pool_type="process",
-        train_reader_worker_count=workers,
-    ) as module:
+@pytest.mark.parametrize("pool", ["thread", "dummy", "process"])
+def test_reading_opens_no_port(tmp_path, pool):
+    """Petastorm's own process pool listens, and unpickles what any user of the machine sends."""
+    before = sockets()
+    with opened(tmp_path / "data", 60, reader_pool_type=pool) as module:
         runs = module.train_chunks()
-        next(runs)
-        pool = petastorm_workers()
-        assert len(pool) == workers
-        pool[0].kill()
-        with pytest.raises(ReaderError, match=rf"worker processes .* {pool[0].pid} \(SIGKILL\)"):
-            collections.deque(runs, maxlen=0)
-    assert not any(child.is_running() for child in pool)
+        rows = [row for _ in range(2) for row in next(runs).rows.columns()["x"]]
+        assert sockets() == before
+    assert sorted(set(rows)) == list(range(60))
+
+
+def sockets():
+    """Return the network sockets of this process and its descendants."""
+    here = psutil.Process()
+    processes = [here, *here.children(recursive=True)]
+    return {(s.laddr, s.status) for p in processes for s in p.net_connections("inet")}
 
 
 @pytest.mark.parametrize("part_bytes", [80, 2**24], ids=["no room", "no work"])

@@ -1,7 +1,6 @@
 """Cleanup after reading stops early or fails."""
 
 import itertools
-import pickle
 import queue
 import threading
 import traceback
@@ -13,7 +12,7 @@ from parquet_files import damage_last_page
 from pyarrow import parquet
 
 from hvd_estimators.data.remote_reads import _VERIFY_PAGES
-from hvd_estimators.exceptions import ReaderError, StoreError
+from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading.interleave import Prefetch
 from hvd_estimators.store import LocalStore
 
@@ -136,11 +135,7 @@ ERRORS = [OSError("no such host"), queue.Empty(), StopIteration(), SystemExit(3)
 
 @pytest.mark.parametrize(
     ("pool", "error"),
-    [
-        *itertools.product(["thread", "dummy"], ERRORS),
-        ("process", SystemExit(3)),
-        ("process", "forbidden"),
-    ],
+    itertools.product(["thread", "dummy"], ERRORS),
     ids=repr,
 )
 def test_any_error_of_a_worker_ends_reading_with_its_traceback(dataset, pool, error):
@@ -155,7 +150,7 @@ def test_any_error_of_a_worker_ends_reading_with_its_traceback(dataset, pool, er
     assert str(error) in told
 
 
-@pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
 @pytest.mark.parametrize("after", [0, 2])
 def test_any_error_of_the_planning_thread_ends_reading(dataset, monkeypatch, pool, after):
     with module(dataset, reader_pool_type=pool) as data:
@@ -186,25 +181,3 @@ def test_a_source_that_fails_in_close_ends_reading():
 
     with pytest.raises(OSError, match="connection is lost"):
         next(Prefetch(Source(), 1, "rows"))
-
-
-def test_processes_can_use_stores_that_plain_pickle_rejects(dataset):
-    store = failing_store(dataset.folder, None, after=10**6)
-    store.get_train_data_path = lambda index=None: store.folder
-
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(store)
-    expected = take(dataset, 20)
-    assert take(dataset, 20, reader_pool_type="process", store=store) == expected
-
-
-def test_stores_that_cannot_be_pickled_are_an_error(dataset, reader):
-    """Only Petastorm starts processes."""
-    store = LocalStore(str(dataset.folder))
-    store.connection = threading.Lock()
-
-    if reader == "arrow":
-        assert take(dataset, 2, reader_pool_type="process", store=store) == take(dataset, 2)
-        return
-    with pytest.raises(ReaderError, match="reader_pool_type: 'process' sends the store"):
-        take(dataset, 2, reader_pool_type="process", store=store)

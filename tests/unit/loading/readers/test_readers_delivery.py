@@ -30,13 +30,6 @@ def test_each_row_is_delivered_once_per_pass_on_any_number_of_ranks(dataset, siz
     assert sorted(passes[0]) == sorted(passes[1]) == list(range(ROWS))
 
 
-def test_processes_deliver_the_same_batches_as_threads(dataset):
-    """Two passes: processes answer in any order, without an effect on the batches."""
-    count = 2 * steps(dataset)
-
-    assert take(dataset, count, reader_pool_type="process") == take(dataset, count)
-
-
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 def test_unshuffled_rows_keep_stored_order_and_columns(dataset, pool):
     with module(dataset, shuffle=False, reader_pool_type=pool) as data:
@@ -94,7 +87,6 @@ def test_sorted_rows_are_mixed_by_reading_many_row_groups(tmp_path, monkeypatch)
     assert min(labels) >= 7
     assert take_rank(0, reader_pool_type="dummy") == ranks[0]
     assert take_rank(0, train_reader_worker_count=7) == ranks[0]
-    assert take_rank(0, reader_pool_type="process") == ranks[0]
     assert take_rank(0, skip_train_steps=53)[:27] == ranks[0][53:]
     current.append(ArrowDataModule)
     assert take_rank(0) == ranks[0]
