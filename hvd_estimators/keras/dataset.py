@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.loading.shuffle import Chunk
+from hvd_estimators.loading.shuffle import Chunk, first_batches
 
 Form = Callable[[dict[str, tf.Tensor]], Any]
 Step = Callable[[Any], Any]
@@ -60,10 +60,11 @@ class ColumnDatasets:
         self._chunks = itertools.chain([self._first], chunks)
 
     def train(self) -> tf.data.Dataset:
-        """Return the endless training batches, which can be iterated only once."""
-        dataset = column_dataset(
-            lambda: self._chunks, self._first, self._rows, self._prefetch, self._form
-        )
+        """Return the training batches of the run, which can be iterated only once."""
+        count, chunks = self._data.num_train_batches(), self._chunks
+        # TensorFlow reads ahead, and the next chunk may belong to another pass over the files.
+        used = chunks if count is None else first_batches(chunks, count)
+        dataset = column_dataset(lambda: used, self._first, self._rows, self._prefetch, self._form)
         return _of_length(dataset, tf.data.INFINITE_CARDINALITY)
 
     def validation(self, steps: int) -> tf.data.Dataset:

@@ -241,7 +241,9 @@ class _Trainer:
         micro_batches = spec.data.passes_per_batch
         # With overfit_batches, the loader stores all batches of an epoch, which may exceed a GPU's
         # memory.
-        batches = tensor_batches(reader.train_chunks(), "cpu" if self._overfits else device)
+        batches = tensor_batches(
+            reader.train_chunks(), "cpu" if self._overfits else device, reader.num_train_batches()
+        )
         train = TrainLoader(
             WeightedBatches(batches, reader.global_train_sizes(), self.size, 1, sum_over_ranks),
             spec.form,

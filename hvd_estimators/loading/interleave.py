@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -27,14 +26,11 @@ from hvd_estimators.exceptions import StoreError
 T = TypeVar("T")
 S = TypeVar("S")
 
-_END = object()
-
 
 class Prefetch(Generic[T]):
     """Iterator that reads a source in a thread, a bounded number of items ahead.
 
-    `__next__` raises the errors of the source. `close` stops the thread. If the source is a
-    generator, the thread closes it.
+    `__next__` raises the errors of the source. If the source is a generator, the thread closes it.
 
     Parameters
     ----------
@@ -48,9 +44,11 @@ class Prefetch(Generic[T]):
 
     def __init__(self, source: Iterator[T], ahead: int, name: str) -> None:
         self._source = source
-        self._items: queue.Queue[object] = queue.Queue(ahead)
+        self._ahead = ahead
+        self._changed = threading.Condition()
+        self._items: deque[T] = deque()
         self._error: BaseException | None = None
-        self._closing = threading.Event()
+        self._is_closed = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -58,29 +56,35 @@ class Prefetch(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        item = _END if self._closing.is_set() else self._items.get()
-        if item is _END:
-            self.close()
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-        return item  # type: ignore[return-value]
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._has_ended)
+            if self._items:
+                self._changed.notify_all()
+                return self._items.popleft()
+        self.close()
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
 
     def close(self) -> None:
-        """Stop the thread and wait for it."""
-        self._closing.set()
-        while self._thread.is_alive():
-            # The thread may be blocked on a full queue.
-            while not self._items.empty():
-                self._items.get_nowait()
-            self._thread.join(0.01)
+        """Stop the thread and wait for it. Any thread may call this method, at any time."""
+        with self._changed:
+            self._is_closed = True
+            self._items.clear()
+            self._changed.notify_all()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
             for item in self._source:
-                self._items.put(item)
-                if self._closing.is_set():
-                    break
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: len(self._items) < self._ahead or self._is_closed
+                    )
+                    if self._is_closed:
+                        break
+                    self._items.append(item)
+                    self._changed.notify_all()
         except BaseException as error:
             self._error = error
         try:
@@ -90,8 +94,35 @@ class Prefetch(Generic[T]):
         except BaseException as error:
             self._error = self._error or error
         finally:
-            # The consumer always waits for the end marker.
-            self._items.put(_END)
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+
+class OnDemand(Generic[T]):
+    """Iterator that the calling thread reads, and that another thread may close meanwhile.
+
+    Parameters
+    ----------
+    source : generator
+        Read by one thread at a time.
+    """
+
+    def __init__(self, source: Generator[T, None, None]) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        with self._lock:
+            return next(self._source)
+
+    def close(self) -> None:
+        """Close the source after the item that is being read."""
+        with self._lock:
+            self._source.close()
 
 
 PART_BYTES = 16 * 2**20

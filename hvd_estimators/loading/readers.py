@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -29,6 +30,7 @@ from hvd_estimators.loading.blocks import BufferPool, Rows
 from hvd_estimators.loading.interleave import (
     PART_BYTES,
     InterleaveGroup,
+    OnDemand,
     Prefetch,
     RangeRun,
     interleave,
@@ -158,6 +160,13 @@ class DataModule(ABC):
         """Return the validation batches of one pass in chunks."""
         return _single_chunks(self.val_data())
 
+    def num_train_batches(self) -> int | None:
+        """Return the number of training batches that the run will take, or None if unknown.
+
+        Further batches are available, but whoever reads ahead leaves them out. Default: None.
+        """
+        return None
+
     def num_val_batches(self) -> int | None:
         """Return the number of this rank's validation batches per pass, or None if unknown.
 
@@ -284,11 +293,16 @@ class PlannedDataModule(ChunkedDataModule):
         self.shuffle_buffer_bytes = shuffle_buffer_size or shuffle.SHUFFLE_BUFFER_BYTES
         self._cache: dict[RowRange, list[Columns]] = {}
         self.memory = BufferPool()
-        self._open: set[Generator[Chunk, None, None] | Prefetch[Chunk]] = set()
+        self._lock = threading.Lock()
+        self._open: set[OnDemand[Chunk] | Prefetch[Chunk]] = set()
+        self._is_closed = False
 
     def __exit__(self, *exc_info: Any) -> None:
-        """Stop all readers."""
-        for source in list(self._open):
+        """Stop all readers, also those that other threads use. None can start any more."""
+        with self._lock:
+            self._is_closed = True
+            sources = list(self._open)
+        for source in sources:
             source.close()
 
     @abstractmethod
@@ -389,6 +403,11 @@ class PlannedDataModule(ChunkedDataModule):
         with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
             yield from stream_batches(parts, sizes, memory=self.memory)
 
+    def num_train_batches(self) -> int | None:
+        """Return the number of training batches that are left of the run, or None if unknown."""
+        total = self.total_train_steps
+        return None if total is None else max(total - self.skip_train_steps, 0)
+
     def num_val_batches(self) -> int:
         """Return this rank's validation batches per pass, at most the steps per epoch."""
         if self.val_plan is None:
@@ -402,16 +421,21 @@ class PlannedDataModule(ChunkedDataModule):
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
         """Produce chunks in a separate thread while earlier ones are used."""
-        in_this_thread = self.reader_pool_type == "dummy"
-        source = (
-            chunks if in_this_thread else Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
-        )
-        self._open.add(source)
+        source: OnDemand[Chunk] | Prefetch[Chunk]
+        with self._lock:
+            if self._is_closed:
+                return
+            if self.reader_pool_type == "dummy":
+                source = OnDemand(chunks)
+            else:
+                source = Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
+            self._open.add(source)
         try:
             yield from source
         finally:
             source.close()
-            self._open.discard(source)
+            with self._lock:
+                self._open.discard(source)
 
     def global_train_sizes(self) -> Iterator[int]:
         """Return an infinite iterator of the rows in each training step, over all ranks."""
@@ -681,6 +705,11 @@ class VirtualShards(ChunkedDataModule):
         for module in self.modules:
             with contextlib.closing(_one_by_one(module.val_chunks())) as chunks:
                 yield from itertools.islice(chunks, module.steps_per_epoch_val)
+
+    def num_train_batches(self) -> int | None:
+        """Return the number of micro-batches that are left of the run, or None if unknown."""
+        steps = self.modules[0].num_train_batches()
+        return None if steps is None else steps * self._passes
 
     def num_val_batches(self) -> int:
         """Return the number of validation batches in a pass over all shards."""

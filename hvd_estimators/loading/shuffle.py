@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,6 +42,15 @@ class Chunk:
         """Return the chunk without its first batches."""
         start = sum(self.sizes[:batches])
         return Chunk(self.rows.slice(start, len(self.rows)), self.sizes[batches:])
+
+
+def first_batches(chunks: Iterator[Chunk], count: int) -> Generator[Chunk, None, None]:
+    """Yield chunks until they have a number of batches. Does not close the iterator."""
+    for chunk in chunks:
+        yield chunk
+        count -= len(chunk.sizes)
+        if count <= 0:
+            return
 
 
 def stream_batches(

@@ -24,7 +24,7 @@ from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.blocks import BufferPool, fresh_buffer
 from hvd_estimators.loading.interleave import Prefetch
-from hvd_estimators.loading.shuffle import Chunk
+from hvd_estimators.loading.shuffle import Chunk, first_batches
 
 # Name of the prediction in Hugging Face models.
 _PREDICTION = "logits"
@@ -293,7 +293,9 @@ class Batch:
 
 
 def tensor_batches(
-    chunks: Iterable[Chunk], device: torch.device | str = "cpu"
+    chunks: Iterable[Chunk],
+    device: torch.device | str = "cpu",
+    num_batches: int | None = None,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Yield each batch of each chunk as a dict of column name to tensor.
 
@@ -307,11 +309,15 @@ def tensor_batches(
         The batches.
     device : torch.device or str
         Target device of the tensors.
+    num_batches : int, optional
+        Number of batches that will be used. Only these are copied ahead, because the next ones may
+        belong to another pass over the files. Default: all.
     """
     device = torch.device(device)
-    blocks = _blocks(chunks)
     if device.type == "cuda":
-        blocks = ahead_of_use(blocks, cuda_copies(device))
+        blocks = _copied(chunks, cuda_copies(device), num_batches)
+    else:
+        blocks = _blocks(chunks)
     with contextlib.closing(blocks):
         for chunk, tensors_of_blocks in blocks:
             made_progress()
@@ -334,6 +340,22 @@ def _blocks(
             yield chunk, [from_numpy(block) for block in chunk.rows.blocks]
     finally:
         # Close explicitly: before Python 3.13, a closed generator does not release its references.
+        if isinstance(chunks, Generator):
+            chunks.close()
+
+
+def _copied(
+    chunks: Iterable[Chunk], start_copy: Copy, num_batches: int | None
+) -> Generator[tuple[Chunk, list[torch.Tensor]], None, None]:
+    """Yield copies of each chunk's blocks, ahead of their use up to a number of batches."""
+    parts = [chunks]
+    if num_batches is not None:
+        chunks = iter(chunks)
+        parts = [first_batches(chunks, num_batches), chunks]
+    try:
+        for part in parts:
+            yield from ahead_of_use(_blocks(part), start_copy)
+    finally:
         if isinstance(chunks, Generator):
             chunks.close()
 

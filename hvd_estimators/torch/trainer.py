@@ -195,7 +195,7 @@ class _Trainer:
             self.checkpoints.writer,
         ):
             batches = WeightedBatches(
-                tensor_batches(data.train_chunks(), self.device),
+                tensor_batches(data.train_chunks(), self.device, data.num_train_batches()),
                 data.global_train_sizes(),
                 self.size,
                 self.num_micro_batches,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +80,22 @@ def test_custom_data_modules_train_endlessly_and_validate_repeatedly() -> None:
     # Their number is unknown before a pass.
     assert datasets.validation(steps=9).cardinality() == tf.data.UNKNOWN_CARDINALITY
     assert datasets.train().cardinality() == tf.data.INFINITE_CARDINALITY
+
+
+def test_no_chunk_is_read_ahead_after_the_last_batch() -> None:
+    is_beyond = threading.Event()
+
+    class Finite(OwnModule):
+        def num_train_batches(self) -> int:
+            return 3
+
+        def train_data(self) -> Iterator[dict[str, np.ndarray]]:
+            yield from itertools.islice(super().train_data(), 3)
+            is_beyond.set()
+
+    batches = iter(ColumnDatasets(Finite(train_dir="", val_dir=""), prefetch=1).train())
+    assert [int(next(batches)["x"][0]) for _ in range(3)] == [0, 1, 2]
+    assert not is_beyond.wait(0.3)
 
 
 class Counted(OwnModule):

@@ -97,6 +97,23 @@ def test_each_block_is_copied_once_for_any_columns_and_batches(columns, monkeypa
         np.testing.assert_array_equal(whole.numpy(), array)
 
 
+def test_no_chunk_is_read_ahead_after_the_last_batch(columns, monkeypatch):
+    monkeypatch.setattr(tensors, "cuda_copies", lambda device: lambda blocks: lambda: blocks)
+    is_beyond = threading.Event()
+
+    def chunks():
+        yield from itertools.islice(chunks_of(columns), 2)
+        is_beyond.set()
+        yield from itertools.islice(chunks_of(columns), 1)
+
+    with contextlib.closing(tensor_batches(chunks(), "cuda", 30)) as batches:
+        assert len(list(itertools.islice(batches, 30))) == 30
+        assert not is_beyond.wait(0.3)
+        # A further batch is read on demand.
+        np.testing.assert_array_equal(next(batches)["a"].numpy(), columns["a"][:7])
+        assert is_beyond.is_set()
+
+
 def test_chunks_are_released_when_the_iteration_stops(columns, monkeypatch):
     monkeypatch.setattr(tensors, "cuda_copies", lambda device: lambda blocks: lambda: blocks)
     ended = []

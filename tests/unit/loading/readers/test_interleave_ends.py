@@ -4,10 +4,11 @@ import itertools
 import queue
 import threading
 import traceback
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-from numbered_rows import Dataset, module, take
+from numbered_rows import Dataset, module, steps, take
 from parquet_files import damage_last_page
 from pyarrow import parquet
 
@@ -166,6 +167,47 @@ def test_any_error_of_the_planning_thread_ends_reading(dataset, monkeypatch, poo
                 pass
 
     assert "in plan_badly" in "".join(traceback.format_exception(raised.value))
+
+
+def in_thread(function):
+    """Call a function in a daemon thread, and return its result as a future."""
+    future = Future()
+
+    def call():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
+
+
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+def test_a_module_closed_by_another_thread_starts_no_further_pass(dataset, pool):
+    before = set(threading.enumerate())
+    reached, may_go_on = threading.Event(), threading.Event()
+
+    def transform(row):
+        reached.set()
+        assert may_go_on.wait(30)
+        return row
+
+    data = module(
+        dataset, reader_pool_type=pool, transform_fn=transform, total_train_steps=steps(dataset)
+    )
+    reading = in_thread(lambda: sum(1 for _ in data.train_chunks()))
+    assert reached.wait(30)
+    closing = in_thread(data.__exit__)
+    with pytest.raises(TimeoutError):
+        closing.result(timeout=0.2)  # the reader has to stop first
+    may_go_on.set()
+    closing.result(timeout=20)
+    # Without an end, this would go on pass after pass.
+    assert reading.result(timeout=20) <= 1
+    assert list(data.train_chunks()) == []
+
+    assert set(threading.enumerate()) == before
 
 
 def test_a_source_that_fails_in_close_ends_reading():
