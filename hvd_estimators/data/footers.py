@@ -30,6 +30,7 @@ from hvd_estimators.data.types import num_leaves, partition_values
 from hvd_estimators.exceptions import DataError, HvdEstimatorsError, StoreError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.files import ListedFile, is_missing
+from hvd_estimators.store.storage_errors import not_damage
 
 T = TypeVar("T")
 
@@ -258,7 +259,8 @@ def _read(store: Store, file: ListedFile, partitions: Mapping[str, str]) -> File
 def damage_is_store_error(file: str, row_group: int | None = None) -> Iterator[None]:
     """Convert errors of the block to a `StoreError` that names the file and suggests fixes.
 
-    Errors of the store do not change.
+    Errors of the store do not change. Errors that the file's content cannot cause, such as lack of
+    memory, get their own message (see `not_damage`).
 
     Parameters
     ----------
@@ -269,9 +271,12 @@ def damage_is_store_error(file: str, row_group: int | None = None) -> Iterator[N
     """
     try:
         yield
-    except HvdEstimatorsError:
+    except (HvdEstimatorsError, pa.ArrowCancelled):
         raise
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, MemoryError, pa.ArrowException) as error:
+        other = not_damage(error, file)
+        if other is not None:
+            raise other from error
         if is_missing(error):
             raise StoreError(
                 f"There is no file {file!r} on the machine {socket.gethostname()} ({error}). Keep "

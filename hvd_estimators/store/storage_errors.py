@@ -339,6 +339,47 @@ def kind_of_text(text: str) -> Kind:
     return next((kind for kind, pattern in _HADOOP if re.search(pattern, text)), Kind.OTHER)
 
 
+_SYSTEM_ERRNOS = {errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENXIO}
+"""Errors of a disk, a mount or a limit, which say nothing about a file's content."""
+
+
+def not_damage(error: BaseException, path: str) -> BaseException | None:
+    """Return the error to raise if a file could not be read and its content is not the cause.
+
+    Parameters
+    ----------
+    error : BaseException
+        Any error of reading a file or of parsing its content.
+    path : str
+        The file.
+
+    Returns
+    -------
+    BaseException or None
+        A MemoryError or a `StoreError` that says what failed. None if the content may be the cause,
+        or if the file is missing.
+    """
+    where = f"reading {path!r} on the machine {socket.gethostname()}"
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return MemoryError(
+            f"Memory ran out at {where} ({text_of(error)}). Give each rank more memory, or set a "
+            "smaller shuffle_buffer_size or fewer train_reader_num_workers."
+        )
+    if not isinstance(error, OSError):
+        return None
+    kind = kind_of(error)
+    if kind is Kind.OTHER and error.errno in _SYSTEM_ERRNOS:
+        return StoreError(
+            f"The store failed at {where} ({text_of(error)}). The file may be intact: see whether "
+            "the disk, the mount and the limits of that machine are in order."
+        )
+    if kind in (Kind.OTHER, Kind.MISSING):
+        return None
+    return kind.error_class(
+        f"The store failed at {where}: {kind.value} ({text_of(error)}). {REMEDIES[kind]}"
+    )
+
+
 @contextlib.contextmanager
 def naming_full_disk() -> Iterator[None]:
     """Convert errors of the block that a full disk causes to a `StoreError`.

@@ -22,7 +22,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.base import Store
-from hvd_estimators.store.storage_errors import naming_full_disk
+from hvd_estimators.store.storage_errors import naming_full_disk, not_damage
 from hvd_estimators.training.spec import EpochMetrics
 
 _REGISTERED = 2
@@ -249,6 +249,9 @@ def describing_damage(
     except StoreError:
         raise
     except _UNREADABLE as error:
+        other = not_damage(error, path)
+        if other is not None:
+            raise other from error
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise StoreError(
             f"The checkpoint {path!r} cannot {cannot}: it is damaged, of another model, or was not "
