@@ -21,6 +21,9 @@ from hvd_estimators.store.files import CHUNK_BYTES, ListedFile
 from hvd_estimators.store.registry import dbfs_path, scheme_of
 from hvd_estimators.store.retries import typed_errors
 
+_MOST_WALKS = 100
+"""Maximum number of walks through a folder that several processes delete."""
+
 
 class LocalStore(Store):
     """Store in a directory that the driver and all executors share.
@@ -81,8 +84,17 @@ class LocalStore(Store):
 
     def delete(self, path: str) -> None:
         """Delete a file or directory; see `Store.delete`."""
-        if self.exists(path):
-            self._retried(lambda: self.fs.rm(path, recursive=True), f"deleting {path!r}")
+
+        def remove() -> None:
+            # If another process deletes parts of the folder meanwhile, the walk through it fails.
+            for _ in range(_MOST_WALKS):
+                if not self.exists(path):
+                    return
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.rm(path, recursive=True)
+            self.fs.rm(path, recursive=True)
+
+        self._retried(remove, f"deleting {path!r}")
 
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:

@@ -3,6 +3,8 @@
 import os
 import pickle
 import posixpath
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -265,3 +267,23 @@ def test_ranges_of_a_local_file_are_those_of_its_content(store, ranges):
     assert store.read_ranges(path, ranges) == [b"0123456789"[slice(*each)] for each in ranges]
     with pytest.raises(FileNotFoundError):
         store.read_ranges(f"{path}.absent", ranges)
+
+
+def test_several_threads_delete_one_folder(tmp_path):
+    """A walk through a folder fails if another thread deletes its entries meanwhile."""
+    store = LocalStore(str(tmp_path / "store"))
+    for number in range(5):
+        folder = Path(store.folder) / str(number)
+        for inner in range(30):
+            (folder / str(inner)).mkdir(parents=True)
+            (folder / str(inner) / "file").write_text("text")
+        aligned = threading.Barrier(8)
+
+        def delete(folder=folder, aligned=aligned):
+            aligned.wait()
+            store.delete(str(folder))
+
+        with ThreadPoolExecutor(8) as threads:
+            for future in [threads.submit(delete) for _ in range(8)]:
+                future.result()
+        assert not folder.exists()
