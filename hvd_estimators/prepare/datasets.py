@@ -231,9 +231,14 @@ class _OwnDataset:
 
 
 class _Registry:
-    """The datasets that this process has written or uses, guarded by one lock."""
+    """The datasets that this process has written or uses.
+
+    No thread uses a store while it holds the lock. Otherwise a fit would wait for the retries of
+    another fit's store.
+    """
 
     def __init__(self) -> None:
+        # A collected `SharedDatasets` may call `sweep` within any block of its thread.
         self._lock = threading.RLock()
         self._datasets: list[_OwnDataset] = []
         self._own_indices: set[str] = set()
@@ -242,14 +247,14 @@ class _Registry:
     def create(self, use: DatasetUse, store: Store) -> _OwnDataset:
         """Return a new dataset, which the caller must write."""
         index = uuid.uuid4().hex[:12]
+        self.sweep(store)
+        _require_free_paths(store, index)
+        dataset = _OwnDataset(store, index, Heartbeat(store, owner_path(store, index)))
         with self._lock:
-            self._sweep()
-            _require_free_paths(store, index)
-            dataset = _OwnDataset(store, index, Heartbeat(store, owner_path(store, index)))
             self._own_indices.add(index)
             self._add_use(index, use)
             self._datasets.append(dataset)
-            return dataset
+        return dataset
 
     def pin(self, use: DatasetUse, store: Store, index: str) -> Heartbeat | None:
         """Protect a dataset of any owner from deletion by this process.
@@ -267,10 +272,31 @@ class _Registry:
             return None
         return Heartbeat(store, new_pin_path(store, index))
 
-    def sweep(self) -> None:
-        """Delete the datasets of this process that are no longer used."""
+    def sweep(self, store: Store | None = None) -> None:
+        """Delete the datasets of this process that are no longer used.
+
+        Parameters
+        ----------
+        store : Store, optional
+            Delete only datasets beside those of this store. Default: in all stores.
+        """
+        beside = None if store is None else store.get_train_data_path()
         with self._lock:
-            self._sweep()
+            unused = [
+                each
+                for each in self._datasets
+                if not self._is_used(each.index)
+                and beside in (None, each.store.get_train_data_path())
+            ]
+        # Two threads may delete a dataset at the same time.
+        for dataset in unused:
+            # In this order, an interruption leaves a dataset that is deleted later.
+            dataset.heartbeat.stop(delete=False)
+            if _delete(dataset.store, dataset.index) != "pinned":
+                with self._lock:
+                    if dataset in self._datasets:
+                        self._datasets.remove(dataset)
+                        self._uses.pop(dataset.index, None)
 
     def clear(
         self, datasets: Sequence[tuple[Store, str]], *, all_owners: bool, force: bool
@@ -280,21 +306,19 @@ class _Registry:
         Datasets of other processes are deleted if these processes have ended, or with
         ``all_owners``. Datasets that other processes have pinned are deleted only with ``force``.
         """
-        with self._lock:
-            self._sweep()
-            deleted = []
-            for store, index in datasets:
+        self.sweep()
+        deleted = []
+        for store, index in datasets:
+            clock = StoreClock(store)
+            if not (all_owners or index in self._own_indices or _is_orphan(store, index, clock)):
+                continue
+            if not force and _is_pinned(store, index, clock):
+                continue
+            with self._lock:
                 if self._is_used(index):
                     continue
-                clock = StoreClock(store)
-                if not (
-                    all_owners or index in self._own_indices or _is_orphan(store, index, clock)
-                ):
-                    continue
-                if not force and _is_pinned(store, index, clock):
-                    continue
-                _delete_files(store, index)
-                deleted.append(index)
+            _delete_files(store, index)
+            deleted.append(index)
         return deleted
 
     def store_of(self, index: str) -> Store | None:
@@ -321,14 +345,6 @@ class _Registry:
 
     def _is_used(self, index: str) -> bool:
         return any(not use.over for use in list(self._uses.get(index, ())))
-
-    def _sweep(self) -> None:
-        for dataset in [each for each in self._datasets if not self._is_used(each.index)]:
-            # In this order, an interruption leaves a dataset that is deleted later.
-            dataset.heartbeat.stop(delete=False)
-            if _delete(dataset.store, dataset.index) != "pinned":
-                self._datasets.remove(dataset)
-                self._uses.pop(dataset.index, None)
 
 
 def _require_free_paths(store: Store, index: str) -> None:
@@ -437,7 +453,7 @@ def acquire(store: Store, write: Callable[[str], None]) -> Iterator[str]:
         yield dataset.index
     finally:
         use.over = True
-        _registry.sweep()
+        _registry.sweep(store)
 
 
 @contextlib.contextmanager
@@ -455,7 +471,7 @@ def pin(store: Store, index: str) -> Iterator[None]:
         yield
     finally:
         use.over = True
-        _registry.sweep()
+        _registry.sweep(store)
         if heartbeat is not None:
             heartbeat.stop()
 

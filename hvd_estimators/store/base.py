@@ -216,7 +216,8 @@ class Store(LeftOutNames, StorePaths):
     def list_runs(self) -> list[runs.RunInfo]:
         """Return information about all runs, most recently started first. Runs on the driver.
 
-        Each run takes two reads of small files. Several runs are read in parallel.
+        Each run takes two reads of small files. Several runs are read in parallel. Nothing is
+        written, so the store may be read-only.
         """
         return runs.list_runs(self)
 

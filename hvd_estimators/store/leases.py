@@ -15,7 +15,7 @@ The age is then the difference between the record's time and that of a probe fil
 Otherwise the owner's clock is compared with the reader's clock (both UTC). A reader whose clock is
 fast then considers the owner dead too early by the difference. A reader whose clock is slow does so
 too late. The difference is harmless below `STALE_SECONDS` minus two heartbeats, which is four
-minutes.
+minutes. `Store.list_runs`, which writes nothing, compares the record's time with its own clock.
 
 Guarantees:
 
@@ -195,12 +195,20 @@ class StoreClock:
 
     The clock queries the store once, at first use, by writing a probe file and reading its
     modification time. Create a new clock for each round of checks.
+
+    Parameters
+    ----------
+    store : Files
+        The store of the lease records.
+    may_write : bool
+        If False, no probe is written, and this machine's clock counts as that of the store.
     """
 
-    def __init__(self, store: Files) -> None:
+    def __init__(self, store: Files, *, may_write: bool = True) -> None:
         self._store = store
-        self._has_probed = False
-        self._offset: float | None = None  # of the store's clock from `time.monotonic`
+        self._has_probed = not may_write
+        # Of the store's clock from `time.monotonic`.
+        self._offset = None if may_write else time.time() - time.monotonic()
 
     def age(self, path: str, record: LeaseRecord) -> float | None:
         """Return the seconds since a lease record was last written, or None if unknown."""
@@ -391,7 +399,7 @@ def lease_path(run_path: str) -> str:
     return f"{run_path}/lease.json"
 
 
-def holder(store: Files, run_path: str) -> LeaseRecord | None:
+def holder(store: Files, run_path: str, clock: StoreClock | None = None) -> LeaseRecord | None:
     """Return the lease record of a run's live owner, or None if the lease is free."""
     path = lease_path(run_path)
     content = store.read_if_exists(path)
@@ -401,7 +409,7 @@ def holder(store: Files, run_path: str) -> LeaseRecord | None:
         record = LeaseRecord.from_json(content)
     except ValueError:
         record = LeaseRecord(ProcessIdentity("", 0, ""))  # only its age counts
-    return None if is_abandoned(store, path, record) else record
+    return None if is_abandoned(store, path, record, clock) else record
 
 
 class Lease(Heartbeat):

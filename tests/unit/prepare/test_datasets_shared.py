@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 
 import pytest
-from prepared_sets import Writer, folders, in_threads, names
+from prepared_sets import Writer, folders, in_threads, names, use
 
-from hvd_estimators.prepare.datasets import SharedDatasets, acquire
+from hvd_estimators.prepare.datasets import SharedDatasets, acquire, clear_prepared_data
+from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
+
+INDEX = "0123456789ab"
 
 
 def one_fit(datasets, store, write, **options):
@@ -70,3 +74,39 @@ def test_another_thread_retries_a_failed_write(store):
     assert {result for result in results if result not in failed} == {write.written[1]}
     assert len(write.written) == 2
     assert folders(store) == []
+
+
+@pytest.mark.parametrize("action", ["end of a block", "clearing"])
+def test_no_fit_waits_for_the_deletion_on_another_store(tmp_path, action):
+    """A slow store keeps the thread that deletes on it, and no other."""
+    deleting, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(LocalStore):
+        def delete(self, path):
+            deleting.set()
+            assert may_go_on.wait(30)
+            super().delete(path)
+
+    slow, fast = Slow(str(tmp_path / "slow")), LocalStore(str(tmp_path / "fast"))
+    write = Writer(slow)
+
+    def delete():
+        if action == "clearing":
+            write(INDEX)
+            clear_prepared_data(slow, INDEX)
+        else:
+            use(slow, write)
+
+    thread = threading.Thread(target=delete, daemon=True)
+    thread.start()
+    try:
+        assert deleting.wait(30)
+        fit = threading.Thread(target=use, args=(fast, Writer(fast)), daemon=True)
+        fit.start()
+        fit.join(20)
+        assert not fit.is_alive(), "a fit on another store waits"
+        assert folders(fast) == []
+    finally:
+        may_go_on.set()
+        thread.join(30)
+    assert folders(slow) == []
