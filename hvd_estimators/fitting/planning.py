@@ -19,7 +19,13 @@ from hvd_estimators.fitting.stores import store_of
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_shards, reads_several
+from hvd_estimators.loading.spec import (
+    DataSpec,
+    ReaderOptions,
+    check_shards,
+    choose_data_module,
+    reads_several,
+)
 from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.params.estimator import (
     CheckpointParams,
@@ -187,7 +193,7 @@ class TrainPlanning(
             validation_steps_per_epoch=get("validation_steps_per_epoch")
             or (val_plan.steps(val_batch_size) if val_plan else 0),
             random_seed=seed,
-            data_module=get("data_module"),
+            data_module=choose_data_module(get("data_module")),
             options=self._reader_options(self._data_store(manifest)),
             inputs=self._input_columns(),
         )

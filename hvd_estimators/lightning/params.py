@@ -87,7 +87,7 @@ class LightningParams(TorchEstimator):
     data_module = param(
         "Reader of the rows: 'petastorm', 'arrow', a subclass of "
         "hvd_estimators.loading.readers.DataModule, or a LightningDataModule class. Default: "
-        "Petastorm if it can be imported, otherwise PyArrow.",
+        "Petastorm if the driver can import it, otherwise PyArrow.",
         type="str | type[Any]",
     )
     loader_num_epochs = param(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-import importlib.util
+import importlib
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,8 @@ from hvd_estimators.loading.readers import (
 )
 from hvd_estimators.loading.transform import RowFunction, Transformation
 from hvd_estimators.store.base import Store
+
+_PETASTORM = "hvd_estimators.loading.petastorm"
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,8 @@ class DataSpec:
         Batches of an epoch in each shard.
     random_seed : int
         Seed of the row order.
-    data_module : str, type or None
-        Name or class of the reader. None selects Petastorm if it can be imported, otherwise
-        PyArrow.
+    data_module : str or type
+        Name or class of the reader.
     options : ReaderOptions
         Options for reading rows.
     inputs : InputColumns
@@ -135,7 +137,7 @@ class DataSpec:
     train_steps_per_epoch: int
     validation_steps_per_epoch: int
     random_seed: int
-    data_module: str | type[DataModule] | None
+    data_module: str | type[DataModule]
     options: ReaderOptions = ReaderOptions()
     inputs: InputColumns = field(default_factory=InputColumns)
 
@@ -247,7 +249,7 @@ def check_data_module(data_module: str | type[DataModule] | None) -> None:
     ParamError
         If it is neither a known name nor a subclass of `DataModule`.
     DependencyError
-        If it needs a package that is not installed.
+        If it needs a package that cannot be imported.
     """
     if isinstance(data_module, type) and issubclass(data_module, DataModule):
         return
@@ -258,11 +260,28 @@ def check_data_module(data_module: str | type[DataModule] | None) -> None:
             "data_module: expected 'petastorm', 'arrow' or a class derived from "
             f"hvd_estimators.loading.readers.DataModule, found {data_module!r}."
         )
-    if importlib.util.find_spec("petastorm") is None:
+    try:
+        importlib.import_module(_PETASTORM)
+    except ImportError as error:
         raise DependencyError(
-            "data_module='petastorm' needs Petastorm, which is not installed. Set "
+            f"data_module='petastorm' needs Petastorm, which cannot be imported ({error}). Set "
             f"data_module='arrow', which reads the same files, or run: {INSTALL['petastorm']}"
-        )
+        ) from error
+
+
+def choose_data_module(data_module: str | type[DataModule] | None) -> str | type[DataModule]:
+    """Return the data module for all ranks. Runs on the driver.
+
+    None means Petastorm if the driver can import it, otherwise PyArrow.
+    """
+    if data_module is not None:
+        return data_module
+    try:
+        importlib.import_module(_PETASTORM)
+    except ImportError:
+        # Importing an installed Petastorm can fail with current versions of PyArrow.
+        return "arrow"
+    return "petastorm"
 
 
 def check_shards(
@@ -403,16 +422,18 @@ def _open_shard(
     )
 
 
-def _module_class(data_module: str | type[DataModule] | None) -> type[DataModule]:
+def _module_class(data_module: str | type[DataModule]) -> type[DataModule]:
     if isinstance(data_module, type):
         return data_module
-    if data_module != "arrow":
-        try:
-            from hvd_estimators.loading.petastorm import PetastormDataModule
-        except ImportError:
-            # Importing an installed Petastorm can fail with current versions of PyArrow.
-            if data_module is not None:
-                raise
-        else:
-            return PetastormDataModule
-    return ArrowDataModule
+    if data_module == "arrow":
+        return ArrowDataModule
+    try:
+        from hvd_estimators.loading.petastorm import PetastormDataModule
+    except ImportError as error:
+        raise DependencyError(
+            "data_module: the driver chose 'petastorm' for all ranks, and the host "
+            f"{socket.gethostname()} cannot import the package petastorm ({error}). Install it on "
+            f"all executors ({INSTALL['petastorm']}), or set data_module='arrow', which reads the "
+            "same files."
+        ) from error
+    return PetastormDataModule

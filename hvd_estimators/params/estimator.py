@@ -345,8 +345,8 @@ class ReadingParams(DeclaredParams):
     )
     data_module = param(
         "Reader of the rows: 'petastorm', 'arrow', or a subclass of "
-        "hvd_estimators.loading.readers.DataModule. Default: Petastorm if it can be imported, "
-        "otherwise PyArrow.",
+        "hvd_estimators.loading.readers.DataModule. Default: Petastorm if the driver can "
+        "import it, otherwise PyArrow.",
         type="str | type[Any]",
     )
 

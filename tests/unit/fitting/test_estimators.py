@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 
 import pytest
 import torch
@@ -185,6 +186,16 @@ def test_validation_needs_a_validation_part(params, validation):
 
     with pytest.raises(ParamError, match=rf"validation: found {validation!r}, .* no validation"):
         estimator.fit_on_parquet(dataset_idx="abc")
+
+
+def test_the_plan_for_all_ranks_has_the_drivers_reader(params, monkeypatch):
+    """Ranks that can import Petastorm use Arrow, too, if the driver cannot."""
+    columns = ColumnSpec("features", "array", "float32", (2,)), ColumnSpec("label", "scalar", "f4")
+    manifest = DatasetManifest(columns, Split("data", (RowGroup("data/a.parquet", 0, 8),)))
+    monkeypatch.setitem(sys.modules, "hvd_estimators.loading.petastorm", None)
+    for given, expected in ((None, "arrow"), ("petastorm", "petastorm")):
+        estimator = TorchEstimator(**params, data_module=given)
+        assert estimator._plan(manifest, 2, 2, 0).data_module == expected
 
 
 def test_column_dtypes_are_kept_as_names():

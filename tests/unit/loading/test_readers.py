@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import socket
 import sys
 
 import numpy as np
@@ -10,10 +11,16 @@ import pytest
 from pyarrow import parquet
 
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.exceptions import DataError, DependencyError, ParamError
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions, check_data_module, open_data_module
+from hvd_estimators.loading.spec import (
+    DataSpec,
+    ReaderOptions,
+    check_data_module,
+    choose_data_module,
+    open_data_module,
+)
 from hvd_estimators.store import LocalStore
 
 
@@ -62,27 +69,34 @@ def data_spec(manifest, data_module):
 
 @pytest.mark.parametrize("data_module", ["arrow", None])
 def test_the_ranks_module_is_created_from_the_data_spec(manifest, data_module):
-    with open_data_module(
-        data_spec(manifest, data_module), 1, 2, epoch=0, rows=3 * 2 * 4, epochs=1
-    ) as data:
+    spec = data_spec(manifest, choose_data_module(data_module))
+    with open_data_module(spec, 1, 2, epoch=0, rows=3 * 2 * 4, epochs=1) as data:
         batches = [batch["id"].tolist() for batch in itertools.islice(data.train_data(), 4)]
 
     # The second of 2 ranks has rows 26 to 52; 3 batches of 4 were used before.
     assert list(itertools.chain(*batches)) == list(range(26 + 12, 53))
 
 
-def test_petastorm_is_the_default_if_it_can_be_imported(manifest, monkeypatch):
+def test_the_driver_chooses_petastorm_if_it_can_import_it(monkeypatch):
     try:
         import petastorm
     except ImportError:
         petastorm = None
-    with open_data_module(data_spec(manifest, None), 0, 2, epoch=0, epochs=1) as data:
-        assert data.short_name == ("arrow" if petastorm is None else "petastorm")
-
+    assert choose_data_module(None) == ("arrow" if petastorm is None else "petastorm")
+    assert choose_data_module(Constant) is Constant
     monkeypatch.setitem(sys.modules, "hvd_estimators.loading.petastorm", None)
-    with open_data_module(data_spec(manifest, None), 0, 2, epoch=0, epochs=1) as data:
+    assert choose_data_module(None) == "arrow"
+    with pytest.raises(DependencyError, match="cannot be imported"):
+        check_data_module("petastorm")
+
+
+def test_ranks_read_with_the_drivers_choice(manifest, monkeypatch):
+    with open_data_module(data_spec(manifest, "arrow"), 0, 2, epoch=0, epochs=1) as data:
         assert data.short_name == "arrow"
-    with pytest.raises(ImportError):
+    monkeypatch.setitem(sys.modules, "petastorm.cache", None)
+    monkeypatch.delitem(sys.modules, "hvd_estimators.loading.petastorm", raising=False)
+    message = rf"the driver chose 'petastorm'.*{socket.gethostname()} cannot import .*petastorm"
+    with pytest.raises(DependencyError, match=message):
         open_data_module(data_spec(manifest, "petastorm"), 0, 2, epoch=0, epochs=1)
 
 
