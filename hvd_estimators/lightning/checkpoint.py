@@ -14,12 +14,15 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.loaders import TrainLoader, skip_batches
@@ -70,6 +73,16 @@ _OWN_KEYS = (_BUFFERS, _BASES, _STATEFUL, _GRADIENTS, _PARTIAL, _REQUIRES_GRAD)
 
 # The large parts of a checkpoint, which may share tensors.
 _TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _BASES, _GRADIENTS)
+
+
+_NO_FOLDER = os.path.join(tempfile.gettempdir(), "hvd_estimators-no-folder")
+"""Local folder that is never made."""
+
+
+def _model_checkpoints(trainer: Trainer) -> list[Any]:
+    """Return the user's ``ModelCheckpoint`` callbacks."""
+    connected: Any = trainer
+    return [c for c in connected.callbacks if is_lightning(c, "callbacks.ModelCheckpoint")]
 
 
 class RunCheckpoint(Callback):
@@ -164,14 +177,32 @@ class RunCheckpoint(Callback):
         # Callbacks of that hook were added at the end, but the recorder must be last.
         given: Any = trainer
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
-        for callback in given.callbacks:
-            if is_lightning(callback, "callbacks.ModelCheckpoint"):
-                callback.dirpath = self._directory
+        is_local = self._spec.store.local_path(self._directory) is not None
+        for callback in _model_checkpoints(trainer):
+            if not is_local and callback.save_last == "link":
+                raise ParamError(
+                    f"callbacks: ModelCheckpoint(save_last='link') makes a link, and "
+                    f"{self._directory!r} has none. Set save_last=True."
+                )
+            # It opens its folder next, and without the store's options.
+            callback.dirpath = self._directory if is_local else _NO_FOLDER
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Redirect checkpoints to a remote store."""
+        self._redirect(trainer)
+
+    def _redirect(self, trainer: Trainer) -> None:
+        store = self._spec.store
+        if store.local_path(self._directory) is None:
+            for callback in _model_checkpoints(trainer):
+                callback.dirpath, callback._fs = self._directory, store.fs
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Read the state that Lightning ignores; it is restored after rank 0's weights are sent."""
+        # Before ModelCheckpoint compares its folder with that of the checkpoint.
+        self._redirect(trainer)
         self._loaded = {name: checkpoint[name] for name in _OWN_KEYS if name in checkpoint}
         partials: Sequence[dict[str, Any]] = checkpoint.get(_PARTIAL, ())
         if self._shards.rank < len(partials):

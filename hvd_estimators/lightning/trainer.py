@@ -117,7 +117,6 @@ class _Trainer:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=folder_prefix()))
             stack.enter_context(self.logs)
             stack.enter_context(self.checkpoints)
-            stack.enter_context(self.spec.store.options_for_others())
             return self._train(stack, progress, scratch)
 
     def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import os
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
@@ -161,15 +160,6 @@ class Store(LeftOutNames, StorePaths):
         Default: only `spark_url`.
         """
         return (self.spark_url(path),)
-
-    @contextlib.contextmanager
-    def options_for_others(self) -> Iterator[None]:
-        """Let other libraries use the storage options for the store's URLs within the block.
-
-        Lightning's ModelCheckpoint, for example, opens the URLs without the store. By default, this
-        method does nothing.
-        """
-        yield
 
     def check(self) -> None:
         """Check that the store can write runs. Runs on the driver.

@@ -303,20 +303,6 @@ class FilesystemStore(Store):
         if scheme_of(path) not in _OBJECT_STORES:
             super().delete_empty(path)
 
-    @contextlib.contextmanager
-    def options_for_others(self) -> Iterator[None]:
-        """Set the options as fsspec's defaults; see `Store.options_for_others`."""
-        protocol = self.folder.partition("://")[0]
-        before = fsspec.config.conf.get(protocol)
-        fsspec.config.conf[protocol] = {**(before or {}), **self._options(self.folder)}
-        try:
-            yield
-        finally:
-            if before is None:
-                del fsspec.config.conf[protocol]
-            else:
-                fsspec.config.conf[protocol] = before
-
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         fs, path_in_fs = fsspec.core.url_to_fs(path, **self._options(path))
         return fs, str(path_in_fs)

@@ -231,6 +231,11 @@ TABLE = (
         "loader.",
     ),
     Private(
+        "pytorch_lightning.callbacks.ModelCheckpoint",
+        "_fs",
+        "It opens the run's folder with the store's options, which no other library gets.",
+    ),
+    Private(
         "pytorch_lightning.LightningModule",
         "_current_fx_name",
         "Hooks that run again in a resumed epoch can log.",

@@ -95,8 +95,16 @@ def test_rows_in_several_folders_of_another_filesystem(
 def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
     """Train in two parts, with all Lightning features that write files."""
     from lightning_reference import Regression, fit
-    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
     from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+    def look(trainer: Any, module: Any) -> None:
+        import fsspec
+
+        assert "remote" not in fsspec.config.conf, "other libraries get the store's options"
+        (checkpoint,) = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+        is_resumed = trainer.current_epoch > 0
+        assert (checkpoint.best_model_score is not None) == is_resumed
 
     store = remote_store.make_store(tmp_path)
     for epochs in (1, 2):
@@ -112,7 +120,10 @@ def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
             logger=loggers,
             log_every_n_steps=1,
             profiler="simple",
-            callbacks=[ModelCheckpoint(monitor="val_loss", filename="best", mode="min")],
+            callbacks=[
+                LambdaCallback(on_train_start=look),
+                ModelCheckpoint(monitor="val_loss", filename="best", mode="min"),
+            ],
             **{**RUN, "epochs": epochs},
         )
     check(model.getModel().net, columns)

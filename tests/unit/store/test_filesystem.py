@@ -172,15 +172,6 @@ def test_storage_options_reach_the_filesystem(tmp_path):
     assert not store.without_options().fs.auto_mkdir
 
 
-def test_other_libraries_can_use_the_storage_options_temporarily(tmp_path):
-    url = f"file://{tmp_path}"
-    store = FilesystemStore(url, storage_options={"auto_mkdir": True})
-
-    with store.options_for_others():
-        assert fsspec.core.url_to_fs(url)[0].auto_mkdir
-    assert not fsspec.core.url_to_fs(url)[0].auto_mkdir
-
-
 def test_unusable_filesystems_are_reported_at_construction(monkeypatch):
     with pytest.raises(ParamError, match="cannot open 'nothing://a'"):
         FilesystemStore("nothing://a")
