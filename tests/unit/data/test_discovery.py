@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data import footers
 from hvd_estimators.data.discovery import first_rows, read_manifest, read_split
-from hvd_estimators.data.footers import read_footers
+from hvd_estimators.data.footers import FileFooter, read_footers
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.store import LocalStore, Store
@@ -385,3 +385,30 @@ def test_footers_keep_the_order_of_the_files_with_and_without_threads(
     found = read_split(store, str(folder), [X])
     assert [group.rows for group in found.row_groups] == list(range(1, 61))
     assert (threads == {threading.current_thread()}) is not slow
+
+
+NUMBERS = pa.array([[0.0, 1.0]] * 3)
+SECOND_FILES = {
+    "renamed": {"a": NUMBERS, "c": NUMBERS},
+    "reordered": {"b": NUMBERS, "a": NUMBERS},
+    "regrouped": {"a": NUMBERS, "b": pa.StructArray.from_arrays([NUMBERS], ["c"])},
+    "retyped": {"a": NUMBERS.cast(pa.list_(pa.float32())), "b": NUMBERS},
+}
+
+
+@pytest.mark.parametrize("columns", SECOND_FILES.values(), ids=SECOND_FILES)
+def test_files_with_equal_leaves_have_their_own_columns(folder, columns):
+    # Without Arrow's schema, as Spark writes files: all leaves are called "element".
+    first, second = folder / "first.parquet", folder / "second.parquet"
+    parquet.write_table(pa.table({"a": NUMBERS, "b": NUMBERS}), first, store_schema=False)
+    parquet.write_table(pa.table(columns), second, store_schema=False)
+
+    FileFooter.of("", first.read_bytes())
+    footer = FileFooter.of("", second.read_bytes())
+
+    assert footer.columns.schema.names == list(columns)
+    for name, column in columns.items():
+        assert footer.columns.schema.field(name).type == column.type
+        group = parquet.read_metadata(second).row_group(0)
+        (leaf,) = (i for i in range(2) if group.column(i).path_in_schema.startswith(f"{name}."))
+        assert list(footer.columns.leaves[name]) == [leaf]
