@@ -6,7 +6,6 @@ ML attributes are read from a column's metadata, in the format of Spark's
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -272,19 +271,22 @@ class StoredColumn:
     ----------
     spec : ColumnSpec
         The column as readers see it; its shape is ``(-1,)`` until the rows have been measured.
-    expressions : tuple of str or Column
-        The expressions to write to Parquet as ``spec.stored_names``. SQL where it suffices, because
-        each Column of a thousand takes several calls of the JVM.
+    expressions : tuple of Column
+        The expressions to write to Parquet as ``spec.stored_names``. Empty for a column that is
+        written as it is, or cast.
+    cast : str or None
+        Type to which such a column is cast.
     length : Column or None
         Number of elements of a row's value; null or negative for a null. None for scalars.
     """
 
     spec: ColumnSpec
-    expressions: tuple[str | Column, ...]
+    expressions: tuple[Column, ...] = ()
+    cast: str | None = None
     length: Column | None = None
 
-    def is_not_finite(self) -> Column | None:
-        """Return an expression over the written columns: true if a row holds NaN or infinity.
+    def is_not_finite(self, written: str) -> Column | None:
+        """Return an expression over a written column: true if a row holds NaN or infinity.
 
         None if the type has neither.
         """
@@ -293,20 +295,31 @@ class StoredColumn:
         condition: Callable[[Column], Column] = _is_not_finite
         for _ in self.spec.shape:
             condition = _exists(condition)
-        return condition(F.col(quoted(self.spec.stored_names[-1])))
+        return condition(F.col(written))
 
 
-def select_as(df: DataFrame, expressions: Mapping[str, str | Column]) -> DataFrame:
-    """Return a DataFrame of expressions by name: SQL or Columns; see `StoredColumn`."""
-    prefix = f"__{uuid.uuid4().hex}_"
-    columns = [e.alias(prefix + name) for name, e in expressions.items() if not isinstance(e, str)]
-    sql = {
-        name: e if isinstance(e, str) else quoted(prefix + name) for name, e in expressions.items()
-    }
-    df = df.select("*", *columns) if columns else df
-    return df.selectExpr(
-        *(e if e == quoted(name) else f"{e} as {quoted(name)}" for name, e in sql.items())
-    )
+def numbered(
+    df: DataFrame, columns: Sequence[StoredColumn], further: Sequence[Column]
+) -> DataFrame:
+    """Return the written form of columns, and further columns, with the names c0, c1 and so on.
+
+    SQL selects them, because each Column of a thousand takes several calls of the JVM. The SQL does
+    not contain the user's names, in which Spark would replace ``${variable}``.
+    """
+    positions = {name: position for position, name in enumerate(df.columns)}
+    computed = [expression for column in columns for expression in column.expressions]
+    frame = df.select("*", *computed, *further)
+    frame = frame.toDF(*(f"c{position}" for position in range(len(frame.columns))))
+    following = iter(frame.columns[len(df.columns) :])
+    sql = []
+    for column in columns:
+        if column.expressions:
+            sql += [next(following) for _ in column.expressions]
+            continue
+        name = f"c{positions[column.spec.name]}"
+        sql.append(f"cast({name} as {column.cast})" if column.cast else name)
+    sql += following
+    return frame.selectExpr(*(f"{each} as c{number}" for number, each in enumerate(sql)))
 
 
 def stored_column(
@@ -340,23 +353,21 @@ def stored_column(
         If the type cannot be used for training.
     """
     name, data_type = field.name, field.dataType
-    sql = quoted(name)
     if isinstance(data_type, VectorUDT):
-        column = F.col(sql)
+        column = F.col(quoted(name))
         return _sparse(name, column, used_names) if compress_sparse else _dense(name, column)
     if allow_text and isinstance(data_type, (*_TEXT, T.BinaryType) if bytes_as_text else _TEXT):
-        return StoredColumn(ColumnSpec(name, "text", "object"), (sql,))
+        return StoredColumn(ColumnSpec(name, "text", "object"))
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
         dtype = _dtype(name, element, data_type)
-        length = F.size(sql)
-        if isinstance(element, T.DecimalType):
-            sql = f"cast({sql} as {'array<' * depth}double{'>' * depth})"
-        return StoredColumn(ColumnSpec(name, "array", dtype, (-1,) * depth), (sql,), length)
+        is_decimal = isinstance(element, T.DecimalType)
+        cast = f"{'array<' * depth}double{'>' * depth}" if is_decimal else None
+        spec, length = ColumnSpec(name, "array", dtype, (-1,) * depth), F.size(quoted(name))
+        return StoredColumn(spec, cast=cast, length=length)
     dtype = _dtype(name, data_type, data_type)
-    if isinstance(data_type, T.DecimalType):
-        sql = f"cast({sql} as double)"
-    return StoredColumn(ColumnSpec(name, "scalar", dtype), (sql,))
+    cast = "double" if isinstance(data_type, T.DecimalType) else None
+    return StoredColumn(ColumnSpec(name, "scalar", dtype), cast=cast)
 
 
 def known_columns(
@@ -401,12 +412,11 @@ def feature_array(field: T.StructField, allow_text: bool = False) -> Column:
     ColumnError
         If the type cannot be used for prediction.
     """
-    expression = stored_column(field, allow_text=allow_text).expressions[0]
-    if not isinstance(expression, str):
-        return expression
-    # Names are not parsed as SQL, which takes longer.
-    is_name = expression == quoted(field.name)
-    return F.col(expression) if is_name else F.expr(expression)
+    stored = stored_column(field, allow_text=allow_text)
+    if stored.expressions:
+        return stored.expressions[0]
+    column = F.col(quoted(field.name))
+    return column.cast(stored.cast) if stored.cast else column
 
 
 def _dense(name: str, column: Column) -> StoredColumn:
@@ -418,7 +428,7 @@ def _dense(name: str, column: Column) -> StoredColumn:
         .when(column.isNotNull(), vector_to_array(column, "float32"))
     )
     spec = ColumnSpec(name, "vector", "float32", (-1,))
-    return StoredColumn(spec, (array,), F.size(array))
+    return StoredColumn(spec, (array,), length=F.size(array))
 
 
 def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredColumn:
@@ -436,7 +446,7 @@ def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredCol
     pairs = F.when(raw["type"] == DENSE, of_dense).otherwise(of_sparse)
     # A sparse vector may also contain zeros.
     pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
-    return StoredColumn(spec, (pairs["index"], pairs["value"]), size)
+    return StoredColumn(spec, (pairs["index"], pairs["value"]), length=size)
 
 
 def _is_not_finite(value: Column) -> Column:
