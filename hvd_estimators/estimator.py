@@ -49,6 +49,7 @@ from hvd_estimators.prepare.datasets import (
     pin,
 )
 from hvd_estimators.prepare.schema import (
+    is_frame,
     known_columns,
     quoted,
     require_columns,
@@ -218,6 +219,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         """Write the DataFrame as Parquet, train on it, and return the model."""
         with self._naming_as_set():
             require_frame("dataset", dataset)
+            if is_frame(validation := self.getOrDefault("validation")):
+                require_frame("validation", validation)
             return self._with_objects()._fit_frame(dataset)
 
     def _fit_frame(self, dataset: DataFrame) -> HorovodModel:

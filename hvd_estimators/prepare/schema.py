@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from typing_extensions import TypeIs
 
-from hvd_estimators._util.spark_session import is_connect
+from hvd_estimators._util.spark_session import is_stopped
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
@@ -89,24 +89,32 @@ def is_frame(given: Any) -> TypeIs[DataFrame]:
     return isinstance(given, DataFrame) or hasattr(given, "sparkSession")
 
 
-def require_frame(param: str, given: Any) -> None:
-    """Check that a parameter is a Spark DataFrame.
+def require_frame(param: str, given: Any, *, allow_stream: bool = False) -> None:
+    """Check that a parameter is a Spark DataFrame whose rows can be read.
 
     Raises
     ------
     ParamError
-        If it is not.
+        If it is not, if its session was stopped, or if it is a stream without ``allow_stream``.
     DependencyError
         If its session is a Spark Connect session, and this PySpark version is too old for that.
     """
-    if is_frame(given):
-        is_connect(given.sparkSession)
-        return
-    type_name = f"{type(given).__module__}.{type(given).__name__}"
-    raise ParamError(
-        f"{param}: expected a pyspark.sql.DataFrame, found {type_name}. Make one with "
-        "spark.createDataFrame(...) or spark.read."
-    )
+    if not is_frame(given):
+        type_name = f"{type(given).__module__}.{type(given).__name__}"
+        raise ParamError(
+            f"{param}: expected a pyspark.sql.DataFrame, found {type_name}. Make one with "
+            "spark.createDataFrame(...) or spark.read."
+        )
+    if is_stopped(given.sparkSession):
+        raise ParamError(
+            f"{param}: found a DataFrame of a Spark session that was stopped. Start a session with "
+            "SparkSession.builder.getOrCreate(), and make the DataFrame in it."
+        )
+    if not allow_stream and given.isStreaming:
+        raise ParamError(
+            f"{param}: found a stream, which has no end. Pass rows that spark.read or spark.table "
+            "returns, or the DataFrame of each batch, within foreachBatch."
+        )
 
 
 def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
@@ -181,7 +189,7 @@ def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
     >>> sizes = cardinalities(indexed, ["store_index"])
     >>> embedding = torch.nn.Embedding(sizes["store_index"], 8)
     """
-    require_frame("df", df)
+    require_frame("df", df, allow_stream=True)
     if isinstance(columns, str):
         columns = [columns]
     require_columns(df, "columns", columns)
@@ -296,6 +304,17 @@ class StoredColumn:
         for _ in self.spec.shape:
             condition = _exists(condition)
         return condition(F.col(written))
+
+
+def inner_lengths(array: Column, depth: int) -> list[Column]:
+    """Return for each inner dimension of an array the lengths of its arrays, without nulls."""
+    lengths = []
+    for _ in range(depth - 1):
+        sizes = F.transform(array, F.size)
+        # The size of a null is null under ANSI rules, and -1 otherwise.
+        lengths.append(F.filter(sizes, lambda size: size >= 0))
+        array = F.flatten(array)
+    return lengths
 
 
 def numbered(

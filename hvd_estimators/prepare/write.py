@@ -25,7 +25,7 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError, StoreUnavailableError
 from hvd_estimators.prepare.connectors import spark_url, storage_errors
 from hvd_estimators.prepare.datasets import manifest_path, split_path
-from hvd_estimators.prepare.schema import StoredColumn, numbered, unused_name
+from hvd_estimators.prepare.schema import StoredColumn, inner_lengths, numbered, unused_name
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import scheme_of
 
@@ -323,6 +323,12 @@ def _measures(
                 F.max(length).alias(f"max_{i}"),
                 F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
             ]
+        depth = len(column.spec.shape)
+        for level, sizes in enumerate(inner_lengths(F.col(parts[i][0]), depth), 1):
+            measures += [
+                F.min(F.array_min(sizes)).alias(f"min_{i}_{level}"),
+                F.max(F.array_max(sizes)).alias(f"max_{i}_{level}"),
+            ]
         not_finite = column.is_not_finite(parts[i][-1]) if check_finite else None
         if not_finite is not None:
             measures.append(F.count_if(not_finite).alias(f"not_finite_{i}"))
@@ -399,12 +405,16 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
             f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
             "before training."
         )
-    shortest, longest = observed[f"min_{i}"], observed[f"max_{i}"]
-    if shortest is None:
+    if observed[f"min_{i}"] is None:
         return spec
-    if shortest != longest:
-        raise DataError(
-            f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
-            "elements. Pad or cut them to one length."
-        )
-    return replace(spec, shape=(int(longest), *spec.shape[1:]))
+    shape = []
+    for level, part in enumerate(["", *(f"_{level}" for level in range(1, len(spec.shape)))]):
+        shortest, longest = observed[f"min_{i}{part}"], observed[f"max_{i}{part}"]
+        if shortest != longest:
+            raise DataError(
+                f"Column {spec.name!r} is ragged: its {'inner ' if level else ''}arrays have from "
+                f"{shortest} to {longest} elements. Pad or cut them to one length."
+            )
+        # Nulls and empty arrays have no inner lengths, and are found in the files.
+        shape.append(-1 if longest is None else int(longest))
+    return replace(spec, shape=tuple(shape))
