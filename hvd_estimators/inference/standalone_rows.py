@@ -334,8 +334,9 @@ def _column(values: Any, name: str) -> Array | pa.Array:
 
 def _holds_none(value: Any) -> bool:
     """Return whether a value is None, or a list that holds one at any depth."""
-    is_list = isinstance(value, (list, tuple)) or getattr(value, "dtype", None) == object
-    return value is None or (is_list and any(map(_holds_none, value)))
+    if isinstance(value, np.ndarray):
+        return value.dtype.hasobject and any(map(_holds_none, value))
+    return value is None or (isinstance(value, (list, tuple)) and any(map(_holds_none, value)))
 
 
 def _for_arrow(value: Any, is_text: bool) -> Any:

@@ -19,7 +19,7 @@ from typing_extensions import TypeIs
 
 from hvd_estimators._util.spark_session import is_stopped
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
+from hvd_estimators.data.types import DENSE, SPARK_DTYPES, decimal_dtype, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
 
 
@@ -380,13 +380,12 @@ def stored_column(
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
         dtype = _dtype(name, element, data_type)
-        is_decimal = isinstance(element, T.DecimalType)
-        cast = f"{'array<' * depth}double{'>' * depth}" if is_decimal else None
-        spec, length = ColumnSpec(name, "array", dtype, (-1,) * depth), F.size(quoted(name))
-        return StoredColumn(spec, cast=cast, length=length)
-    dtype = _dtype(name, data_type, data_type)
-    cast = "double" if isinstance(data_type, T.DecimalType) else None
-    return StoredColumn(ColumnSpec(name, "scalar", dtype), cast=cast)
+        cast, is_whole = _cast(element)
+        cast = f"{'array<' * depth}{cast}{'>' * depth}" if cast else None
+        spec = ColumnSpec(name, "array", dtype, (-1,) * depth, is_whole=is_whole)
+        return StoredColumn(spec, cast=cast, length=F.size(quoted(name)))
+    dtype, (cast, is_whole) = _dtype(name, data_type, data_type), _cast(data_type)
+    return StoredColumn(ColumnSpec(name, "scalar", dtype, is_whole=is_whole), cast=cast)
 
 
 def known_columns(
@@ -484,6 +483,8 @@ def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:
 
 
 def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
+    if isinstance(leaf, T.DecimalType):
+        return decimal_dtype(leaf.precision, leaf.scale)
     dtype = SPARK_DTYPES.get(type(leaf).__name__)
     if dtype is not None:
         return dtype
@@ -491,6 +492,14 @@ def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
         f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
         f"vector or an array of numbers: {_remedy(name, leaf)}."
     )
+
+
+def _cast(leaf: T.DataType) -> tuple[str | None, bool]:
+    """Return the type to which a type is cast, and whether its numbers are whole decimals."""
+    if not isinstance(leaf, T.DecimalType):
+        return None, False
+    is_integer = decimal_dtype(leaf.precision, leaf.scale) == "int64"
+    return "bigint" if is_integer else "double", leaf.scale == 0
 
 
 def _remedy(name: str, leaf: T.DataType) -> str:

@@ -20,7 +20,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
-from hvd_estimators.data.discovery import complete_shapes, read_split
+from hvd_estimators.data.discovery import complete_shapes, joined, read_split
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError, StoreUnavailableError
 from hvd_estimators.prepare.connectors import spark_url, storage_errors
@@ -222,13 +222,21 @@ def write_dataset(
                     "leaves rows on both sides."
                 )
         train_path, val_path = _moved(store, index, sides)
-    specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
+    specs: Sequence[ColumnSpec] = [
+        _measured(column.spec, i, observed) for i, column in enumerate(columns)
+    ]
     if validation is None and _has_rows(observed) and not store.exists(train_path):
         raise _not_found(train_path)
-    train = read_split(store, train_path, specs)
+    train, specs = read_split(store, train_path, specs)
     if not train.rows:
         raise DataError(_EMPTY)
-    val = read_split(store, val_path, specs) if val_path is not None else None
+    val = None
+    if val_path is not None:
+        val, of_val = read_split(store, val_path, specs)
+        specs = [
+            replace(spec, range=joined((spec.range, other.range)))
+            for spec, other in zip(specs, of_val, strict=True)
+        ]
     shapes = complete_shapes(store, train, specs)
     content = str(observed["content"])
     manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
@@ -391,7 +399,7 @@ def _not_found(path: str) -> StoreError:
     )
 
 
-def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
+def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
     """Check a column against the measurements of the write, and set an array's length."""
     if observed.get(f"not_finite_{i}"):
         raise DataError(

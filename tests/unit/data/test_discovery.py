@@ -45,7 +45,7 @@ def test_row_groups_follow_the_order_of_file_names(store, folder):
     write(folder / "part-2.parquet", x=[5.0, 6.0])
     write(folder / "part-1.parquet", row_group_size=2, x=[0.0, 1.0, 2.0, 3.0, 4.0])
 
-    split = read_split(store, str(folder), [X])
+    split = read_split(store, str(folder), [X])[0]
 
     first, second = str(folder / "part-1.parquet"), str(folder / "part-2.parquet")
     assert split.path == str(folder)
@@ -69,7 +69,7 @@ def test_hidden_files_and_markers_are_ignored(store, folder, name):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"not Parquet")
 
-    assert read_split(store, str(folder), [X]).rows == 1
+    assert read_split(store, str(folder), [X])[0].rows == 1
 
 
 def test_hidden_parent_folders_hide_nothing(tmp_path):
@@ -77,7 +77,7 @@ def test_hidden_parent_folders_hide_nothing(tmp_path):
     folder.mkdir(parents=True)
     write(folder / "a.parquet", x=[1.0])
 
-    assert read_split(LocalStore(str(tmp_path)), str(folder), [X]).rows == 1
+    assert read_split(LocalStore(str(tmp_path)), str(folder), [X])[0].rows == 1
 
 
 def test_files_in_subfolders_are_found(store, folder):
@@ -85,7 +85,7 @@ def test_files_in_subfolders_are_found(store, folder):
     write(folder / "2024" / "a.parquet", x=[1.0])
     write(folder / "b.parquet", x=[2.0])
 
-    assert read_split(store, str(folder), [X]).rows == 2
+    assert read_split(store, str(folder), [X])[0].rows == 2
 
 
 def test_a_single_file_is_a_dataset(store, folder):
@@ -153,7 +153,7 @@ def test_nulls_in_other_columns_do_not_matter(store, folder):
     """The other columns have a name with the same start, or are not needed."""
     write(folder / "a.parquet", **{"x": [1.0, 2.0], "x.y": [1.0, None], "xs": [None, 1.0]})
 
-    assert read_split(store, str(folder), [X]).rows == 2
+    assert read_split(store, str(folder), [X])[0].rows == 2
 
 
 def test_first_rows_come_only_from_the_first_row_group(store, folder):
@@ -180,7 +180,7 @@ def test_files_without_rows_are_skipped(store, folder):
     write(folder / "a.parquet", x=pa.array([], pa.float64()))
     write(folder / "b.parquet", x=[1.0])
 
-    assert placed(read_split(store, str(folder), [X])) == [(str(folder / "b.parquet"), 0, 1)]
+    assert placed(read_split(store, str(folder), [X])[0]) == [(str(folder / "b.parquet"), 0, 1)]
 
 
 def test_errors_about_missing_columns_list_the_existing_ones(store, folder):
@@ -233,7 +233,7 @@ def test_nulls_in_any_row_group_of_the_last_file_are_found(store, folder, place)
     write(folder / "b.parquet", row_group_size=1, x=values)
 
     with pytest.raises(DataError, match="'x' holds 1 null"):
-        read_split(store, str(folder), [X])
+        read_split(store, str(folder), [X])[0]
 
 
 def test_a_dataset_without_rows_is_an_error(store, folder):
@@ -382,7 +382,7 @@ def test_footers_keep_the_order_of_the_files_with_and_without_threads(
     monkeypatch.setattr(footers, "read_tail", read_and_note)
     for number in range(60):
         write(folder / f"{number:02}.parquet", x=[1.0] * (number + 1))
-    found = read_split(store, str(folder), [X])
+    found = read_split(store, str(folder), [X])[0]
     assert [group.rows for group in found.row_groups] == list(range(1, 61))
     assert (threads == {threading.current_thread()}) is not slow
 
