@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.data.exact import check_range
+from hvd_estimators.data.exact import check_range, limits
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import (
     ColumnError,
@@ -358,6 +358,14 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             members = [columns[name] for name in inputs.matrices.get(spec.name, (spec.name,))]
             target = self._tensor_dtype(spec.name, spec.dtype, trial)
             for member in members:
+                is_integer = np.dtype(member.dtype).kind in "iu"
+                if member.range is None and is_integer and limits(member.dtype, target):
+                    logger.warning(
+                        "The files do not state the range of column %r, which is read as %s. "
+                        "Larger integers than it holds would lose digits.",
+                        member.name,
+                        target,
+                    )
                 # A matrix of integers and floats holds floats.
                 for dtype in dict.fromkeys((spec.dtype, target)):
                     check_range(
