@@ -17,6 +17,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.exact import check_range, limits
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import (
     ColumnError,
@@ -55,6 +56,7 @@ from hvd_estimators.prepare.datasets import (
     pin,
 )
 from hvd_estimators.prepare.schema import (
+    is_frame,
     known_columns,
     quoted,
     require_columns,
@@ -224,6 +226,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         """Write the DataFrame as Parquet, train on it, and return the model."""
         with self._naming_as_set():
             require_frame("dataset", dataset)
+            if is_frame(validation := self.getOrDefault("validation")):
+                require_frame("validation", validation)
             return self._with_objects()._fit_frame(dataset)
 
     def _fit_frame(self, dataset: DataFrame) -> HorovodModel:
@@ -298,6 +302,7 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         with self._naming_params():
             tried = self._try_rows(manifest) if trial is None else trial
         self._check_trial(tried, manifest)
+        self._check_numbers(manifest, tried)
         self._check_monitored(manifest.validation is not None)
         fingerprint = self._fingerprint(manifest, self._model_identity(tried))
         given = self.getOrDefault("random_seed")
@@ -335,6 +340,32 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 f"sample_weight_col: expected a column of numbers, found {name!r}, whose rows are "
                 "several numbers each. Set a column with one for each row."
             )
+
+    def _check_numbers(self, manifest: DatasetManifest, trial: Trial) -> None:
+        """Check that the model's tensors hold the numbers of the columns without a change.
+
+        A transformation may change the numbers, so they are not checked then.
+        """
+        if self._transformation() is not None:
+            return
+        inputs, columns = self._input_columns(), {spec.name: spec for spec in manifest.columns}
+        for spec in inputs.specs(manifest.columns):
+            members = [columns[name] for name in inputs.matrices.get(spec.name, (spec.name,))]
+            target = self._tensor_dtype(spec.name, spec.dtype, trial)
+            for member in members:
+                is_integer = np.dtype(member.dtype).kind in "iu"
+                if member.range is None and is_integer and limits(member.dtype, target):
+                    logger.warning(
+                        "The files do not state the range of column %r, which is read as %s. "
+                        "Larger integers than it holds would lose digits.",
+                        member.name,
+                        target,
+                    )
+                # A matrix of integers and floats holds floats.
+                for dtype in dict.fromkeys((spec.dtype, target)):
+                    check_range(
+                        member, dtype, spec.dtype, functools.partial(self._dtype_remedy, spec.name)
+                    )
 
     def _check_monitored(self, has_validation: bool) -> None:
         """Check that training measures the monitored metrics, if the metric names are known."""

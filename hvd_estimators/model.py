@@ -199,11 +199,6 @@ class HorovodModel(
             If the model or a loss fails on some rows.
         """
         require_frame("dataset", dataset)
-        if dataset.isStreaming:
-            raise ParamError(
-                "dataset: found a stream, which has no end. Call evaluate() on the DataFrame of "
-                "each batch, within foreachBatch."
-            )
         with naming_transformation(self.getOrDefault):
             return self._evaluated(dataset)
 
@@ -364,7 +359,7 @@ class HorovodModel(
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns lazily: prediction runs when the result is used."""
-        require_frame("dataset", dataset)
+        require_frame("dataset", dataset, allow_stream=True)
         model, name = self, self._default_prediction
         if name and clashing(dataset, name, dataset.columns):
             logger.warning(

@@ -72,3 +72,11 @@ def is_connect(session: SparkSession) -> bool:
             "one of Spark Connect (SparkSession.builder.master(...))."
         )
     return True
+
+
+def is_stopped(session: SparkSession) -> bool:
+    """Return whether a session's application, or its connection, was stopped."""
+    if is_connect(session):
+        return bool(getattr(session, "is_stopped", False))
+    context = session.sparkContext._jsc
+    return context is None or bool(context.sc().isStopped())

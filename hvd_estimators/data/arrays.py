@@ -81,7 +81,8 @@ def _convert(table: pa.Table, spec: ColumnSpec, file: str) -> Array:
     column = _one_chunk(table, spec.name)
     if spec.kind == "text":
         return _text(column, spec.name)
-    return to_array(column, spec.name, spec.shape)
+    # Other files may have the column with a wider type.
+    return to_array(column, spec.name, spec.shape).astype(spec.dtype, copy=False)
 
 
 def _one_chunk(table: pa.Table, name: str) -> pa.Array:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, first_row_shape, table_to_columns
+from hvd_estimators.data.exact import Range, common_dtype
 from hvd_estimators.data.footers import (
     FileColumns,
     FileFooter,
@@ -41,8 +44,10 @@ _HEAD_BYTES = 2**22
 _REQUESTS = 8
 
 
-def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
-    """Read the footers of all files under a path.
+def read_split(
+    store: Store, path: str, columns: Sequence[ColumnSpec]
+) -> tuple[Split, tuple[ColumnSpec, ...]]:
+    """Read the footers of all files under a path; also return the columns with their ranges.
 
     Files and folders whose names begin with ``_`` or ``.`` and ``.crc`` files are ignored. Files
     and row groups without rows may lack the columns.
@@ -58,7 +63,7 @@ def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
         read.
     """
     files = read_footers(store, path, select=_DataFile.selecting(stored_names(columns)))
-    return _split(path, files, columns)
+    return _split(path, files, columns), _with_ranges(columns, files)
 
 
 def read_manifest(
@@ -90,13 +95,13 @@ def read_manifest(
     Returns
     -------
     DatasetManifest
-        With the column types of the first training file that has rows.
+        With the smallest types that hold the columns of all files.
 
     Raises
     ------
     StoreError, ColumnError, DataError
         See `read_split`. Also if the training files contain no rows, if a type is not supported, or
-        if the types of two files differ.
+        if no type holds the numbers of two files.
     """
     train_paths, val_paths = _listed(train_path), _listed(val_path or ())
     select = _DataFile.selecting(names)
@@ -107,10 +112,10 @@ def read_manifest(
         raise DataError(
             f"The Parquet files under {', '.join(map(repr, train_paths))} hold no rows."
         )
-    specs: Sequence[ColumnSpec] = [_spec(with_rows, name, allow_text) for name in names]
-    train_split = _split(train_paths[0], train, specs, with_rows[0])
-    # Validation rows are read like training rows, so their types must match the training files.
-    val_split = _split(val_paths[0], validation, specs, with_rows[0]) if val_paths else None
+    # Validation rows are read like training rows, so one type must hold both.
+    specs = _with_ranges([_spec(with_rows, name, allow_text) for name in names], with_rows)
+    train_split = _split(train_paths[0], train, specs)
+    val_split = _split(val_paths[0], validation, specs) if val_paths else None
     return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
 
 
@@ -164,6 +169,8 @@ class _DataFile:
     nulls : mapping of str to int
         Number of nulls by column, of the selected columns that have nulls, as far as the writer
         recorded them.
+    ranges : mapping of str to tuple
+        Smallest and largest number by column, if the writer recorded them for all row groups.
     """
 
     file: str
@@ -171,6 +178,7 @@ class _DataFile:
     partitions: Mapping[str, str]
     row_groups: tuple[RowGroup, ...]
     nulls: Mapping[str, int]
+    ranges: Mapping[str, Range]
 
     @staticmethod
     def selecting(names: Iterable[str]) -> Callable[[FileFooter], _DataFile]:
@@ -182,6 +190,7 @@ class _DataFile:
             leaves = footer.columns.leaves
             positions = [(name, leaf) for name in selected for leaf in leaves.get(name, ())]
             nulls: Counter[str] = Counter()
+            found: dict[str, list[Range | None]] = {}
             groups = []
             for index in range(footer.metadata.num_row_groups):
                 group = footer.metadata.row_group(index)
@@ -198,8 +207,12 @@ class _DataFile:
                         and statistics.null_count
                     ):
                         nulls[name] += statistics.null_count
+                    found.setdefault(name, []).append(_range(statistics))
                 groups.append(RowGroup(footer.file, index, group.num_rows, size, footer.checksum))
-            return _DataFile(footer.file, footer.columns, footer.partitions, tuple(groups), nulls)
+            ranges = {name: known for name in found if (known := joined(found[name]))}
+            return _DataFile(
+                footer.file, footer.columns, footer.partitions, tuple(groups), nulls, ranges
+            )
 
         return select
 
@@ -223,11 +236,45 @@ class _DataFile:
         return self.columns.schema.field(name).type
 
 
+def _range(statistics: Any) -> Range | None:
+    """Return the range that a footer's entry for a column states; None if it states none."""
+    if statistics is None or not statistics.has_min_max:
+        return None
+    try:
+        ends = statistics.min, statistics.max
+    except NotImplementedError:
+        return None  # for some types that hold no numbers
+    are_numbers = all(isinstance(e, (int, float, Decimal)) and math.isfinite(e) for e in ends)
+    return ends if are_numbers else None
+
+
+def joined(ranges: Sequence[Range | None]) -> Range | None:
+    """Return the range of several ranges; None if one is unknown."""
+    known = [each for each in ranges if each is not None]
+    if not known or len(known) < len(ranges):
+        return None
+    lowest, highest = min(low for low, _ in known), max(high for _, high in known)
+    # The manifest is JSON, which has no decimals.
+    is_exact = isinstance(lowest, (int, float)) and isinstance(highest, (int, float))
+    return (lowest, highest) if is_exact else (int(lowest), int(highest))
+
+
+def _with_ranges(specs: Sequence[ColumnSpec], files: Iterable[_DataFile]) -> tuple[ColumnSpec, ...]:
+    """Return columns with the ranges of their numbers in all files, as far as they are known."""
+    files = [file for file in files if file.rows]
+    made = []
+    for spec in specs:
+        if len(spec.stored_names) == 1:
+            (name,) = spec.stored_names
+            spec = replace(spec, range=joined([file.ranges.get(name) for file in files]))
+        made.append(spec)
+    return tuple(made)
+
+
 def _split(
     path: str,
     files: Sequence[_DataFile],
     specs: Sequence[ColumnSpec],
-    first: _DataFile | None = None,
 ) -> Split:
     groups: list[RowGroup] = []
     checked: set[FileColumns] = set()
@@ -238,7 +285,7 @@ def _split(
         if file.columns not in checked:
             checked.add(file.columns)
             for spec in specs:
-                _check_columns(file, spec, first)
+                _check_columns(file, spec)
         for spec in partitions:
             check_partition(spec, file.partitions, file.file)
         if file.nulls:
@@ -262,8 +309,8 @@ def _reject_nulls(file: _DataFile, spec: ColumnSpec) -> None:
             )
 
 
-def _check_columns(file: _DataFile, spec: ColumnSpec, first: _DataFile | None) -> None:
-    """Check that a file has a column of the same type as the first file."""
+def _check_columns(file: _DataFile, spec: ColumnSpec) -> None:
+    """Check that a file has a column."""
     if spec.kind == "partition":
         if file.has_column(spec.name):
             raise ColumnError(
@@ -278,38 +325,45 @@ def _check_columns(file: _DataFile, spec: ColumnSpec, first: _DataFile | None) -
                 f"{', '.join(file.columns.schema.names)}. Write the file again with it, or move "
                 "it away."
             )
-        if first is not None and file.type(name) != first.type(name):
-            _check_type(file, spec, first)
-
-
-def _check_type(file: _DataFile, spec: ColumnSpec, first: _DataFile) -> None:
-    """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
-    own = column_spec(spec.name, file.type(spec.name), file.file, allow_text=spec.kind == "text")
-    if (own.dtype, len(own.shape)) != (spec.dtype, len(spec.shape)) or any(
-        a != b and -1 not in (a, b) for a, b in zip(own.shape, spec.shape, strict=True)
-    ):
-        raise ColumnError(
-            f"Column {spec.name!r} has type {file.type(spec.name)} in {file.file!r}, but type "
-            f"{first.type(spec.name)} in {first.file!r}. Write all files with one type."
-        )
 
 
 def _spec(
     files: Sequence[_DataFile], name: str, allow_text: bool | Mapping[str, bool]
 ) -> ColumnSpec:
+    """Return a column with the smallest type that holds its numbers in all files."""
     first = files[0]
-    if first.has_column(name):
-        options = text_options(allow_text, name)
-        return column_spec(name, first.type(name), first.file, **options)
-    if name not in first.partitions:
-        raise ColumnError(
-            f"The Parquet files have no column {name!r}; their columns are "
-            f"{', '.join([*first.columns.schema.names, *first.partitions])} "
-            f"(read from {first.file!r})."
+    if not first.has_column(name):
+        if name not in first.partitions:
+            raise ColumnError(
+                f"The Parquet files have no column {name!r}; their columns are "
+                f"{', '.join([*first.columns.schema.names, *first.partitions])} "
+                f"(read from {first.file!r})."
+            )
+        # `check_partition` later reports files without a value.
+        values = {f.file: f.partitions[name] for f in files if name in f.partitions}
+        return partition_spec(name, values)
+    options = text_options(allow_text, name)
+    spec, wide = column_spec(name, first.type(name), first.file, **options), first
+    by_columns = {file.columns: file for file in reversed(files)}
+    for file in by_columns.values():
+        # `_check_columns` later reports files without the column.
+        if not file.has_column(name) or file.type(name) == wide.type(name):
+            continue
+        other = column_spec(name, file.type(name), file.file, **options)
+        dtype = common_dtype(spec.dtype, other.dtype)
+        is_shaped = len(spec.shape) == len(other.shape) and all(
+            a == b or -1 in (a, b) for a, b in zip(spec.shape, other.shape, strict=True)
         )
-    # `check_partition` later reports files without a value.
-    values = {f.file: f.partitions[name] for f in files if name in f.partitions}
-    return partition_spec(name, values)
+        if dtype is None or not is_shaped:
+            raise ColumnError(
+                f"Column {name!r} has type {file.type(name)} in {file.file!r}, but type "
+                f"{wide.type(name)} in {wide.file!r}. Write all files with one type, or with types "
+                "of which one holds all numbers of the others."
+            )
+        if dtype != spec.dtype:
+            wide = file
+        spec = replace(spec, dtype=dtype, is_whole=spec.is_whole and other.is_whole)
+    return spec
 
 
 def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:

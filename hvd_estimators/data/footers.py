@@ -376,11 +376,8 @@ class FileColumns:
         self.counts = Counter(schema.names)
 
 
-_ARROW_SCHEMA = b"ARROW:schema"
-"""Metadata of a file in which Arrow stores types that Parquet lacks."""
-
-_known_columns: tuple[tuple[parquet.ParquetSchema, bytes | None, FileColumns], ...] = ()
-"""The last schemas: files of a dataset mostly have one, which takes a while to convert."""
+_known_columns: tuple[FileColumns, ...] = ()
+"""The columns of the last files: files of a dataset mostly have the same ones."""
 
 _MOST_KNOWN = 16
 
@@ -388,16 +385,13 @@ _MOST_KNOWN = 16
 def _columns_of(metadata: parquet.FileMetaData) -> FileColumns:
     """Return the columns of a file: one object for all files with an equal schema."""
     global _known_columns
-    schema, arrow_schema = metadata.schema, (metadata.metadata or {}).get(_ARROW_SCHEMA)
-    for known_schema, known_arrow_schema, columns in _known_columns:
-        if arrow_schema == known_arrow_schema and schema.equals(known_schema):
-            return columns
-    converted = schema.to_arrow_schema()
-    # pandas puts the number of rows into Arrow's schema.
-    equal = (columns for _, _, columns in _known_columns if columns.schema.equals(converted))
-    columns = next(equal, None) or FileColumns(converted)
-    # Threads may replace each other's entry, which is then converted again.
-    _known_columns = ((schema, arrow_schema, columns), *_known_columns[: _MOST_KNOWN - 1])
+    # Not `ParquetSchema.equals`, which compares only the names of leaves: "element" for each list.
+    schema = metadata.schema.to_arrow_schema()
+    columns = next((known for known in _known_columns if known.schema.equals(schema)), None)
+    if columns is None:
+        columns = FileColumns(schema)
+        # Threads may replace each other's entry, which is then made again.
+        _known_columns = (columns, *_known_columns[: _MOST_KNOWN - 1])
     return columns
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -42,6 +42,10 @@ class ColumnSpec:
         Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
     stored : tuple of str
         Value of `stored_names` if it does not follow from the name. Default: empty.
+    range : tuple of number, or None
+        Smallest and largest number in the files; None if unknown. Not part of equality.
+    is_whole : bool
+        Whether floats stand for decimals without a fraction. Not part of equality.
     """
 
     name: str
@@ -49,6 +53,8 @@ class ColumnSpec:
     dtype: str
     shape: tuple[int, ...] = ()
     stored: tuple[str, ...] = ()
+    range: tuple[Any, Any] | None = field(default=None, compare=False)
+    is_whole: bool = field(default=False, compare=False)
 
     @property
     def stored_names(self) -> tuple[str, ...]:
@@ -204,7 +210,15 @@ class DatasetManifest:
     @staticmethod
     def _parsed(document: Any) -> DatasetManifest:
         columns = tuple(
-            ColumnSpec(c["name"], c["kind"], c["dtype"], tuple(c["shape"]), tuple(c["stored"]))
+            ColumnSpec(
+                c["name"],
+                c["kind"],
+                c["dtype"],
+                tuple(c["shape"]),
+                tuple(c["stored"]),
+                tuple(c["range"]) if c.get("range") else None,
+                bool(c.get("is_whole", False)),
+            )
             for c in document["columns"]
         )
         validation = document["validation"]

@@ -22,7 +22,6 @@ SPARK_DTYPES: Mapping[str, str] = {
     "FloatType": "float32",
     "DoubleType": "float64",
     "BooleanType": "bool",
-    "DecimalType": "float64",
 }
 """Spark's scalar types by class name, since ranks have no PySpark, and their NumPy names."""
 
@@ -40,13 +39,24 @@ def is_vector(data_type: pa.DataType) -> bool:
     )
 
 
+def decimal_dtype(precision: int, scale: int) -> str:
+    """Return the type of a decimal column: 64-bit integers if they hold all of its numbers."""
+    return "int64" if scale == 0 and precision <= _INT64_DIGITS else "float64"
+
+
+_INT64_DIGITS = 18
+"""Number of decimal digits that a 64-bit integer always holds."""
+
+
 def without_decimals(column: pa.Array) -> pa.Array:
-    """Convert decimals to the nearest doubles, and return other columns unchanged.
+    """Convert decimals to integers or the nearest doubles, and return other columns unchanged.
 
     The result equals that of Spark's cast. Arrow's own cast is often wrong in the last bit.
     """
     if not pa.types.is_decimal(column.type):
         return column
+    if decimal_dtype(column.type.precision, column.type.scale) == "int64":
+        return column.cast(pa.int64())
     # Cast via strings, because Arrow parses a string to the nearest double.
     return column.cast(pa.string()).cast(pa.float64())
 
@@ -85,8 +95,9 @@ def column_spec(
 ) -> ColumnSpec:
     """Return the spec of a column with an Arrow type.
 
-    Numbers and booleans keep their type, decimals become 64-bit floats, and bytes become arrays of
-    unsigned 8-bit integers. A dictionary-encoded column is treated like its values.
+    Numbers and booleans keep their type, and bytes become arrays of unsigned 8-bit integers.
+    Decimals become 64-bit floats, or integers, see `decimal_dtype`. A dictionary-encoded column is
+    treated like its values.
 
     Parameters
     ----------
@@ -137,7 +148,7 @@ def column_spec(
     elif pa.types.is_boolean(leaf):
         dtype = "bool"
     elif pa.types.is_decimal(leaf):
-        dtype = "float64"
+        dtype = decimal_dtype(leaf.precision, leaf.scale)
     elif pa.types.is_integer(leaf) or pa.types.is_floating(leaf):
         dtype = leaf.to_pandas_dtype().__name__
     elif pa.types.is_null(leaf):
@@ -150,7 +161,8 @@ def column_spec(
             f"Column {name!r} has type {data_type} in {file!r}; expected a number, a boolean, "
             f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out."
         )
-    return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape))
+    is_whole = pa.types.is_decimal(leaf) and leaf.scale == 0
+    return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape), is_whole=is_whole)
 
 
 def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, Any]:
@@ -256,7 +268,9 @@ def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
         If a value is Hive's null.
     """
     dtypes = {_partition_dtype(name, value, file) for file, value in values.items()}
-    return ColumnSpec(name, "partition", "int64" if dtypes == {"int64"} else "float64")
+    dtype = "int64" if dtypes == {"int64"} else "float64"
+    numbers = [int(value) if dtype == "int64" else float(value) for value in values.values()]
+    return ColumnSpec(name, "partition", dtype, range=(min(numbers), max(numbers)))
 
 
 def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> None:

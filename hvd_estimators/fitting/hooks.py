@@ -191,6 +191,24 @@ class EstimatorHooks(
         if trial.output_shapes:
             self._class_scores(trial.output_shapes)
 
+    def _tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
+        """Return the name of the type in which the model or its loss gets an input or a label.
+
+        Parameters
+        ----------
+        name : str
+            The input, label or sample weights.
+        stored : str
+            NumPy name of the type that readers deliver.
+        trial : Trial
+            Result of the dry run.
+        """
+        return stored
+
+    def _dtype_remedy(self, name: str, dtype: str) -> str:
+        """Return a sentence on how to let the model get an input or label in another type."""
+        return f"Read {name!r} as {dtype}."
+
     def _metric_names(self) -> list[str] | None:
         """Return the names of the training metrics, or None if only the ranks know them."""
         return None

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array, Columns, rows_of, to_array, valid_rows
+from hvd_estimators.data.exact import check_array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import DataError, GpuError, ShapeError
 from hvd_estimators.inference.classification import ClassScores
@@ -125,6 +126,10 @@ class FrameworkPredictor(abc.ABC):
                 return wait()
 
         return finish
+
+    def input_dtype(self, name: str, stored: str) -> str:
+        """Return the name of the type in which the model gets an input that has another type."""
+        return stored
 
     @abc.abstractmethod
     def _inputs(self, arrays: list[Array]) -> list[Any]:
@@ -236,7 +241,7 @@ class BatchPredictor:
         waiting: Callable[[], None] | None = None
         for start in range(0, rows, step):
             part = {name: array[start : start + step] for name, array in columns.items()}
-            forward = _begin(predictor, self.inputs(part))
+            forward = _begin(predictor, self.inputs(part, predictor))
             if waiting is not None:
                 waiting()
             waiting = functools.partial(self._collect, forward, min(step, rows - start), parts)
@@ -250,12 +255,18 @@ class BatchPredictor:
 
     def predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
         """Return the outputs for some rows, after the transformation if one is set."""
-        return predictor(self.inputs(columns))
+        return predictor(self.inputs(columns, predictor))
 
-    def inputs(self, columns: dict[str, Array]) -> list[Array]:
-        """Return the predictor's inputs: the features, after the transformation."""
+    def inputs(self, columns: dict[str, Array], predictor: Any) -> list[Array]:
+        """Return the predictor's inputs: the features, after the transformation.
+
+        Raises
+        ------
+        DataError
+            If the model would get a number with other digits.
+        """
         if self.transformation is None:
-            return self._stacked(columns)
+            return self._stacked(columns, predictor)
         typed = {
             name: array.astype(self.dtypes.get(name, array.dtype), copy=False)
             for name, array in columns.items()
@@ -267,10 +278,15 @@ class BatchPredictor:
                 f"The transformation asks for a column {error}, which the DataFrame does not have; "
                 f"it was given {', '.join(typed)}. Add it, or set apply_transformation=False."
             ) from error
-        return self._stacked(transformed)
+        return self._stacked(transformed, predictor)
 
-    def _stacked(self, columns: Columns) -> list[Array]:
+    def _stacked(self, columns: Columns, predictor: Any) -> list[Array]:
         inputs = self.features.stack(columns)
+        if isinstance(predictor, FrameworkPredictor):
+            for name, of_input in self.features.by_name.items():
+                target = predictor.input_dtype(name, inputs[name].dtype.name)
+                for column in of_input:
+                    check_array(column, columns[column], target)
         return [inputs[name] for name in self.features.names]
 
     def _collect(

@@ -109,5 +109,5 @@ def _evaluated(
         step = inputs.batch_rows or max(rows, 1)
         for start in range(0, rows, step):
             part = {name: array[start : start + step] for name, array in arrays.items()}
-            sums.add(dict(zip(inputs.features.names, inputs.inputs(part), strict=True)))
+            sums.add(dict(zip(inputs.features.names, inputs.inputs(part, evaluator), strict=True)))
     return sums.state()

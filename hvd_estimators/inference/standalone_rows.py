@@ -304,12 +304,14 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         try:
             array = values if isinstance(values, np.ndarray) else np.asarray(values)
         except ValueError as error:
-            if all(value is not None for value in values):
+            if not any(map(_holds_none, values)):
                 raise DataError(
                     f"Column {name!r} is ragged: its arrays differ in length. Pad or cut them to "
                     "one length."
                 ) from error
-            array = np.asarray(values, object)  # arrays and nulls
+            array = np.empty(len(values), object)  # arrays and nulls
+            for row, value in enumerate(values):
+                array[row] = value
         if array.ndim == 0:
             raise ParamError(
                 f"rows: column {name!r} is {values!r}; expected an array, rows first. For single "
@@ -328,6 +330,13 @@ def _column(values: Any, name: str) -> Array | pa.Array:
             f"Column {name!r} holds values that cannot be inputs of a model ({error})."
         ) from error
     return _decoded(column)
+
+
+def _holds_none(value: Any) -> bool:
+    """Return whether a value is None, or a list that holds one at any depth."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.hasobject and any(map(_holds_none, value))
+    return value is None or (isinstance(value, (list, tuple)) and any(map(_holds_none, value)))
 
 
 def _for_arrow(value: Any, is_text: bool) -> Any:

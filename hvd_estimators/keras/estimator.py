@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 from pyspark.sql import DataFrame
 
 from hvd_estimators.data.arrays import Columns
@@ -144,6 +145,21 @@ class KerasEstimator(KerasEstimatorSignatures):
         if self.getOrDefault("class_weight"):
             (label,) = trial.dry_run.tensors.label_fields()
             check_classes(label.column, label.array(self._first_rows(manifest)[label.column]))
+
+    def _tensor_dtype(self, name: str, stored: str, trial: Any) -> str:
+        if name == self.getOrDefault("sample_weight_col"):
+            return str(keras.config.floatx())
+        tensors = trial.dry_run.tensors
+        fields = [*keras.tree.flatten(tensors.inputs), *tensors.label_fields()]
+        dtypes = (f.dtype_of(np.dtype(stored)) for f in fields if f.column == name)
+        return str(next(dtypes, stored))
+
+    def _dtype_remedy(self, name: str, dtype: str) -> str:
+        if name == self.getOrDefault("sample_weight_col"):
+            return "Divide the weights by a constant, or cast them to float or double."
+        if name in self._input_columns().names:
+            return f"Give the model's input for {name!r} that type: keras.Input(..., {dtype=})."
+        return f"Call keras.config.set_floatx({dtype!r}) before the model is built."
 
     def _monitors(self) -> list[tuple[str, str | None]]:
         callback = self.getOrDefault("checkpoint_callback")

@@ -139,6 +139,10 @@ class KerasPredictor(FrameworkPredictor):
         self._fields = {field.column: field for field in keras.tree.flatten(structure)}
         self._labels, self._compares, self._selection = labels, compares, selection
 
+    def input_dtype(self, name: str, stored: str) -> str:
+        """Return the type of the model's input."""
+        return str(self._fields[name].dtype_of(np.dtype(stored)))
+
     def _inputs(self, arrays: list[Array]) -> list[Any]:
         with tf.device(self._device):
             return [

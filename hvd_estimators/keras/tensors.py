@@ -75,10 +75,13 @@ class Field:
         return self.array(np.full(shape, "", object) if self.dtype == "string" else np.zeros(shape))
 
     def _form(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
-        own = (shape or (1,)) if self.shape is None else self.shape
+        return (shape or (1,)) if self.shape is None else self.shape, self.dtype_of(dtype)
+
+    def dtype_of(self, dtype: np.dtype[Any]) -> str:
+        """Return the type of the tensor for a column of a type."""
         if dtype.kind in "OSU":
-            return own, "string"
-        return own, self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
+            return "string"
+        return self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
 
 
 ZEROS = Field("")

@@ -132,6 +132,12 @@ class LightningEstimator(LightningEstimatorSignatures):
         inputs = forward_inputs(module, arrays, spec)
         return Trial(row_shapes(module, inputs, spec) or None, one_row)
 
+    def _tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
+        if not self._is_lightning:
+            return super()._tensor_dtype(name, stored, trial)
+        dtype: str = self.getOrDefault("column_dtypes").get(name, stored)
+        return dtype
+
     def _metric_names(self) -> list[str] | None:
         return None  # modules and callbacks can log any name
 

@@ -95,6 +95,11 @@ class LightningPredictor(TorchPredictor):
         super().__init__(document, spec, precision, resources)
         self._by_step = by_step
 
+    def input_dtype(self, name: str, stored: str) -> str:
+        """Return the type that the params set; else the module's, for floats."""
+        own = floating_dtype(self._module) if stored.startswith("float") else stored
+        return str(self._spec.dtypes.get(name, str(own).removeprefix("torch.")))
+
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
         return forward_inputs(self._module, arrays, self._spec)
 

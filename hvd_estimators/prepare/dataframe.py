@@ -141,6 +141,7 @@ def prepare_data(
     require_columns(df, "sample_weight_col", extra) if extra else None
     names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
     if is_frame(validation):
+        require_frame("validation", validation)
         df, validation = _with_validation_rows(df, validation, names)
     columns: list[StoredColumn] = []
     fields, used_names = fields_by_name(df), set(names)

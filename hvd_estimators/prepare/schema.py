@@ -6,7 +6,6 @@ ML attributes are read from a column's metadata, in the format of Spark's
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +17,9 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from typing_extensions import TypeIs
 
-from hvd_estimators._util.spark_session import is_connect
+from hvd_estimators._util.spark_session import is_stopped
 from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.types import DENSE, SPARK_DTYPES, text_options
+from hvd_estimators.data.types import DENSE, SPARK_DTYPES, decimal_dtype, text_options
 from hvd_estimators.exceptions import ColumnError, ParamError, did_you_mean
 
 
@@ -90,24 +89,32 @@ def is_frame(given: Any) -> TypeIs[DataFrame]:
     return isinstance(given, DataFrame) or hasattr(given, "sparkSession")
 
 
-def require_frame(param: str, given: Any) -> None:
-    """Check that a parameter is a Spark DataFrame.
+def require_frame(param: str, given: Any, *, allow_stream: bool = False) -> None:
+    """Check that a parameter is a Spark DataFrame whose rows can be read.
 
     Raises
     ------
     ParamError
-        If it is not.
+        If it is not, if its session was stopped, or if it is a stream without ``allow_stream``.
     DependencyError
         If its session is a Spark Connect session, and this PySpark version is too old for that.
     """
-    if is_frame(given):
-        is_connect(given.sparkSession)
-        return
-    type_name = f"{type(given).__module__}.{type(given).__name__}"
-    raise ParamError(
-        f"{param}: expected a pyspark.sql.DataFrame, found {type_name}. Make one with "
-        "spark.createDataFrame(...) or spark.read."
-    )
+    if not is_frame(given):
+        type_name = f"{type(given).__module__}.{type(given).__name__}"
+        raise ParamError(
+            f"{param}: expected a pyspark.sql.DataFrame, found {type_name}. Make one with "
+            "spark.createDataFrame(...) or spark.read."
+        )
+    if is_stopped(given.sparkSession):
+        raise ParamError(
+            f"{param}: found a DataFrame of a Spark session that was stopped. Start a session with "
+            "SparkSession.builder.getOrCreate(), and make the DataFrame in it."
+        )
+    if not allow_stream and given.isStreaming:
+        raise ParamError(
+            f"{param}: found a stream, which has no end. Pass rows that spark.read or spark.table "
+            "returns, or the DataFrame of each batch, within foreachBatch."
+        )
 
 
 def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
@@ -182,7 +189,7 @@ def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
     >>> sizes = cardinalities(indexed, ["store_index"])
     >>> embedding = torch.nn.Embedding(sizes["store_index"], 8)
     """
-    require_frame("df", df)
+    require_frame("df", df, allow_stream=True)
     if isinstance(columns, str):
         columns = [columns]
     require_columns(df, "columns", columns)
@@ -272,19 +279,22 @@ class StoredColumn:
     ----------
     spec : ColumnSpec
         The column as readers see it; its shape is ``(-1,)`` until the rows have been measured.
-    expressions : tuple of str or Column
-        The expressions to write to Parquet as ``spec.stored_names``. SQL where it suffices, because
-        each Column of a thousand takes several calls of the JVM.
+    expressions : tuple of Column
+        The expressions to write to Parquet as ``spec.stored_names``. Empty for a column that is
+        written as it is, or cast.
+    cast : str or None
+        Type to which such a column is cast.
     length : Column or None
         Number of elements of a row's value; null or negative for a null. None for scalars.
     """
 
     spec: ColumnSpec
-    expressions: tuple[str | Column, ...]
+    expressions: tuple[Column, ...] = ()
+    cast: str | None = None
     length: Column | None = None
 
-    def is_not_finite(self) -> Column | None:
-        """Return an expression over the written columns: true if a row holds NaN or infinity.
+    def is_not_finite(self, written: str) -> Column | None:
+        """Return an expression over a written column: true if a row holds NaN or infinity.
 
         None if the type has neither.
         """
@@ -293,20 +303,42 @@ class StoredColumn:
         condition: Callable[[Column], Column] = _is_not_finite
         for _ in self.spec.shape:
             condition = _exists(condition)
-        return condition(F.col(quoted(self.spec.stored_names[-1])))
+        return condition(F.col(written))
 
 
-def select_as(df: DataFrame, expressions: Mapping[str, str | Column]) -> DataFrame:
-    """Return a DataFrame of expressions by name: SQL or Columns; see `StoredColumn`."""
-    prefix = f"__{uuid.uuid4().hex}_"
-    columns = [e.alias(prefix + name) for name, e in expressions.items() if not isinstance(e, str)]
-    sql = {
-        name: e if isinstance(e, str) else quoted(prefix + name) for name, e in expressions.items()
-    }
-    df = df.select("*", *columns) if columns else df
-    return df.selectExpr(
-        *(e if e == quoted(name) else f"{e} as {quoted(name)}" for name, e in sql.items())
-    )
+def inner_lengths(array: Column, depth: int) -> list[Column]:
+    """Return for each inner dimension of an array the lengths of its arrays, without nulls."""
+    lengths = []
+    for _ in range(depth - 1):
+        sizes = F.transform(array, F.size)
+        # The size of a null is null under ANSI rules, and -1 otherwise.
+        lengths.append(F.filter(sizes, lambda size: size >= 0))
+        array = F.flatten(array)
+    return lengths
+
+
+def numbered(
+    df: DataFrame, columns: Sequence[StoredColumn], further: Sequence[Column]
+) -> DataFrame:
+    """Return the written form of columns, and further columns, with the names c0, c1 and so on.
+
+    SQL selects them, because each Column of a thousand takes several calls of the JVM. The SQL does
+    not contain the user's names, in which Spark would replace ``${variable}``.
+    """
+    positions = {name: position for position, name in enumerate(df.columns)}
+    computed = [expression for column in columns for expression in column.expressions]
+    frame = df.select("*", *computed, *further)
+    frame = frame.toDF(*(f"c{position}" for position in range(len(frame.columns))))
+    following = iter(frame.columns[len(df.columns) :])
+    sql = []
+    for column in columns:
+        if column.expressions:
+            sql += [next(following) for _ in column.expressions]
+            continue
+        name = f"c{positions[column.spec.name]}"
+        sql.append(f"cast({name} as {column.cast})" if column.cast else name)
+    sql += following
+    return frame.selectExpr(*(f"{each} as c{number}" for number, each in enumerate(sql)))
 
 
 def stored_column(
@@ -340,23 +372,20 @@ def stored_column(
         If the type cannot be used for training.
     """
     name, data_type = field.name, field.dataType
-    sql = quoted(name)
     if isinstance(data_type, VectorUDT):
-        column = F.col(sql)
+        column = F.col(quoted(name))
         return _sparse(name, column, used_names) if compress_sparse else _dense(name, column)
     if allow_text and isinstance(data_type, (*_TEXT, T.BinaryType) if bytes_as_text else _TEXT):
-        return StoredColumn(ColumnSpec(name, "text", "object"), (sql,))
+        return StoredColumn(ColumnSpec(name, "text", "object"))
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
         dtype = _dtype(name, element, data_type)
-        length = F.size(sql)
-        if isinstance(element, T.DecimalType):
-            sql = f"cast({sql} as {'array<' * depth}double{'>' * depth})"
-        return StoredColumn(ColumnSpec(name, "array", dtype, (-1,) * depth), (sql,), length)
-    dtype = _dtype(name, data_type, data_type)
-    if isinstance(data_type, T.DecimalType):
-        sql = f"cast({sql} as double)"
-    return StoredColumn(ColumnSpec(name, "scalar", dtype), (sql,))
+        cast, is_whole = _cast(element)
+        cast = f"{'array<' * depth}{cast}{'>' * depth}" if cast else None
+        spec = ColumnSpec(name, "array", dtype, (-1,) * depth, is_whole=is_whole)
+        return StoredColumn(spec, cast=cast, length=F.size(quoted(name)))
+    dtype, (cast, is_whole) = _dtype(name, data_type, data_type), _cast(data_type)
+    return StoredColumn(ColumnSpec(name, "scalar", dtype, is_whole=is_whole), cast=cast)
 
 
 def known_columns(
@@ -401,12 +430,11 @@ def feature_array(field: T.StructField, allow_text: bool = False) -> Column:
     ColumnError
         If the type cannot be used for prediction.
     """
-    expression = stored_column(field, allow_text=allow_text).expressions[0]
-    if not isinstance(expression, str):
-        return expression
-    # Names are not parsed as SQL, which takes longer.
-    is_name = expression == quoted(field.name)
-    return F.col(expression) if is_name else F.expr(expression)
+    stored = stored_column(field, allow_text=allow_text)
+    if stored.expressions:
+        return stored.expressions[0]
+    column = F.col(quoted(field.name))
+    return column.cast(stored.cast) if stored.cast else column
 
 
 def _dense(name: str, column: Column) -> StoredColumn:
@@ -418,7 +446,7 @@ def _dense(name: str, column: Column) -> StoredColumn:
         .when(column.isNotNull(), vector_to_array(column, "float32"))
     )
     spec = ColumnSpec(name, "vector", "float32", (-1,))
-    return StoredColumn(spec, (array,), F.size(array))
+    return StoredColumn(spec, (array,), length=F.size(array))
 
 
 def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredColumn:
@@ -436,7 +464,7 @@ def _sparse(name: str, column: Column, used_names: Collection[str]) -> StoredCol
     pairs = F.when(raw["type"] == DENSE, of_dense).otherwise(of_sparse)
     # A sparse vector may also contain zeros.
     pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
-    return StoredColumn(spec, (pairs["index"], pairs["value"]), size)
+    return StoredColumn(spec, (pairs["index"], pairs["value"]), length=size)
 
 
 def _is_not_finite(value: Column) -> Column:
@@ -455,6 +483,8 @@ def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:
 
 
 def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
+    if isinstance(leaf, T.DecimalType):
+        return decimal_dtype(leaf.precision, leaf.scale)
     dtype = SPARK_DTYPES.get(type(leaf).__name__)
     if dtype is not None:
         return dtype
@@ -462,6 +492,14 @@ def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
         f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
         f"vector or an array of numbers: {_remedy(name, leaf)}."
     )
+
+
+def _cast(leaf: T.DataType) -> tuple[str | None, bool]:
+    """Return the type to which a type is cast, and whether its numbers are whole decimals."""
+    if not isinstance(leaf, T.DecimalType):
+        return None, False
+    is_integer = decimal_dtype(leaf.precision, leaf.scale) == "int64"
+    return "bigint" if is_integer else "double", leaf.scale == 0
 
 
 def _remedy(name: str, leaf: T.DataType) -> str:

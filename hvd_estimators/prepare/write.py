@@ -20,12 +20,12 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
-from hvd_estimators.data.discovery import complete_shapes, read_split
+from hvd_estimators.data.discovery import complete_shapes, joined, read_split
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError, StoreUnavailableError
 from hvd_estimators.prepare.connectors import spark_url, storage_errors
 from hvd_estimators.prepare.datasets import manifest_path, split_path
-from hvd_estimators.prepare.schema import StoredColumn, quoted, select_as, unused_name
+from hvd_estimators.prepare.schema import StoredColumn, inner_lengths, numbered, unused_name
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import scheme_of
 
@@ -205,7 +205,7 @@ def write_dataset(
         train_path, val_path = store.get_train_data_path(index), None
         observed = _twice(store, train_path, lambda: write(train_path))
     else:
-        path, split = split_path(store, index), _own_name(_SPLIT, columns)
+        path, split = split_path(store, index), _split_name(columns)
         sides = f"{path}/{split}=false", f"{path}/{split}=true"
         observed = _twice(store, path, lambda: write(path, split))
         if observed["split_nulls"]:
@@ -222,13 +222,21 @@ def write_dataset(
                     "leaves rows on both sides."
                 )
         train_path, val_path = _moved(store, index, sides)
-    specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
+    specs: Sequence[ColumnSpec] = [
+        _measured(column.spec, i, observed) for i, column in enumerate(columns)
+    ]
     if validation is None and _has_rows(observed) and not store.exists(train_path):
         raise _not_found(train_path)
-    train = read_split(store, train_path, specs)
+    train, specs = read_split(store, train_path, specs)
     if not train.rows:
         raise DataError(_EMPTY)
-    val = read_split(store, val_path, specs) if val_path is not None else None
+    val = None
+    if val_path is not None:
+        val, of_val = read_split(store, val_path, specs)
+        specs = [
+            replace(spec, range=joined((spec.range, other.range)))
+            for spec, other in zip(specs, of_val, strict=True)
+        ]
     shapes = complete_shapes(store, train, specs)
     content = str(observed["content"])
     manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
@@ -267,50 +275,50 @@ def _frame(
     check_finite: bool,
 ) -> tuple[DataFrame, Observation]:
     """Return the frame to write, and the observation that measures its rows."""
-    split, key = _own_name(_SPLIT, columns), _own_name("__key", columns)
-    given = {
-        name: expression
-        for column in columns
-        for name, expression in zip(column.spec.stored_names, column.expressions, strict=True)
-    }
-    lengths: dict[int, str] = {}
-    for i, column in enumerate(columns):
-        if column.length is not None:
-            lengths[i] = _own_name(f"__length_{i}", columns)
-            given[lengths[i]] = column.length
+    stored = [name for column in columns for name in column.spec.stored_names]
+    lengths = {i: column.length for i, column in enumerate(columns) if column.length is not None}
+    further = [*lengths.values()]
+    if validation is not None and not validation.by_position:
+        further.append(validation.condition)
+    frame = numbered(df, columns, further)
+    written, others = frame.columns[: len(stored)], frame.columns[len(stored) :]
+    by_column = iter(written)
+    parts = [[next(by_column) for _ in column.spec.stored_names] for column in columns]
     drawn: list[Column] = []
-    measures = [
-        *_measures(columns, lengths, check_finite),
-        _content(columns, split if validation is not None else None),
-    ]
+    length_names = dict(zip(lengths, others, strict=False))
+    measures = _measures(columns, parts, length_names, check_finite)
+    split = None
     if validation is not None:
+        split = "split" if validation.by_position else others[-1]
         if validation.by_position:
             drawn.append(validation.condition.alias(split))
-        else:
-            given[split] = validation.condition
         measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
+    measures.append(_content(columns, parts, split))
     if shuffle is not None:
-        drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias(key))
-    frame = select_as(df, given)
+        drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias("key"))
     if drawn:
         if not in_order:
-            frame = frame.sortWithinPartitions(F.expr(_hash(map(quoted, given))))
+            frame = frame.sortWithinPartitions(F.expr(_hash(frame.columns)))
         frame = frame.select("*", *drawn)
     observation = Observation()
-    frame = frame.observe(observation, *measures).drop(*lengths.values())
+    frame = frame.observe(observation, *measures).drop(*length_names.values())
     if shuffle is not None:
         # The hash of a row's key selects its file, and the key itself its position in the file.
-        frame = frame.repartition(shuffle.files, key).sortWithinPartitions(key).drop(key)
-    return frame, observation
+        frame = frame.repartition(shuffle.files, "key").sortWithinPartitions("key").drop("key")
+    names = stored if validation is None else [*stored, _split_name(columns)]
+    return frame.toDF(*names), observation
 
 
-def _own_name(name: str, columns: Sequence[StoredColumn]) -> str:
-    """Return a name for an internal column that no written column has."""
-    return unused_name(name, [n for column in columns for n in column.spec.stored_names])
+def _split_name(columns: Sequence[StoredColumn]) -> str:
+    """Return a name that no written column has, for the column that selects the side."""
+    return unused_name(_SPLIT, [n for column in columns for n in column.spec.stored_names])
 
 
 def _measures(
-    columns: Sequence[StoredColumn], lengths: Mapping[int, str], check_finite: bool
+    columns: Sequence[StoredColumn],
+    parts: Sequence[Sequence[str]],
+    lengths: Mapping[int, str],
+    check_finite: bool,
 ) -> list[Column]:
     """Return the aggregates that find nulls, ragged rows and, on request, NaN and infinity."""
     measures = []
@@ -323,29 +331,37 @@ def _measures(
                 F.max(length).alias(f"max_{i}"),
                 F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
             ]
-        not_finite = column.is_not_finite() if check_finite else None
+        depth = len(column.spec.shape)
+        for level, sizes in enumerate(inner_lengths(F.col(parts[i][0]), depth), 1):
+            measures += [
+                F.min(F.array_min(sizes)).alias(f"min_{i}_{level}"),
+                F.max(F.array_max(sizes)).alias(f"max_{i}_{level}"),
+            ]
+        not_finite = column.is_not_finite(parts[i][-1]) if check_finite else None
         if not_finite is not None:
             measures.append(F.count_if(not_finite).alias(f"not_finite_{i}"))
     return measures
 
 
-def _content(columns: Sequence[StoredColumn], split: str | None) -> Column:
+def _content(
+    columns: Sequence[StoredColumn], parts: Sequence[Sequence[str]], split: str | None
+) -> Column:
     """Return the aggregate that identifies the rows, regardless of their order."""
-    parts = [] if split is None else [quoted(split)]
-    for column in columns:
+    hashed = [] if split is None else [split]
+    for column, names in zip(columns, parts, strict=True):
         depth = len(column.spec.shape)
-        for value in map(quoted, column.spec.stored_names):
+        for value in names:
             if not depth:
-                parts.append(value)
+                hashed.append(value)
                 continue
             # Of long arrays, only the beginning and the middle, because hashing takes as long as
             # writing.
             middle = f"greatest(1, cast(floor(size({value}) / 2) as int))"
             length = _HASHED if depth == 1 else 1
-            parts += [f"slice({value}, {start}, {length})" for start in (1, middle)]
-            parts.append(f"size({value})")
+            hashed += [f"slice({value}, {start}, {length})" for start in (1, middle)]
+            hashed.append(f"size({value})")
     # Half of the hash, so that the sum over 2**32 rows does not overflow.
-    return F.expr(f"sum(shiftright({_hash(parts)}, 32))").alias("content")
+    return F.expr(f"sum(shiftright({_hash(hashed)}, 32))").alias("content")
 
 
 def _hash(parts: Iterable[str]) -> str:
@@ -383,7 +399,7 @@ def _not_found(path: str) -> StoreError:
     )
 
 
-def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
+def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
     """Check a column against the measurements of the write, and set an array's length."""
     if observed.get(f"not_finite_{i}"):
         raise DataError(
@@ -397,12 +413,16 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
             f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
             "before training."
         )
-    shortest, longest = observed[f"min_{i}"], observed[f"max_{i}"]
-    if shortest is None:
+    if observed[f"min_{i}"] is None:
         return spec
-    if shortest != longest:
-        raise DataError(
-            f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
-            "elements. Pad or cut them to one length."
-        )
-    return replace(spec, shape=(int(longest), *spec.shape[1:]))
+    shape = []
+    for level, part in enumerate(["", *(f"_{level}" for level in range(1, len(spec.shape)))]):
+        shortest, longest = observed[f"min_{i}{part}"], observed[f"max_{i}{part}"]
+        if shortest != longest:
+            raise DataError(
+                f"Column {spec.name!r} is ragged: its {'inner ' if level else ''}arrays have from "
+                f"{shortest} to {longest} elements. Pad or cut them to one length."
+            )
+        # Nulls and empty arrays have no inner lengths, and are found in the files.
+        shape.append(-1 if longest is None else int(longest))
+    return replace(spec, shape=tuple(shape))

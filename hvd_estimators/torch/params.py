@@ -16,7 +16,7 @@ from hvd_estimators._util.documents import to_python
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.hooks import build, is_function
-from hvd_estimators.fitting.trial import check_sendable
+from hvd_estimators.fitting.trial import Trial, check_sendable
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
 from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
@@ -67,9 +67,10 @@ def _dtypes(name: str, value: Mapping[str, str | torch.dtype]) -> dict[str, str]
     converted = {}
     for column, dtype in value.items():
         text = str(dtype).removeprefix("torch.")
-        if not isinstance(getattr(torch, text, None), torch.dtype):
+        named = getattr(torch, text, None)
+        if not isinstance(named, torch.dtype):
             raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
-        converted[column] = text
+        converted[column] = str(named).removeprefix("torch.")  # "int64" for "long"
     return converted
 
 
@@ -230,6 +231,19 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
             if takes_class_indices(loss) and label in numbers and label not in given
         }
         return self.copy({"column_dtypes": {**given, **dtypes}}) if dtypes else self
+
+    def _tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
+        if name == self.getOrDefault("sample_weight_col"):
+            return "float32"
+        dtype: str = self.getOrDefault("column_dtypes").get(name, "float32")
+        return dtype
+
+    def _dtype_remedy(self, name: str, dtype: str) -> str:
+        if name == self.getOrDefault("sample_weight_col"):
+            return "Divide the weights by a constant, or cast them to float or double."
+        is_label = name in self.getOrDefault("label_cols")
+        # Losses of numbers take no integers.
+        return f"Set column_dtypes={{{name!r}: {'float64' if is_label else dtype!r}}}."
 
     def _loss_of_label(self) -> Callable[..., Any] | None:
         """Return the loss of the only label; None for several labels, or an unknown loss."""

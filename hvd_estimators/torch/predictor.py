@@ -201,6 +201,10 @@ class TorchPredictor(FrameworkPredictor):
         self._spec = spec
         self.overlaps = self._forward.overlaps
 
+    def input_dtype(self, name: str, stored: str) -> str:
+        """Return the type that the params set, float32 by default."""
+        return str(self._spec.dtypes.get(name, "float32"))
+
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
         """Return one tensor per column, on the CPU."""
         return self._spec.inputs(dict(zip(self._columns, arrays, strict=True)))

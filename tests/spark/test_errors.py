@@ -112,6 +112,9 @@ def test_a_column_of_the_wrong_type_is_rejected_with_a_remedy(
     assert_nothing_written(store)
 
 
+DEEP = "x array<array<array<double>>>, y double"
+
+
 @pytest.mark.parametrize(
     ("schema", "good", "bad", "message"),
     [
@@ -120,6 +123,9 @@ def test_a_column_of_the_wrong_type_is_rejected_with_a_remedy(
         ("x array<double>, y double", ([1.0], 1.0), (None, 1.0), "'x' holds 1 nulls"),
         ("x array<double>, y double", ([1.0], 1.0), ([None], 1.0), "'x' holds 1 nulls"),
         ("x array<double>, y double", ([1.0], 1.0), ([1.0, 2.0], 1.0), "'x' is ragged.*1 to 2"),
+        (DEEP, ([[[1.0] * 2] * 2], 1.0), ([[[1.0] * 3, [1.0]]], 1.0), "'x' .* inner .* from 1 to 3"),
+        (DEEP, ([[[1.0]] * 2] * 2, 1.0), ([[[1.0]] * 3, [[1.0]]], 1.0), "inner .* from 1 to 3"),
+        (DEEP, ([[[1.0]] * 2], 1.0), ([[[1.0], None]], 1.0), "'x' holds 1 nulls"),
     ],
 )
 def test_nulls_and_ragged_arrays_are_rejected(

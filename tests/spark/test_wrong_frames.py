@@ -32,6 +32,11 @@ class Given(Calls):
         rows = [(0.5, 0.5, 1.0, [0.0, 1.0], "a", None if i % 2 else 0.5) for i in range(8)]
         self.frame = spark.createDataFrame(rows, schema)
 
+    @property
+    def stream(self) -> Any:
+        rows = self.spark.readStream.format("rate").load()
+        return rows.selectExpr("double(value) x", "double(value) y")
+
     def fit(self, **changes: Any) -> Any:
         return self.torch(**changes).fit(self.frame)
 
@@ -70,6 +75,8 @@ def closing_over(what: Callable[[Given], Any]) -> Callable[[Given], Any]:
 context = closing_over(lambda given: given.spark.sparkContext)
 frame = closing_over(lambda given: given.frame)
 
+STREAM = (ParamError, "dataset", r"stream.* spark\.read")
+
 WRONG: dict[str, Wrong] = {
     "fit: validation of more than all": fit("validation", "a fraction from 0", validation=1.5),
     "fit: validation below 0": fit("validation", "a fraction from 0", validation=-0.1),
@@ -80,6 +87,20 @@ WRONG: dict[str, Wrong] = {
         "validation",
         "'x' has type int, but type double in the training rows",
     ),
+    "fit: a stream": (lambda given: given.torch().fit(given.stream), *STREAM),
+    "fit: validation rows of a stream": (
+        lambda given: given.fit(validation=given.stream),
+        ParamError,
+        "validation",
+        "spark.read",
+    ),
+    "prepare_data: a stream": (
+        lambda given: given.prepare(df=given.stream),
+        ParamError,
+        "df",
+        "spark.read",
+    ),
+    "evaluate: a stream": (lambda given: given.fitted().evaluate(given.stream), *STREAM),
     "fit: validation rows without a column": (
         lambda given: given.fit(validation=given.frame.drop("x")),
         ColumnError,

@@ -159,8 +159,10 @@ class Cluster:
 
     @cached_property
     def conf(self) -> dict[str, str]:
-        """Spark's configuration."""
-        return dict(self.context.getConf().getAll())
+        """Spark's configuration, as the application was started."""
+        with _lock:
+            conf = dict(self.context.getConf().getAll())
+            return {**conf, DYNAMIC_ALLOCATION: "true"} if _accepting else conf
 
     @property
     def is_local(self) -> bool:
@@ -170,20 +172,29 @@ class Cluster:
     @property
     def allocates_dynamically(self) -> bool:
         """True if executors come and go with the workload; always False for a local master."""
-        is_set = self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" or _accepting > 0
-        return is_set and not self.is_local
+        return self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" and not self.is_local
 
     @contextlib.contextmanager
-    def accepting_barrier_jobs(self) -> Iterator[None]:
-        """Let Spark accept barrier jobs despite dynamic allocation until the block ends.
+    def accepting_barrier_jobs(self) -> Iterator[Callable[[], None]]:
+        """Let Spark accept a barrier job despite dynamic allocation.
 
-        Spark rejects them because it would not request their executors, so the executors must
-        already exist. After the application has started, only this check reads the setting.
+        Spark rejects these jobs because it would not request their executors, so the executors must
+        already exist. Its check reads the application's setting, as other jobs and new sessions do.
+
+        Yields
+        ------
+        callable
+            Restores the setting, when Spark has accepted the job. The end of the block restores it,
+            too.
         """
+        with contextlib.ExitStack() as stack:
+            if self.allocates_dynamically:
+                stack.enter_context(self._without_dynamic_allocation())
+            yield stack.close
+
+    @contextlib.contextmanager
+    def _without_dynamic_allocation(self) -> Iterator[None]:
         global _accepting
-        if not self.allocates_dynamically:
-            yield
-            return
         conf = self._scala.conf()
         with _lock:
             _accepting += 1

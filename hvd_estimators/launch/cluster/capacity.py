@@ -4,7 +4,8 @@ Spark rejects a barrier stage while ``spark.dynamicAllocation.enabled`` is true,
 not request executors for a stage that starts as a whole. So an ordinary job requests them: it has
 as many tasks as there are ranks, and its tasks only wait. Executors that have been busy stay for
 some seconds, and Spark does not remove those that run a rank. Spark's check reads the setting when
-a job is submitted (`Cluster.accepting_barrier_jobs`).
+a job is submitted, and only for that moment the setting is false
+(`Cluster.accepting_barrier_jobs`).
 
 Runs on the driver.
 """

@@ -102,7 +102,7 @@ class ConnectCluster(Cluster):
         return False
 
     @contextlib.contextmanager
-    def accepting_barrier_jobs(self) -> Iterator[None]:
+    def accepting_barrier_jobs(self) -> Iterator[Callable[[], None]]:
         """Do nothing, except raise `SlotsError` if Spark rejects barrier jobs."""
         if (
             self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true"
@@ -113,7 +113,7 @@ class ConnectCluster(Cluster):
                 "Spark rejects jobs whose tasks start together. Start it with false, or use a "
                 "session that is not one of Spark Connect."
             )
-        yield
+        yield lambda: None
 
     @property
     def age(self) -> float:

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+from dataclasses import replace
 
 import duckdb
 import numpy as np
@@ -16,6 +17,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.types import column_spec
 from hvd_estimators.exceptions import ColumnError, DataError
 
 pytestmark = pytest.mark.versions
@@ -330,7 +332,7 @@ def test_bytes_agree_with_numpy(rows, start, fixed):
 def test_numbers_are_not_copied(values):
     row = values[0].as_py()
     shape = (len(row),) if isinstance(row, list | bytes) else ()
-    spec = ColumnSpec("c", "array" if shape else "scalar", "any", shape)
+    spec = replace(column_spec("c", values.type, ""), shape=shape)
 
     found = table_to_columns(pa.table({"c": values}), [spec])["c"]
 

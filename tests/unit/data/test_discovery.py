@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data import footers
 from hvd_estimators.data.discovery import first_rows, read_manifest, read_split
-from hvd_estimators.data.footers import read_footers
+from hvd_estimators.data.footers import FileFooter, read_footers
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.store import LocalStore, Store
@@ -45,7 +45,7 @@ def test_row_groups_follow_the_order_of_file_names(store, folder):
     write(folder / "part-2.parquet", x=[5.0, 6.0])
     write(folder / "part-1.parquet", row_group_size=2, x=[0.0, 1.0, 2.0, 3.0, 4.0])
 
-    split = read_split(store, str(folder), [X])
+    split = read_split(store, str(folder), [X])[0]
 
     first, second = str(folder / "part-1.parquet"), str(folder / "part-2.parquet")
     assert split.path == str(folder)
@@ -69,7 +69,7 @@ def test_hidden_files_and_markers_are_ignored(store, folder, name):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"not Parquet")
 
-    assert read_split(store, str(folder), [X]).rows == 1
+    assert read_split(store, str(folder), [X])[0].rows == 1
 
 
 def test_hidden_parent_folders_hide_nothing(tmp_path):
@@ -77,7 +77,7 @@ def test_hidden_parent_folders_hide_nothing(tmp_path):
     folder.mkdir(parents=True)
     write(folder / "a.parquet", x=[1.0])
 
-    assert read_split(LocalStore(str(tmp_path)), str(folder), [X]).rows == 1
+    assert read_split(LocalStore(str(tmp_path)), str(folder), [X])[0].rows == 1
 
 
 def test_files_in_subfolders_are_found(store, folder):
@@ -85,7 +85,7 @@ def test_files_in_subfolders_are_found(store, folder):
     write(folder / "2024" / "a.parquet", x=[1.0])
     write(folder / "b.parquet", x=[2.0])
 
-    assert read_split(store, str(folder), [X]).rows == 2
+    assert read_split(store, str(folder), [X])[0].rows == 2
 
 
 def test_a_single_file_is_a_dataset(store, folder):
@@ -153,7 +153,7 @@ def test_nulls_in_other_columns_do_not_matter(store, folder):
     """The other columns have a name with the same start, or are not needed."""
     write(folder / "a.parquet", **{"x": [1.0, 2.0], "x.y": [1.0, None], "xs": [None, 1.0]})
 
-    assert read_split(store, str(folder), [X]).rows == 2
+    assert read_split(store, str(folder), [X])[0].rows == 2
 
 
 def test_first_rows_come_only_from_the_first_row_group(store, folder):
@@ -180,7 +180,7 @@ def test_files_without_rows_are_skipped(store, folder):
     write(folder / "a.parquet", x=pa.array([], pa.float64()))
     write(folder / "b.parquet", x=[1.0])
 
-    assert placed(read_split(store, str(folder), [X])) == [(str(folder / "b.parquet"), 0, 1)]
+    assert placed(read_split(store, str(folder), [X])[0]) == [(str(folder / "b.parquet"), 0, 1)]
 
 
 def test_errors_about_missing_columns_list_the_existing_ones(store, folder):
@@ -233,7 +233,7 @@ def test_nulls_in_any_row_group_of_the_last_file_are_found(store, folder, place)
     write(folder / "b.parquet", row_group_size=1, x=values)
 
     with pytest.raises(DataError, match="'x' holds 1 null"):
-        read_split(store, str(folder), [X])
+        read_split(store, str(folder), [X])[0]
 
 
 def test_a_dataset_without_rows_is_an_error(store, folder):
@@ -382,6 +382,33 @@ def test_footers_keep_the_order_of_the_files_with_and_without_threads(
     monkeypatch.setattr(footers, "read_tail", read_and_note)
     for number in range(60):
         write(folder / f"{number:02}.parquet", x=[1.0] * (number + 1))
-    found = read_split(store, str(folder), [X])
+    found = read_split(store, str(folder), [X])[0]
     assert [group.rows for group in found.row_groups] == list(range(1, 61))
     assert (threads == {threading.current_thread()}) is not slow
+
+
+NUMBERS = pa.array([[0.0, 1.0]] * 3)
+SECOND_FILES = {
+    "renamed": {"a": NUMBERS, "c": NUMBERS},
+    "reordered": {"b": NUMBERS, "a": NUMBERS},
+    "regrouped": {"a": NUMBERS, "b": pa.StructArray.from_arrays([NUMBERS], ["c"])},
+    "retyped": {"a": NUMBERS.cast(pa.list_(pa.float32())), "b": NUMBERS},
+}
+
+
+@pytest.mark.parametrize("columns", SECOND_FILES.values(), ids=SECOND_FILES)
+def test_files_with_equal_leaves_have_their_own_columns(folder, columns):
+    # Without Arrow's schema, as Spark writes files: all leaves are called "element".
+    first, second = folder / "first.parquet", folder / "second.parquet"
+    parquet.write_table(pa.table({"a": NUMBERS, "b": NUMBERS}), first, store_schema=False)
+    parquet.write_table(pa.table(columns), second, store_schema=False)
+
+    FileFooter.of("", first.read_bytes())
+    footer = FileFooter.of("", second.read_bytes())
+
+    assert footer.columns.schema.names == list(columns)
+    for name, column in columns.items():
+        assert footer.columns.schema.field(name).type == column.type
+        group = parquet.read_metadata(second).row_group(0)
+        (leaf,) = (i for i in range(2) if group.column(i).path_in_schema.startswith(f"{name}."))
+        assert list(footer.columns.leaves[name]) == [leaf]

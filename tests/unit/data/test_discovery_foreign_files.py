@@ -1,8 +1,10 @@
 """Parquet files of other writers: names, differing files, and nulls."""
 
+import contextlib
 import decimal
 import re
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,10 +17,19 @@ from pyarrow import parquet
 from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.data.discovery import first_rows, read_manifest
 from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.types import column_spec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
+from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.readers import ArrowDataModule
 from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.versions
+
+READERS = {"arrow": ArrowDataModule}
+with contextlib.suppress(ImportError):  # it cannot be installed with today's PyArrow
+    from hvd_estimators.loading.petastorm import PetastormDataModule
+
+    READERS["petastorm"] = PetastormDataModule
 
 
 def test_unusual_names_do_not_clash_with_paths_of_structs_and_lists(folder):
@@ -221,9 +232,10 @@ def test_kinds_of_lists_and_of_decimals_may_differ(folder):
 @pytest.mark.parametrize(
     ("first", "other"),
     [
-        (pa.int32(), pa.int64()),
-        (pa.float64(), pa.float32()),
-        (pa.uint8(), pa.int8()),
+        (pa.int64(), pa.float64()),
+        (pa.uint64(), pa.int8()),
+        (pa.bool_(), pa.int8()),
+        (pa.list_(pa.int64()), pa.list_(pa.float32())),
         (pa.int64(), pa.list_(pa.int64())),
         (pa.list_(pa.int64()), pa.list_(pa.list_(pa.int64()))),
         (pa.list_(pa.int64(), 1), pa.list_(pa.int64(), 2)),
@@ -242,10 +254,53 @@ def test_errors_about_differing_types_name_both_files(folder, first, other, part
         describe(folder, "c", validation=folder.parent / part)
 
 
+WIDENED = [
+    ("int32", "int64", "int64"),
+    ("int8", "uint8", "int16"),
+    ("uint32", "int32", "int64"),
+    ("float32", "float64", "float64"),
+    ("int32", "float32", "float64"),
+    ("int8", "float32", "float32"),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "wide"), WIDENED)
+@pytest.mark.parametrize("order", [1, -1])
+def test_types_are_widened_to_one_that_holds_all_numbers(folder, one, two, wide, order):
+    parts = [np.array([extreme(dtype).min, extreme(dtype).max], dtype) for dtype in (one, two)]
+    for i, part in enumerate(parts[::order]):
+        lists = pa.list_(pa.from_numpy_dtype(part.dtype))
+        write(folder / f"{i}.parquet", x=part, v=pa.array([[n] for n in part], lists))
+
+    found, manifest = load(folder, "x", "v"), describe(folder, "x", "v")
+
+    expected = np.concatenate([part.astype(wide) for part in parts[::order]])
+    check(found["x"], expected)
+    check(found["v"], expected[:, None])
+    assert manifest.columns[0].range == (expected.min(), expected.max())
+    for reader in READERS.values():
+        with reader(
+            train_dir=manifest.train.path,
+            val_dir=None,
+            columns=manifest.columns,
+            train_plan=plan_shards(manifest.train.row_groups, 1),
+            train_batch_size=4,
+            shuffle=False,
+            total_train_steps=1,
+        ) as module:
+            batch = next(iter(module.train_data()))
+        check(batch["x"], expected)
+        check(batch["v"], expected[:, None])
+
+
+def extreme(dtype):
+    return np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
+
+
 def value_of(data_type):
     def value(leaf):
         if pa.types.is_primitive(leaf):
-            return 1
+            return leaf == pa.bool_() or 1
         if pa.types.is_fixed_size_binary(leaf):
             return b"a" * leaf.byte_width
         return [value(leaf.value_type)] * getattr(leaf, "list_size", 1)
@@ -283,7 +338,7 @@ def test_nulls_without_statistics_are_found_during_reading(data_type, values):
     while isinstance(value, list | bytes):
         shape.append(len(value))
         value = value[0]
-    spec = ColumnSpec("c", "array" if shape else "scalar", "any", tuple(shape))
+    spec = replace(column_spec("c", data_type, ""), shape=tuple(shape))
 
     with pytest.raises(DataError, match=r"'c' holds .*null"):
         table_to_columns(table, [spec])

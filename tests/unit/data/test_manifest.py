@@ -37,6 +37,8 @@ def test_the_document_is_plain_json():
         "dtype": "uint8",
         "shape": [28, 28, 3],
         "stored": [],
+        "range": None,
+        "is_whole": False,
     }
     assert document["train"]["row_groups"][1] == {
         "file": "/b",

@@ -87,6 +87,34 @@ def test_nulls_are_distinguished_from_nan(column: Any) -> None:
     assert kept["v"].dtype == left["v"].dtype == np.float32
 
 
+NESTED = [[[1, 2], [3, 4]], [[5, 6], None], [[7, 8], [9, 10]], [None, None], [[7, 8], [None, 10]]]
+
+
+@pytest.mark.parametrize("form", ["lists", "rows", "pandas", "arrays", "arrow"])
+def test_a_row_with_a_null_inner_array_is_a_row_with_a_null(form: str) -> None:
+    def arrays(value: Any) -> Any:
+        if not isinstance(value, list) or not any(isinstance(v, list) for v in value):
+            return np.array(value) if isinstance(value, list) else value
+        made = np.empty(len(value), object)
+        for i, part in enumerate(value):
+            made[i] = arrays(part)
+        return made
+
+    rows: Any = {
+        "lists": {"a": NESTED},
+        "rows": [{"a": value} for value in NESTED],
+        "pandas": pd.DataFrame({"a": NESTED}),
+        "arrays": {"a": [arrays(value) for value in NESTED]},
+        "arrow": pa.table({"a": NESTED}),
+    }[form]
+    found = read_table(rows, InputColumns.of(["a"]), [], ())
+    assert found.columns["a"].tolist() == [NESTED[0], NESTED[2]]
+    assert found.valid is not None
+    assert found.valid.tolist() == [True, False, True, False, False]
+    with pytest.raises(DataError, match="'a' holds nulls"):
+        read_table(rows, InputColumns.of(["a"]), [], (), keeps_nulls=False)
+
+
 def test_results_in_frames_and_tables_keep_nulls_index_and_types() -> None:
     table = pa.table({"a": [1, None, 3]})
     predicted = {

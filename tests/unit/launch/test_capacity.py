@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import wait_until
 
 from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster import application as clusters
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.capacity import check_slots, most_slots
+from hvd_estimators.launch.cluster.jobs import barrier_job
 from hvd_estimators.launch.cluster.resources import TaskResources
 
 
@@ -62,20 +65,47 @@ def test_more_ranks_than_possible_slots_are_rejected_at_once() -> None:
         check_slots(cluster, 5, 600.0, TaskResources())
 
 
-def test_spark_accepts_barrier_jobs_while_any_caller_needs_it() -> None:
-    settings = {"spark.dynamicAllocation.enabled": "true"}
+def context_with(settings: dict[str, str]) -> Any:
     conf = SimpleNamespace(set=settings.__setitem__)
-    context: Any = SimpleNamespace(
+    return SimpleNamespace(
         master="yarn",
         getConf=lambda: SimpleNamespace(getAll=lambda: list(settings.items())),
         _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(conf=lambda: conf)),
     )
-    inside, leave = threading.Event(), threading.Event()
+
+
+class AcceptingCluster(Cluster):
+    """Cluster that shows jobs, none of whose tasks start."""
+
+    shown: frozenset[str] = frozenset()
+
+    def tagged(self, *args: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def jobs(self, tag: str) -> set[int]:
+        return {1} & {int(tag in self.shown)}
+
+    def started_tasks(self, tag: str) -> int:
+        return 0
+
+    def slots_beside(self, *args: Any) -> None:
+        return None
+
+    def cancel(self, tag: str) -> None:
+        pass
+
+
+def test_spark_accepts_barrier_jobs_while_any_caller_needs_it() -> None:
+    settings = {"spark.dynamicAllocation.enabled": "true"}
+    context = context_with(settings)
+    inside, leave, ended = threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with Cluster(context).accepting_barrier_jobs():
+        with Cluster(context).accepting_barrier_jobs() as accepted:
             inside.set()
             leave.wait(10)
+            accepted()
+            ended.wait(10)
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -85,7 +115,28 @@ def test_spark_accepts_barrier_jobs_while_any_caller_needs_it() -> None:
     assert Cluster(context).allocates_dynamically
     with Cluster(context).accepting_barrier_jobs():
         leave.set()
-        thread.join()
         assert settings["spark.dynamicAllocation.enabled"] == "false"
+    wait_until(lambda: settings["spark.dynamicAllocation.enabled"] == "true")
+    # The other job still runs.
+    assert thread.is_alive()
+    ended.set()
+    thread.join()
+    assert settings["spark.dynamicAllocation.enabled"] == "true"
+    assert clusters._accepting == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_dynamic_allocation_is_off_only_until_spark_shows_the_job(fails: bool) -> None:
+    settings = {"spark.dynamicAllocation.enabled": "true"}
+    cluster = AcceptingCluster(context_with(settings))
+
+    with contextlib.suppress(RuntimeError), barrier_job(cluster, 2, 60.0) as tag:
+        assert settings["spark.dynamicAllocation.enabled"] == "false"
+        if fails:
+            raise RuntimeError
+        cluster.shown = frozenset({tag})
+        # The tasks have not started yet, and the job runs on.
+        wait_until(lambda: settings["spark.dynamicAllocation.enabled"] == "true")
+        assert cluster.allocates_dynamically
     assert settings["spark.dynamicAllocation.enabled"] == "true"
     assert clusters._accepting == 0

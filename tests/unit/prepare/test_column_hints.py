@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.exceptions import ColumnError
-from hvd_estimators.prepare.schema import require_columns
+from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.prepare.schema import require_columns, require_frame
+
+STOPPED = SimpleNamespace(isStopped=lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,12 @@ def test_a_missing_name_has_a_hint(name: str, case_sensitive: str, hint: str) ->
     )
     with pytest.raises(ColumnError, match=f"feature_cols: .* no column '{name}'.*{hint}"):
         require_columns(frame, "feature_cols", [name])
+
+
+@pytest.mark.parametrize("context", [None, SimpleNamespace(sc=lambda: STOPPED)])
+def test_frames_of_a_stopped_session_are_named(context: Any) -> None:
+    # PySpark forgets the context that it stops; the JVM may stop one by itself.
+    session = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=context))
+    frame: Any = SimpleNamespace(sparkSession=session)
+    with pytest.raises(ParamError, match=r"validation: .* session that was stopped\. Start"):
+        require_frame("validation", frame)

@@ -1,0 +1,143 @@
+"""Every type of numbers at its ends, from fit to load_predictor: the same values, or an error."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators import prepare_data
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.launch import LocalBackend
+from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
+
+pytestmark = pytest.mark.spark
+
+ENDS: dict[str, tuple[str, list[Any]]] = {
+    **{name: (name, [-(2**n), 2**n - 1]) for name, n in (("tinyint", 7), ("smallint", 15))},
+    **{name: (name, [-(2**n), 2**n - 1]) for name, n in (("int", 31), ("bigint", 63))},
+    "boolean": ("boolean", [False, True]),
+    "float": ("float", np.array([-1, 1], np.float32) * np.finfo(np.float32).max),
+    "double": ("double", [-1.7e308, 1.7e308]),
+    "whole": ("decimal(18,0)", [Decimal(-(10**18) + 1), Decimal(10**18 - 1)]),
+    "long whole": ("decimal(38,0)", [Decimal(-(2**53) - 1), Decimal(2**53 + 1)]),
+    "money": ("decimal(10,2)", [Decimal("-99999999.99"), Decimal("99999999.99")]),
+    "longs": ("array<bigint>", [[-(2**63)], [2**63 - 1]]),
+    "doubles": ("array<double>", [[-1.7e308], [1.7e308]]),
+}
+EXACT = {"int": "int64", "bigint": "int64", "double": "float64", "whole": "int64"}
+EXACT |= {"money": "float64", "longs": "int64", "doubles": "float64"}
+LOSE_DIGITS = ["int", "bigint", "double", "whole", "long whole", "longs", "doubles"]
+
+
+class Only(torch.nn.Module):
+    """Return the position of each number among those that it knows; fail for any other."""
+
+    def __init__(self, known: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.known = known
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        found = []
+        for (name, known), given in zip(self.known.items(), inputs, strict=True):
+            # The dry run tries zeros.
+            if not (torch.isin(given, known) | (given == 0)).all():
+                raise ValueError(f"{name} is {given.tolist()}, not {known.tolist()}")
+            found.append((given.reshape(-1) == known[1]).float())
+        return torch.stack(found, 1) + 0 * self.weight
+
+
+def frame_of(spark: Any, names: list[str]) -> Any:
+    rows = list(zip(*(ENDS[name][1] for name in names), [0.0, 1.0], strict=True))
+    rows = [tuple(v.item() if isinstance(v, np.generic) else v for v in row) for row in rows]
+    schema = ", ".join(f"`{name}` {ENDS[name][0]}" for name in names)
+    return spark.createDataFrame(rows, f"{schema}, y double").coalesce(1)
+
+
+def estimator_of(store: Any, net: torch.nn.Module, names: list[str], **more: Any) -> Any:
+    return TorchEstimator(
+        backend=LocalBackend(1),
+        store=store,
+        model=net,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        feature_cols=names,
+        label_cols=["y"],
+        batch_size=2,
+        epochs=1,
+        verbose=0,
+        **more,
+    )
+
+
+def mean_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return ((outputs - labels.reshape(-1, 1)) ** 2).mean()
+
+
+def test_ends_of_types_keep_their_values(spark: Any, store: Any, tmp_path: Path) -> None:
+    names = [name for name in ENDS if name != "long whole"]
+    known = {
+        name: torch.tensor(np.array(ENDS[name][1]).reshape(-1).tolist(), dtype=torch.float32)
+        if name not in EXACT
+        else torch.tensor(
+            [float(v) if EXACT[name] == "float64" else int(v) for v in np.ravel(ENDS[name][1])],
+            dtype=getattr(torch, EXACT[name]),
+        )
+        for name in names
+    }
+    frame = frame_of(spark, names)
+    estimator = estimator_of(store, Only(known), names, column_dtypes=EXACT)
+    model = estimator.setLoss(mean_error).fit(frame)
+
+    rows = model.transform(frame).select("y", "y__output").collect()
+    assert [row[1].toArray().tolist() for row in rows] == [[row[0]] * len(names) for row in rows]
+    model.write().overwrite().save(str(tmp_path / "model"))
+    given = [dict(zip(names, [ENDS[name][1][i] for name in names], strict=True)) for i in (0, 1)]
+    predicted = load_predictor(str(tmp_path / "model")).predict(given)
+    assert [row["y__output"].tolist() for row in predicted] == [
+        [0.0] * len(names),
+        [1.0] * len(names),
+    ]
+
+
+def test_ends_that_tensors_do_not_hold_are_errors(spark: Any, store: Any, tmp_path: Path) -> None:
+    frame = frame_of(spark, LOSE_DIGITS)
+    with prepare_data(1, store, frame, ["y"], LOSE_DIGITS) as index:
+        for name in LOSE_DIGITS:
+            advice = "bigint" if name == "long whole" else "column_dtypes={"
+            for more in ({}, {"column_dtypes": {name: "int32"}}):
+                net = torch.nn.Linear(1, 1)
+                estimator = estimator_of(store, net, [name], dry_run=False, **more)
+                if more and name == "int":
+                    continue
+                with pytest.raises(DataError, match=f"Column '{name}' holds .*{advice}"):
+                    estimator.fit_on_parquet(dataset_idx=index)
+        for role, value in {
+            "label_cols": ["bigint"],
+            "sample_weight_col": "bigint",
+            "feature_cols": [["int", "bigint"]],
+        }.items():
+            estimator = estimator_of(store, torch.nn.Linear(1, 1), ["y"], dry_run=False)
+            with pytest.raises(DataError, match=r"Column '(int|bigint)' holds integers from -"):
+                estimator.copy({role: value}).fit_on_parquet(dataset_idx=index)
+    for name in LOSE_DIGITS:
+        if name == "long whole":
+            continue  # Spark passes its digits as doubles
+        model = TorchModel(
+            model=torch.nn.Identity(),
+            feature_columns=[name],
+            label_columns=["y"],
+            output_shapes=[[1]],
+            input_shapes=[[-1, 1]],
+        )
+        model.write().overwrite().save(str(tmp_path / "model"))
+        with pytest.raises(DataError, match=f"'{name}' holds .*takes float32.*as (int|float)64"):
+            load_predictor(str(tmp_path / "model")).predict({name: ENDS[name][1][1:]})
+        if name in ("bigint", "doubles"):
+            with pytest.raises(Exception, match=f"'{name}' holds .*takes float32"):
+                model.transform(frame).collect()
