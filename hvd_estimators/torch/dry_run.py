@@ -14,6 +14,7 @@ import inspect
 import io
 import itertools
 import logging
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
@@ -39,6 +41,7 @@ from hvd_estimators.torch.serialization import (
     hooks_of,
     without_compile_notes,
 )
+from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
@@ -183,6 +186,47 @@ def check_initialized(module: torch.nn.Module) -> None:
             "before fit(), such as model(torch.zeros(2, 3)) for rows of 3 numbers, and make the "
             "optimizer after that."
         )
+
+
+def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the state of an optimizer that is not of torch fits into checkpoints.
+
+    Runs one step on copies, with a constant gradient.
+
+    Raises
+    ------
+    ParamError
+        If the state holds more than tensors and plain values.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    try:
+        _, optimizer = copied((without_compile_notes(module), optimizer))
+        with torch_traceless():
+            set_optimizer_mode(optimizer, training=True)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            optimizer.step()
+            state = to_python(optimizer.state_dict())
+    except Exception as error:
+        logger.info("optimizer: its state could not be tried on the driver (%s)", error)
+        return
+    if not is_loadable(state):
+        raise ParamError(
+            f"optimizer: the state_dict() of {type(optimizer).__name__} holds "
+            f"{_not_plain(state)}. Loading it from a checkpoint would run code from the file. Set "
+            "an optimizer whose state_dict() holds tensors, numbers, strings, lists and dicts."
+        )
+
+
+def _not_plain(state: Any) -> str:
+    """Return the type of the first value of a state that a checkpoint cannot hold."""
+    parts = list(state.values()) if type(state) is dict else state
+    if type(parts) in (list, tuple):
+        found = (_not_plain(part) for part in parts)
+        return next((kind for kind in found if kind), "")
+    return "" if is_loadable(state) else f"a {type(state).__module__}.{type(state).__qualname__}"
 
 
 def output_shapes(
@@ -541,8 +585,10 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
 
 
 def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+    trial = copied(loss)
+
     def call() -> Any:
-        return copied(loss)(
+        return trial(
             outputs=raw,
             labels=batch.labels,
             inputs=tensors.arguments(batch.inputs),
@@ -556,7 +602,8 @@ def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSp
             "column_dtypes to what the loss expects."
         )
 
-    _try_loss(call, message)
+    if _try_loss(call, message):
+        _depends_on_calls(call, trial)
 
 
 def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
@@ -629,9 +676,39 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
             f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
         )
 
-    is_tried = _try_loss(lambda: loss(aligned, targets, batch.weights), message)
+    def call() -> Any:
+        return loss(aligned, targets, batch.weights)
+
+    is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss)
     if is_tried and batch.weights is None:
         _check_reduction(loss, aligned, targets, tensors.label_cols)
+
+
+def _depends_on_calls(call: Callable[[], Any], loss: Loss | JointLoss) -> bool:
+    """Return whether a loss has state or is random; warn if checkpoints may lack its state."""
+    values = []
+    try:
+        for seed in (0, 0, 1):
+            with torch_traceless():
+                torch.manual_seed(seed)
+                values.append(float(call()))
+    except Exception:
+        return False  # Training calls it with other values, so this is not an error.
+    first, *others = values
+    same = [math.isclose(first, value, rel_tol=1e-6, abs_tol=1e-9) for value in others]
+    if all(same) or not all(map(math.isfinite, values)):
+        return False
+    if not same[0] and not any(
+        StatefulObjects({"loss": loss.functions}, torch.nn.Module()).items()
+    ):
+        logger.warning(
+            "loss: the loss of the same rows is %.6g and then %.6g, so it has state, such as a "
+            "count of its calls. Checkpoints do not hold this state, and a resumed run starts "
+            "without it. Keep it in an object that has state_dict() and load_state_dict(), such as "
+            "a buffer of a torch.nn.Module, and set stateful=[...] to the object.",
+            *values[:2],
+        )
+    return True
 
 
 def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:

@@ -20,6 +20,7 @@ from hvd_estimators.torch.dry_run import (
     check_batches,
     check_embeddings,
     check_fit,
+    check_optimizer_state,
     check_own_step,
     takes_one_row,
 )
@@ -80,6 +81,7 @@ class TorchEstimator(TorchEstimatorSignatures):
 
     def _dry_run(self, columns: Columns) -> Trial:
         get = self.getOrDefault
+        check_optimizer_state(get("model"), get("optimizer"))
         shapes = None
         if get("train_minibatch_fn") is not None:
             shapes = check_own_step(
