@@ -245,7 +245,8 @@ class _Trainer:
         set_optimizer_mode(self.optimizer, training=False)
         self.checkpoints.attributes.epoch_ended()
         if epoch == self.first_epoch:
-            check_same_weights(self.original_module, epoch, self.spec.run)
+            outside = self.averager.outside
+            check_same_weights(self.original_module, epoch, self.spec.run, outside)
             if self.objective.has_own_step:
                 self._warn_of_unused_gradients()
         self.checkpoints.buffers.reduce()
@@ -268,6 +269,9 @@ class _Trainer:
             self._seed_epoch(state.epoch)
             self._callbacks("on_epoch_begin", epoch=state.epoch)
         self.checkpoints.restore()
+        # Callbacks may have created some of them.
+        self.averager.follow(self.checkpoints.stateful().values())
+        broadcast_tensors(self.averager.outside)
         self.averager.restore_gradients(self.checkpoints.gradients)
 
     def _is_within(self, epoch: int) -> bool:
