@@ -289,8 +289,12 @@ def check_fit(
     tensors: TensorSpec,
     columns: Columns,
     metrics: Metrics | None = None,
+    validates: bool = True,
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model, its loss and its metrics.
+
+    The model is called in evaluation mode. A joint loss is tried in training mode, in which the
+    model may return losses, and in evaluation mode if ``validates`` is set.
 
     This process is not a rank and may have no GPU. If one of them cannot run here, the check warns
     and leaves it to the ranks.
@@ -307,6 +311,8 @@ def check_fit(
         A few rows.
     metrics : Metrics, optional
         The metrics. Default: none.
+    validates : bool
+        Whether the fit validates.
 
     Returns
     -------
@@ -325,14 +331,47 @@ def check_fit(
     except Exception as error:
         log_untried(error)
         return []
+    shapes = []
+    with _called_in("evaluation"):
+        for raw in _try_call(module.eval(), tensors, batch):
+            in_evaluation = loss if validates or not isinstance(loss, JointLoss) else None
+            shapes = _check_outputs(raw, in_evaluation, tensors, batch, metrics)
+    if shapes and isinstance(loss, JointLoss):
+        with _called_in("training"):
+            for raw in _try_call(module.train(), tensors, batch):
+                _check_joint_loss(loss, raw, batch, tensors)
+    return shapes
+
+
+@contextlib.contextmanager
+def _called_in(mode: str) -> Iterator[None]:
+    """Let errors about shapes say in which mode the model was called."""
+    try:
+        yield
+    except ShapeError as error:
+        error.args = (f"{error} The model was called in {mode} mode.",)
+        raise
+
+
+def _try_call(module: torch.nn.Module, tensors: TensorSpec, batch: Batch) -> list[Any]:
+    """Return what a model returns, in a list, which is empty if the model cannot run here."""
     try:
         with torch_traceless():
-            module.eval()
-            raw = tensors.call(module, batch.inputs)
+            return [tensors.call(module, batch.inputs)]
     except Exception as error:
         if leave_to_ranks(error):
             return []
         raise ShapeError(_not_taken(error, module, tensors, batch.inputs)) from error
+
+
+def _check_outputs(
+    raw: Any,
+    loss: Loss | JointLoss | None,
+    tensors: TensorSpec,
+    batch: Batch,
+    metrics: Metrics | None,
+) -> list[tuple[int, ...]]:
+    """Check what a model returned; see `check_fit`."""
     outputs = require_tensors(tensors.select(raw), raw)
     labels = tensors.label_cols
     if tensors.pairs and len(outputs) != len(labels):

@@ -95,7 +95,10 @@ class TorchEstimator(TorchEstimatorSignatures):
                 return Trial(shapes or None)
         tensors = self._tensor_spec()
         with autocast(get("precision"), "cpu"):
-            tried = check_fit(get("model"), self._loss(), tensors, columns, self._named_metrics())
+            tried = check_fit(
+                *(get("model"), self._loss(), tensors, columns, self._named_metrics()),
+                validates=get("validation") is not None,
+            )
         inputs = tensors.inputs(repeated(columns, 1))
         one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
         return Trial(tried or shapes or None, one_row)

@@ -78,7 +78,19 @@ class Recorder:
         torch.save(state, self._folder / f"{epoch}-{current().rank}.pt")
 
 
-def fit_with_own_optimizer(make: Make, common: dict[str, Any], folder: Path) -> list[Any]:
+def of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, for losses that compare rows; see docs/torch.rst."""
+    import horovod.torch as hvd
+
+    gathered = hvd.allgather(tensor.contiguous(), name=f"rows.{tensor.dtype}")
+    if gathered.requires_grad:
+        gathered.register_hook(lambda gradient: gradient * hvd.size())
+    return gathered
+
+
+def fit_with_own_optimizer(
+    make: Make, common: dict[str, Any], folder: Path, gathers: bool = False
+) -> list[Any]:
     """Train as in the README with two optimizers; return the weights of net and loss."""
     net, loss_func = make_net(), make()
     loss_optimizer = torch.optim.SGD(loss_func.parameters(), lr=0.5, momentum=0.9)
@@ -86,8 +98,11 @@ def fit_with_own_optimizer(make: Make, common: dict[str, Any], folder: Path) -> 
     def step(model: Any, optimizer: Any, _: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
         optimizer.zero_grad()
         loss_optimizer.zero_grad()
-        embeddings = model(*inputs)
-        loss = loss_fn.scale(loss_func(embeddings, classes_of(labels[0])))
+        embeddings, classes = model(*inputs), classes_of(labels[0])
+        if gathers:
+            loss = loss_func(of_all_ranks(embeddings), of_all_ranks(classes))
+        else:
+            loss = loss_fn.scale(loss_func(embeddings, classes))
         loss.backward()
         optimizer.step()
         loss_optimizer.step()
@@ -111,7 +126,20 @@ def loss_of_class(loss_func: Any) -> Any:
     return lambda output, label: loss_func(output, classes_of(label))
 
 
-def fit_in_module(make: Make, common: dict[str, Any], folder: Path) -> list[Any]:
+def gathering_step(
+    model: Any, optimizer: Any, _: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    optimizer.zero_grad()
+    embeddings, classes = model(*inputs), classes_of(labels[0])
+    loss = model.loss_func(of_all_ranks(embeddings), of_all_ranks(classes))
+    loss.backward()
+    optimizer.step()
+    return embeddings, loss
+
+
+def fit_in_module(
+    make: Make, common: dict[str, Any], folder: Path, gathers: bool = False
+) -> list[Any]:
     """Train with one optimizer, with the loss in the module."""
     net = make_net()
     net.loss_func = make()
@@ -123,7 +151,8 @@ def fit_in_module(make: Make, common: dict[str, Any], folder: Path) -> list[Any]
         **common,
         model=net,
         optimizer=torch.optim.SGD(groups),
-        loss=loss_of_class(net.loss_func),
+        loss=None if gathers else loss_of_class(net.loss_func),
+        train_minibatch_fn=gathering_step if gathers else None,
     ).fit_on_parquet()
     return list(model.getModel().state_dict().values())
 
@@ -151,27 +180,86 @@ def seeded(make: Make) -> Make:
     return made
 
 
-def check(ranks: Any, store: Any, tmp_path: Path, name: str, make: Make, fits: Any) -> None:
+def check(
+    ranks: Any, store: Any, tmp_path: Path, name: str, make: Make, fit: Any, gathers: bool = False
+) -> None:
     """Train for one epoch, resume for another one, and compare with one process."""
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     x, y = (torch.from_numpy(columns[c]) for c in ("features", "label"))
     batches = [(x[rows].double(), y[rows]) for rows in global_batches(ROWS, 2, BATCH)]
     expected, start = train_alone(make, batches), make().state_dict()
     assert not all(map(torch.equal, expected[2:], start.values())), "the loss is not trained"
-    for fit in fits:
-        for epochs in (1, EPOCHS):
-            common = settings(ranks, store, f"{fit.__name__}-{name}", epochs)
-            found = fit(make, common, tmp_path)
-        assert len({result.weights_digest for result in ranks.results}) == 1
-        for value, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-8, atol=1e-10, msg=fit.__name__)
+    for epochs in (1, EPOCHS):
+        common = settings(ranks, store, f"{fit.__name__}-{name}", epochs)
+        found = fit(make, common, tmp_path, gathers)
+    assert len({result.weights_digest for result in ranks.results}) == 1
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("fit", [fit_with_own_optimizer, fit_in_module])
 def test_weights_of_a_loss_train_and_resume_as_in_one_process(
     ranks: Any, store: Any, tmp_path: Path, fit: Any
 ) -> None:
-    check(ranks, store, tmp_path, "proxies", seeded(Proxies), [fit])
+    check(ranks, store, tmp_path, "proxies", seeded(Proxies), fit)
+
+
+class Manifold(torch.nn.Module):
+    """``ManifoldLoss``, which takes no labels, with the same random numbers on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from pytorch_metric_learning.losses import ManifoldLoss
+
+        self.loss = ManifoldLoss(l=SIZE, K=2)
+
+    def forward(self, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        loss: torch.Tensor = self.loss(embeddings)
+        return loss
+
+
+def library_losses() -> dict[str, tuple[Make, bool]]:
+    """Return the losses of pytorch-metric-learning that have weights, and whether they gather."""
+    from pytorch_metric_learning import losses
+
+    def made(name: str, **options: Any) -> Make:
+        return lambda: getattr(losses, name)(**options)
+
+    sizes = {"num_classes": CLASSES, "embedding_size": SIZE}
+    names = ("ArcFaceLoss", "CosFaceLoss", "LargeMarginSoftmaxLoss", "NormalizedSoftmaxLoss")
+    names += ("ProxyNCALoss", "SoftTripleLoss", "SphereFaceLoss", "SubCenterArcFaceLoss")
+    makers = {name: (made(name, **sizes), False) for name in names}
+    makers["P2SGradLoss"] = (
+        made("P2SGradLoss", descriptors_dim=SIZE, num_classes=CLASSES),
+        False,
+    )
+    makers["MultipleLosses"] = (
+        lambda: losses.MultipleLosses(
+            [losses.ArcFaceLoss(**sizes), losses.CosFaceLoss(**sizes)], weights=[1.0, 0.5]
+        ),
+        False,
+    )
+    # These compare rows with each other.
+    makers["ProxyAnchorLoss"] = (made("ProxyAnchorLoss", **sizes), True)
+    makers["MarginLoss"] = (made("MarginLoss", learn_beta=True, num_classes=CLASSES), True)
+    makers["ManifoldLoss"] = (Manifold, True)
+    return makers
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("fit", [fit_with_own_optimizer, fit_in_module])
+def test_all_losses_of_pytorch_metric_learning_with_weights_train_and_resume(
+    ranks: Any, store: Any, tmp_path: Path, fit: Any
+) -> None:
+    failures = {}
+    for name, (make, gathers) in library_losses().items():
+        try:
+            check(ranks, store, tmp_path, name, seeded(make), fit, gathers)
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {str(error)[-1500:]}"
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
 def test_weights_of_a_loss_in_the_optimizer_of_the_model_are_an_error(store: Any) -> None:
