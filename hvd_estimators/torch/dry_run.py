@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -196,7 +197,8 @@ def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimi
     Raises
     ------
     ParamError
-        If the state holds more than tensors and plain values.
+        If the state holds more than tensors and plain values. Also if the step is not implemented,
+        or differentiates gradients.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return
@@ -210,6 +212,12 @@ def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimi
             optimizer.step()
             state = to_python(optimizer.state_dict())
     except Exception as error:
+        if isinstance(error, NotImplementedError) or _NO_GRAPH.search(str(error)):
+            raise ParamError(
+                f"optimizer: {type(optimizer).__name__}.step() failed with {type(error).__name__}: "
+                f"{error or 'no message'}. Set an optimizer that steps with first derivatives, "
+                "which are averaged over ranks after loss.backward()."
+            ) from error
         logger.info("optimizer: its state could not be tried on the driver (%s)", error)
         return
     if not is_loadable(state):
@@ -218,6 +226,10 @@ def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimi
             f"{_not_plain(state)}. Loading it from a checkpoint would run code from the file. Set "
             "an optimizer whose state_dict() holds tensors, numbers, strings, lists and dicts."
         )
+
+
+# Messages of torch and packages about gradients that cannot be differentiated.
+_NO_GRAPH = re.compile("create_graph|grad_fn")
 
 
 def _not_plain(state: Any) -> str:

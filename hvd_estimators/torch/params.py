@@ -141,8 +141,9 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         type="Callable[..., Any]",
     )
     stateful = param(
-        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers "
-        "and averaged weights, that train_minibatch_fn, losses or callbacks use. Checkpoints "
+        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers, "
+        "averaged weights and further optimizers, that train_minibatch_fn, losses or callbacks "
+        "use. Gradients of these optimizers are averaged. Checkpoints "
         "contain their state. On the ranks, the estimator's functions and objects share them, "
         "together with the trained model and optimizer. [] declares that there are none.",
         convert=_stateful,

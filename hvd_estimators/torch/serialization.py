@@ -492,10 +492,14 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
         Result of the optimizer's ``state_dict()``.
     """
     sharing = [v for v in vars(optimizer).values() if _shares_groups(v, optimizer)]
+    before = optimizer.param_groups
     optimizer.load_state_dict(state)
     for inner in sharing:
-        # Loading gives each of them groups of its own, and only one of them gets new rates.
-        inner.param_groups = optimizer.param_groups
+        # Loading gives each of them groups of its own, or only the inner one.
+        if optimizer.param_groups is before:
+            optimizer.param_groups = inner.param_groups
+        else:
+            inner.param_groups = optimizer.param_groups
     if not _is_of_torch(state):
         return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
