@@ -215,7 +215,7 @@ def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimi
         if isinstance(error, NotImplementedError) or _NO_GRAPH.search(str(error)):
             raise ParamError(
                 f"optimizer: {type(optimizer).__name__}.step() failed with {type(error).__name__}: "
-                f"{error or 'no message'}. Set an optimizer that steps with first derivatives, "
+                f"{str(error) or 'no message'}. Set an optimizer of first derivatives, "
                 "which are averaged over ranks after loss.backward()."
             ) from error
         logger.info("optimizer: its state could not be tried on the driver (%s)", error)

@@ -152,10 +152,11 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes with the user's ``step``, without hooks.
 
     Torch's ``__getstate__`` drops unknown attributes, so it is not used. That of a wrapper may drop
-    the ``defaults``, which torch's ``__setstate__`` needs.
+    flags, and the ``defaults``, which torch's ``__setstate__`` needs.
     """
     if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
-        return {"defaults": optimizer.defaults, **optimizer.__getstate__()}
+        plain = {n: v for n, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
+        return {**plain, "defaults": optimizer.defaults, **optimizer.__getstate__()}
     optimizer_base = torch.optim.Optimizer([torch.zeros(1)], {})
     bookkeeping = vars(optimizer_base).keys() - optimizer_base.__getstate__().keys()
     left_out = bookkeeping | {"step"}

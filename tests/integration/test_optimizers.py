@@ -10,6 +10,8 @@ import optimizers
 import pytest
 import torch
 from optimizers import (
+    ILL_CONDITIONED,
+    SINGLE_INSIDE,
     Make,
     import_timm_optimizers,
     make_net,
@@ -106,8 +108,11 @@ def assert_trains(
         found = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-parts", epochs))
     assert len({result.weights_digest for result in ranks.results}) == 1
     for (key, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        exact = {"rtol": 1e-8, "atol": 1e-10}
-        tolerance = exact if value.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+        tolerance = {"rtol": 1e-8, "atol": 1e-10}
+        if name in ILL_CONDITIONED:
+            tolerance = {"rtol": 0.0, "atol": 0.05}
+        elif value.dtype == torch.float32 or name in SINGLE_INSIDE:
+            tolerance = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(value, other, **tolerance, msg=f"{name} {key}")
     if whole:
         once = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-whole", EPOCHS))
