@@ -5,6 +5,7 @@ Used on the driver and on workers.
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -69,7 +70,7 @@ def strict_number(value: float) -> float | str:
 
 
 def to_python(value: Any) -> Any:
-    """Convert NumPy scalars to Python values, also inside lists, tuples and dicts.
+    """Convert NumPy scalars and integer enums to Python values, also inside collections.
 
     Lists, tuples and dicts are copied, so later changes to the originals have no effect. Other
     objects, and instances of subclasses of these types, are returned unchanged.
@@ -81,6 +82,8 @@ def to_python(value: Any) -> Any:
     """
     if isinstance(value, (np.bool_, np.number, np.str_)):
         return value.item()
+    if isinstance(value, enum.IntEnum):
+        return int(value)
     if type(value) is dict:
         return {to_python(key): to_python(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):

@@ -7,6 +7,7 @@ that use this one, so it imports no PySpark.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import random
@@ -25,6 +26,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.unpickling_trial import failing, has_own_pickling
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 def check_sendable(
     name: str, value: Any, pickler: type[cloudpickle.Pickler] = cloudpickle.Pickler
 ) -> None:
-    """Check that an object can be pickled, without spending time on its arrays.
+    """Check that an object can be pickled and loaded, without spending time on its arrays.
+
+    Another process loads objects whose classes have pickling of their own.
 
     Parameters
     ----------
@@ -46,13 +50,20 @@ def check_sendable(
     Raises
     ------
     ParamError
-        If the object cannot be pickled.
+        If the object cannot be pickled, or cannot be loaded.
     """
+    suspects: dict[type, Any] = {}
+    tried: set[type] = set()
 
     class Trial(pickler):
         """Pickler that skips arrays and tensors, which are always picklable but may be large."""
 
         def persistent_id(self, obj: Any) -> str | None:
+            kind = type(obj)
+            if kind not in tried:
+                tried.add(kind)
+                if has_own_pickling(kind):
+                    suspects[kind] = obj
             is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
             return "array" if is_array or hasattr(type(obj), "untyped_storage") else None
 
@@ -79,6 +90,26 @@ def check_sendable(
             "on_train_begin), and leave Spark's context, sessions and DataFrames out of functions "
             "and objects."
         ) from error
+    if suspects:
+        _check_loadable(name, [value, *suspects.values()], pickler)
+
+
+def _check_loadable(name: str, parts: Sequence[Any], pickler: type[cloudpickle.Pickler]) -> None:
+    """Check that another process can load objects."""
+    documents = []
+    for part in parts:
+        buffer = io.BytesIO()
+        pickler(buffer).dump(part)
+        documents.append(buffer.getvalue())
+    found = failing(parts, documents)
+    if found is not None:
+        part, error = found
+        kind = type(part)
+        raise ParamError(
+            f"{name}: {kind.__module__}.{kind.__qualname__} can be pickled, and loading the pickle "
+            f"in another process fails with {error}. Create the object on the ranks, such as in a "
+            "callback's on_train_begin(), or give its class a __reduce__() that recreates it."
+        )
 
 
 def _find(value: Any, fails: Callable[[Any], bool], depth: int = 6) -> tuple[str, Any]:

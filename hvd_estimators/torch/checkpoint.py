@@ -98,6 +98,10 @@ class RunCheckpoints:
         """Also save the states of the user's objects, by param name."""
         self._stateful = StatefulObjects(given, self._module, (self._optimizer,))
 
+    def stateful(self) -> dict[str, Any]:
+        """Return the user's objects with a state, by name."""
+        return dict(self._stateful.items())
+
     def restore(self) -> None:
         """Restore the saved state, overriding changes that callbacks made when training began."""
         saved, self._saved = self._saved, {}
@@ -233,14 +237,9 @@ class RunCheckpoints:
             saved.update(load_state(file))
             self._module.load_state_dict(saved["model"])
             self._metric_states = saved.pop("metrics", [])
-            options = saved["optimizer"]["param_groups"]
-            saved["options"] = [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in options
-            ]
             sizes = [len(group["params"]) for group in self._optimizer.param_groups]
             # Otherwise a callback may add the missing groups or parameters when training begins.
-            if sizes == [len(group["params"]) for group in options]:
+            if sizes == list(map(len, saved["groups"])):
                 load_optimizer_state(self._optimizer, saved.pop("optimizer"))
 
         return restore(spec.store, spec.run, exchange, self._rank, load)

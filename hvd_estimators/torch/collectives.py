@@ -458,8 +458,24 @@ def weight_digests(module: torch.nn.Module) -> dict[str, str]:
     return {name: weight_digest(bits_of(value)) for name, value in module.named_parameters()}
 
 
-def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
+def check_same_weights(
+    module: torch.nn.Module,
+    epoch: int,
+    run: RunPaths,
+    outside: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Reject weights that differ between ranks, after the first epoch. Called by all ranks.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The trained module.
+    epoch : int
+        The epoch.
+    run : RunPaths
+        Paths of the run, for the message.
+    outside : mapping, optional
+        Further weights by name, such as a loss's. Default: none.
 
     Raises
     ------
@@ -467,7 +483,10 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
         If the weights differ.
     """
     if current().size > 1:
-        gathered = exchange.gather(weight_digests(module), "hvd_estimators.weights")
+        digests = weight_digests(module)
+        for name, value in (outside or {}).items():
+            digests[name] = weight_digest(bits_of(value))
+        gathered = exchange.gather(digests, "hvd_estimators.weights")
         check_equal_weights(gathered, epoch, run)
 
 

@@ -14,7 +14,9 @@ import inspect
 import io
 import itertools
 import logging
+import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
+from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
@@ -39,6 +42,7 @@ from hvd_estimators.torch.serialization import (
     hooks_of,
     without_compile_notes,
 )
+from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
     Batch,
@@ -185,6 +189,58 @@ def check_initialized(module: torch.nn.Module) -> None:
         )
 
 
+def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the state of an optimizer that is not of torch fits into checkpoints.
+
+    Runs one step on copies, with a constant gradient.
+
+    Raises
+    ------
+    ParamError
+        If the state holds more than tensors and plain values. Also if the step is not implemented,
+        or differentiates gradients.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    try:
+        _, optimizer = copied((without_compile_notes(module), optimizer))
+        with torch_traceless():
+            set_optimizer_mode(optimizer, training=True)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            optimizer.step()
+            state = to_python(optimizer.state_dict())
+    except Exception as error:
+        if isinstance(error, NotImplementedError) or _NO_GRAPH.search(str(error)):
+            raise ParamError(
+                f"optimizer: {type(optimizer).__name__}.step() failed with {type(error).__name__}: "
+                f"{str(error) or 'no message'}. Set an optimizer of first derivatives, "
+                "which are averaged over ranks after loss.backward()."
+            ) from error
+        logger.info("optimizer: its state could not be tried on the driver (%s)", error)
+        return
+    if not is_loadable(state):
+        raise ParamError(
+            f"optimizer: the state_dict() of {type(optimizer).__name__} holds "
+            f"{_not_plain(state)}. Loading it from a checkpoint would run code from the file. Set "
+            "an optimizer whose state_dict() holds tensors, numbers, strings, lists and dicts."
+        )
+
+
+# Messages of torch and packages about gradients that cannot be differentiated.
+_NO_GRAPH = re.compile("create_graph|grad_fn")
+
+
+def _not_plain(state: Any) -> str:
+    """Return the type of the first value of a state that a checkpoint cannot hold."""
+    parts = list(state.values()) if type(state) is dict else state
+    if type(parts) in (list, tuple):
+        found = (_not_plain(part) for part in parts)
+        return next((kind for kind in found if kind), "")
+    return "" if is_loadable(state) else f"a {type(state).__module__}.{type(state).__qualname__}"
+
+
 def output_shapes(
     module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[int, ...]]:
@@ -245,8 +301,12 @@ def check_fit(
     tensors: TensorSpec,
     columns: Columns,
     metrics: Metrics | None = None,
+    validates: bool = True,
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model, its loss and its metrics.
+
+    The model is called in evaluation mode. A joint loss is tried in training mode, in which the
+    model may return losses, and in evaluation mode if ``validates`` is set.
 
     This process is not a rank and may have no GPU. If one of them cannot run here, the check warns
     and leaves it to the ranks.
@@ -263,6 +323,8 @@ def check_fit(
         A few rows.
     metrics : Metrics, optional
         The metrics. Default: none.
+    validates : bool
+        Whether the fit validates.
 
     Returns
     -------
@@ -281,14 +343,47 @@ def check_fit(
     except Exception as error:
         log_untried(error)
         return []
+    shapes = []
+    with _called_in("evaluation"):
+        for raw in _try_call(module.eval(), tensors, batch):
+            in_evaluation = loss if validates or not isinstance(loss, JointLoss) else None
+            shapes = _check_outputs(raw, in_evaluation, tensors, batch, metrics)
+    if shapes and isinstance(loss, JointLoss):
+        with _called_in("training"):
+            for raw in _try_call(module.train(), tensors, batch):
+                _check_joint_loss(loss, raw, batch, tensors)
+    return shapes
+
+
+@contextlib.contextmanager
+def _called_in(mode: str) -> Iterator[None]:
+    """Let errors about shapes say in which mode the model was called."""
+    try:
+        yield
+    except ShapeError as error:
+        error.args = (f"{error} The model was called in {mode} mode.",)
+        raise
+
+
+def _try_call(module: torch.nn.Module, tensors: TensorSpec, batch: Batch) -> list[Any]:
+    """Return what a model returns, in a list, which is empty if the model cannot run here."""
     try:
         with torch_traceless():
-            module.eval()
-            raw = tensors.call(module, batch.inputs)
+            return [tensors.call(module, batch.inputs)]
     except Exception as error:
         if leave_to_ranks(error):
             return []
         raise ShapeError(_not_taken(error, module, tensors, batch.inputs)) from error
+
+
+def _check_outputs(
+    raw: Any,
+    loss: Loss | JointLoss | None,
+    tensors: TensorSpec,
+    batch: Batch,
+    metrics: Metrics | None,
+) -> list[tuple[int, ...]]:
+    """Check what a model returned; see `check_fit`."""
     outputs = require_tensors(tensors.select(raw), raw)
     labels = tensors.label_cols
     if tensors.pairs and len(outputs) != len(labels):
@@ -541,8 +636,10 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
 
 
 def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+    trial = copied(loss)
+
     def call() -> Any:
-        return copied(loss)(
+        return trial(
             outputs=raw,
             labels=batch.labels,
             inputs=tensors.arguments(batch.inputs),
@@ -556,7 +653,8 @@ def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSp
             "column_dtypes to what the loss expects."
         )
 
-    _try_loss(call, message)
+    if _try_loss(call, message):
+        _depends_on_calls(call, trial)
 
 
 def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
@@ -629,9 +727,39 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
             f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
         )
 
-    is_tried = _try_loss(lambda: loss(aligned, targets, batch.weights), message)
+    def call() -> Any:
+        return loss(aligned, targets, batch.weights)
+
+    is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss)
     if is_tried and batch.weights is None:
         _check_reduction(loss, aligned, targets, tensors.label_cols)
+
+
+def _depends_on_calls(call: Callable[[], Any], loss: Loss | JointLoss) -> bool:
+    """Return whether a loss has state or is random; warn if checkpoints may lack its state."""
+    values = []
+    try:
+        for seed in (0, 0, 1):
+            with torch_traceless():
+                torch.manual_seed(seed)
+                values.append(float(call()))
+    except Exception:
+        return False  # Training calls it with other values, so this is not an error.
+    first, *others = values
+    same = [math.isclose(first, value, rel_tol=1e-6, abs_tol=1e-9) for value in others]
+    if all(same) or not all(map(math.isfinite, values)):
+        return False
+    if not same[0] and not any(
+        StatefulObjects({"loss": loss.functions}, torch.nn.Module()).items()
+    ):
+        logger.warning(
+            "loss: the loss of the same rows is %.6g and then %.6g, so it has state, such as a "
+            "count of its calls. Checkpoints do not hold this state, and a resumed run starts "
+            "without it. Keep it in an object that has state_dict() and load_state_dict(), such as "
+            "a buffer of a torch.nn.Module, and set stateful=[...] to the object.",
+            *values[:2],
+        )
+    return True
 
 
 def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:

@@ -20,6 +20,7 @@ from hvd_estimators.torch.dry_run import (
     check_batches,
     check_embeddings,
     check_fit,
+    check_optimizer_state,
     check_own_step,
     takes_one_row,
 )
@@ -80,6 +81,7 @@ class TorchEstimator(TorchEstimatorSignatures):
 
     def _dry_run(self, columns: Columns) -> Trial:
         get = self.getOrDefault
+        check_optimizer_state(get("model"), get("optimizer"))
         shapes = None
         if get("train_minibatch_fn") is not None:
             shapes = check_own_step(
@@ -93,7 +95,10 @@ class TorchEstimator(TorchEstimatorSignatures):
                 return Trial(shapes or None)
         tensors = self._tensor_spec()
         with autocast(get("precision"), "cpu"):
-            tried = check_fit(get("model"), self._loss(), tensors, columns, self._named_metrics())
+            tried = check_fit(
+                *(get("model"), self._loss(), tensors, columns, self._named_metrics()),
+                validates=get("validation") is not None,
+            )
         inputs = tensors.inputs(repeated(columns, 1))
         one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
         return Trial(tried or shapes or None, one_row)

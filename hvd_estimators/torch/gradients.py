@@ -62,7 +62,7 @@ class GradientAverager:
         Losses; loss modules may have parameters.
     every_parameter : bool
         Average all trainable parameters of the module and losses, not only those of the optimizers.
-        For user-written steps, which may use their own optimizers.
+        For user-written steps, which may use their own optimizers; see `follow` for others.
     denominators : StatedDenominators, optional
         Denominators that losses state.
     loss_in_step : callable, optional
@@ -94,6 +94,7 @@ class GradientAverager:
         self._every_parameter = every_parameter
         self._denominators = denominators
         self._loss_in_step = loss_in_step
+        self._others: list[torch.nn.Module] = []
         self._alone = current().size == 1
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]
         self._optimizers = weakref.WeakKeyDictionary()
@@ -114,6 +115,26 @@ class GradientAverager:
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._run_backward
+
+    def follow(self, objects: Iterable[Any]) -> None:
+        """Also average for the optimizers among the user's objects.
+
+        Modules among them, such as a loss, name parameters. An optimizer of these that steps later
+        is followed, too.
+        """
+        for value in objects:
+            if isinstance(value, torch.optim.Optimizer):
+                self._follow(value)
+            elif isinstance(value, torch.nn.Module):
+                self._others.append(value)
+        self.refresh()
+
+    @property
+    def outside(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of losses and optimizers that are not the module's, by name."""
+        of_losses = (p for loss in self._losses for p in loss.parameters())
+        outside = {*self._owned(), *of_losses}.difference(self._module.parameters())
+        return {name: p for name, p in self._named() if p in outside}
 
     @property
     def pending(self) -> bool:
@@ -172,7 +193,9 @@ class GradientAverager:
         """Update the set of trained parameters."""
         trained = {id(p): p for p in self._owned() if p.requires_grad}
         if self._every_parameter:
-            trained.update((id(p), p) for _, p in self._named() if p.requires_grad)
+            modules = [self._module, *self._losses]
+            every = (p for module in modules for p in module.parameters())
+            trained.update((id(p), p) for p in every if p.requires_grad)
         key = tuple(trained)
         if key not in self._plans:
             self._plans[key] = self._planned(trained)
@@ -190,11 +213,8 @@ class GradientAverager:
         self._gradient_hooks.clear()
 
     def _planned(self, trained: Mapping[int, torch.nn.Parameter]) -> list[_Bucket]:
-        # The module's order is the same on all ranks. Parameters outside the module come last.
+        # The order is the same on all ranks. Parameters outside the module come last.
         named = [(name, p) for name, p in self._named() if id(p) in trained]
-        in_module = {id(parameter) for _, parameter in named}
-        outside = [parameter for key, parameter in trained.items() if key not in in_module]
-        named += [(f"parameter_{index}", p) for index, p in enumerate(outside)]
         for _, parameter in named:
             if parameter not in self._gradient_hooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -203,9 +223,16 @@ class GradientAverager:
         return _fill_buckets(named, sparse, self._compression)
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        yield from self._module.named_parameters()
-        for index, loss in enumerate(self._losses):
-            yield from loss.named_parameters(f"loss_{index}")
+        """Yield name and parameter of the module, losses, other modules and optimizers, once."""
+        named = list(self._module.named_parameters())
+        for index, module in enumerate((*self._losses, *self._others)):
+            named += module.named_parameters(f"loss_{index}")
+        named += ((f"parameter_{index}", p) for index, p in enumerate(self._owned()))
+        visited: set[torch.nn.Parameter] = set()
+        for name, parameter in named:
+            if parameter not in visited:
+                visited.add(parameter)
+                yield name, parameter
 
     def _owned(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters of the followed optimizers."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.collectives import PendingSum, sum_tensor
 from hvd_estimators.torch.loss import (
     Evaluation,
@@ -283,7 +283,7 @@ class RankObjective:
         if share is not None:
             batch = self._with_class_weights(batch)
         raw = self._tensors.call(module, batch.inputs)
-        outputs, labels = self._tensors.align(raw, batch.labels)
+        outputs, labels = self._predictions(raw, batch.labels)
         given: tuple[Any, Any] = (outputs, labels)
         if isinstance(self._loss, JointLoss):
             given = raw, batch.labels
@@ -348,7 +348,7 @@ class RankObjective:
             passes_per_step,
             index,
         )
-        outputs, labels = self._tensors.align(raw, batch.labels)
+        outputs, labels = self._predictions(raw, batch.labels)
         if not isinstance(returned, Mapping):
             # The user's function may have divided or scaled the returned loss already.
             loss, counted = loss_fn.computed or _row_mean(returned, batch.rows)
@@ -372,6 +372,16 @@ class RankObjective:
     def loss_in_step(self, returned: Any) -> Any:
         """Return the contribution to the step, on this rank, of a loss that a closure returned."""
         return returned if self._step_loss is None else self._step_loss.in_step(returned)
+
+    def _predictions(self, raw: Any, labels: Any) -> tuple[Any, Any]:
+        """Return predictions and labels for metrics; none if a module returned only its losses."""
+        try:
+            return self._tensors.align(raw, labels)
+        except ShapeError:
+            takes_all = self.has_own_step or isinstance(self._loss, JointLoss)
+            if self.metrics.names != [] or not takes_all:
+                raise
+            return [], labels
 
     def _arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
         """Return outputs and labels in the form that the loss takes."""

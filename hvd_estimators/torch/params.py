@@ -47,6 +47,7 @@ from hvd_estimators.torch.optimizer_step import (
     make_scheduler,
 )
 from hvd_estimators.torch.serialization import (
+    OptimizerPickler,
     Pickler,
     check_hooks,
     dump_optimizer,
@@ -141,8 +142,9 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         type="Callable[..., Any]",
     )
     stateful = param(
-        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers "
-        "and averaged weights, that train_minibatch_fn, losses or callbacks use. Checkpoints "
+        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers, "
+        "averaged weights and further optimizers, that train_minibatch_fn, losses or callbacks "
+        "use. Gradients of these optimizers are averaged. Checkpoints "
         "contain their state. On the ranks, the estimator's functions and objects share them, "
         "together with the trained model and optimizer. [] declares that there are none.",
         convert=_stateful,
@@ -301,6 +303,9 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
             check_sendable("model", model, Pickler)
         if model is not None:
             check_hooks(model, None)
+        optimizer = self.getOrDefault("optimizer")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_sendable("optimizer", optimizer, OptimizerPickler)
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
@@ -316,6 +321,11 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         if not isinstance(get("optimizer"), torch.optim.Optimizer):
             raise ParamError(
                 f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
+            )
+        if not isinstance(getattr(get("optimizer"), "param_groups", None), list):
+            raise ParamError(
+                f"optimizer: {type(get('optimizer')).__name__} has no param_groups, in which an "
+                "optimizer lists the parameters that it trains. Set the optimizer that it wraps."
             )
         check_first_order(get("optimizer"))
         needed = get("train_minibatch_fn") is None and _needed_of_step(get("optimizer"))

@@ -142,13 +142,21 @@ class OptimizerPickler(Pickler):
 
 
 def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer uses torch's pickling, which drops custom attributes."""
+    """Return whether an optimizer uses torch's pickling, at least for one direction."""
     kind, base = type(optimizer), torch.optim.Optimizer
-    return kind.__getstate__ is base.__getstate__ and kind.__reduce_ex__ is base.__reduce_ex__
+    is_of_torch = kind.__getstate__ is base.__getstate__ or kind.__setstate__ is base.__setstate__
+    return is_of_torch and kind.__reduce_ex__ is base.__reduce_ex__
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes with the user's ``step``, without hooks."""
+    """Return an optimizer's attributes with the user's ``step``, without hooks.
+
+    Torch's ``__getstate__`` drops unknown attributes, so it is not used. That of a wrapper may drop
+    flags, and the ``defaults``, which torch's ``__setstate__`` needs.
+    """
+    if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
+        plain = {n: v for n, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
+        return {**plain, "defaults": optimizer.defaults, **optimizer.__getstate__()}
     optimizer_base = torch.optim.Optimizer([torch.zeros(1)], {})
     bookkeeping = vars(optimizer_base).keys() - optimizer_base.__getstate__().keys()
     left_out = bookkeeping | {"step"}
@@ -317,7 +325,9 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
                 raise ParamError(
                     f"optimizer: it holds a parameter of shape {tuple(parameter.shape)} that is "
                     "not one of the model's. Create the optimizer from model.parameters() of "
-                    "this model. In a grid over model, give each model with its own optimizer: "
+                    "this model. If the parameter belongs to a loss, put the loss into the module "
+                    "before that: model.loss_func = loss_func, and set loss=model.loss_func. In a "
+                    "grid over model, give each model with its own optimizer: "
                     "{estimator.model: net, estimator.optimizer: optimizer}."
                 )
 
@@ -411,8 +421,13 @@ def _load(document: bytes, referents: Mapping[Any, Any]) -> Any:
 
 
 def optimizer_content(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state with the names of its parameters, for `restore_optimizer`."""
-    return {"optimizer": optimizer.state_dict(), "groups": group_names(optimizer, module)}
+    """Return an optimizer's state with its groups and their names, for `restore_optimizer`."""
+    options = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    groups = group_names(optimizer, module)
+    return {"optimizer": optimizer.state_dict(), "groups": groups, "options": options}
 
 
 def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[list[str]]:
@@ -438,7 +453,8 @@ def restore_optimizer(
     """
     named = dict(plain_module(module).named_parameters())
     state = content["optimizer"]
-    groups = list(zip(state["param_groups"], content.get("groups", ()), strict=False))
+    saved_groups = content.get("options") or state["param_groups"]
+    groups = list(zip(saved_groups, content.get("groups", ()), strict=False))
     lost = [
         number
         for number, (_, names) in enumerate(groups)
@@ -452,7 +468,7 @@ def restore_optimizer(
             optimizer.add_param_group({**options, "params": [named[name] for name in names]})
         elif len(names) > len(optimizer.param_groups[number]["params"]):
             optimizer.param_groups[number]["params"][:] = [named[name] for name in names]
-    if lost:
+    if lost and _is_of_torch(state):
         keys = {key for number in lost for key in state["param_groups"][number]["params"]}
         state = {
             **state,
@@ -476,15 +492,45 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     state : dict
         Result of the optimizer's ``state_dict()``.
     """
+    sharing = [v for v in vars(optimizer).values() if _shares_groups(v, optimizer)]
+    before = optimizer.param_groups
     optimizer.load_state_dict(state)
+    for inner in sharing:
+        # Loading gives each of them groups of its own, or only the inner one.
+        if optimizer.param_groups is before:
+            optimizer.param_groups = inner.param_groups
+        else:
+            inner.param_groups = optimizer.param_groups
+    if not _is_of_torch(state):
+        return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=False):
-        loaded = optimizer.state.get(parameter, {})
-        for name, value in state["state"].get(number, {}).items():
-            current = loaded.get(name)
-            if torch.is_tensor(value) and torch.is_tensor(current) and current.dtype != value.dtype:
-                loaded[name] = value.to(current.device, copy=True)
+        if parameter in optimizer.state and number in state["state"]:
+            loaded, saved = optimizer.state[parameter], state["state"][number]
+            optimizer.state[parameter] = _with_dtypes_of(saved, loaded)
+
+
+def _is_of_torch(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's state has torch's form; wrappers may have their own."""
+    return "state" in state and "param_groups" in state
+
+
+def _shares_groups(value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a value is an optimizer within another one that has the same groups."""
+    is_inner = isinstance(value, torch.optim.Optimizer) and value is not optimizer
+    return is_inner and value.param_groups is optimizer.param_groups
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """Return a loaded state in which tensors, also those of lists, have their saved dtype."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {k: _with_dtypes_of(saved.get(k), value) for k, value in loaded.items()}
+    if isinstance(saved, (list, tuple)) and type(saved) is type(loaded):
+        return type(saved)(map(_with_dtypes_of, saved, loaded))
+    return loaded
 
 
 def save_state(state: Mapping[str, Any], file: IO[bytes] | str) -> None:

@@ -8,6 +8,7 @@ Lightning.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -21,7 +22,7 @@ import cloudpickle
 import torch
 
 from hvd_estimators._util.documents import to_python
-from hvd_estimators.torch.serialization import load_state, save_state
+from hvd_estimators.torch.serialization import load_state, plain_module, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,12 @@ class StatefulObjects:
     """States of the user's objects, for saving and restoring.
 
     If an object lacks the two methods, its attributes are searched for objects that have them. The
-    search covers the arguments of a ``functools.partial`` and the object of a bound method. It does
-    not cover global variables and closures of functions.
+    search covers the arguments of a ``functools.partial`` and the object of a bound method. Of a
+    function, it covers the variables outside the function and the defaults that hold such an object
+    directly. It skips modules in evaluation mode there, such as the teacher of a distillation.
+
+    Parameters that an optimizer among the objects trains, and that no other object saves, are saved
+    with the optimizer.
 
     Parameters
     ----------
@@ -112,8 +117,19 @@ class StatefulObjects:
             for name, value in _own_attributes(part, self._ignored):
                 if _may_have_state(value):
                     roots.append((_joined("model", path, name), value))
-        for name, value in roots:
-            yield from _search(name, value, visited, _DEPTH)
+        optimizers, saved = [], set(self._module.parameters())
+        for name, root in roots:
+            for found, value in _search(name, root, visited, _DEPTH):
+                yield found, value
+                if isinstance(value, torch.optim.Optimizer):
+                    optimizers.append((found, value))
+                elif isinstance(value, torch.nn.Module):
+                    saved.update(value.parameters())
+        for name, optimizer in optimizers:
+            groups = optimizer.param_groups
+            unsaved = [p for group in groups for p in group["params"] if p not in saved]
+            if unsaved:
+                yield f"{name}.params", _Parameters(unsaved)
 
     def _warn(self, name: str, value: Any, reason: str) -> None:
         if name not in self._warned:
@@ -125,6 +141,21 @@ class StatefulObjects:
                 type(value).__name__,
                 reason,
             )
+
+
+class _Parameters:
+    """State of parameters that belong to no saved module."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"params": [parameter.detach() for parameter in self._parameters]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter, saved in zip(self._parameters, state["params"], strict=True):
+                parameter.copy_(saved)
 
 
 class AttributeWatch:
@@ -256,7 +287,8 @@ def _joined(*names: str) -> str:
 
 def _search(name: str, value: Any, visited: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """Yield an object that has a state, or else such objects among its parts."""
-    if id(value) in visited or depth < 0:
+    uncompiled = plain_module(value) if isinstance(value, torch.nn.Module) else value
+    if not visited.isdisjoint((id(value), id(uncompiled))) or depth < 0:
         return
     if has_state(value):
         visited.add(id(value))
@@ -290,9 +322,29 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         instance = value.__self__
         yield from [(name, instance)] if has_state(instance) else _parts(name, instance)
-    elif not isinstance(value, (FunctionType, type, ModuleType)):
+    elif isinstance(value, FunctionType):
+        for variable, entry in _outer_variables(value):
+            is_frozen = isinstance(entry, torch.nn.Module) and not entry.training
+            if has_state(entry) and not is_frozen:
+                yield f"{name}.{variable}", entry
+    elif not isinstance(value, (type, ModuleType)):
         for attribute, entry in getattr(value, "__dict__", {}).items():
             yield f"{name}.{attribute}", entry
+
+
+def _outer_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the defaults, closure and global variables that a function refers to."""
+    code, outer = function.__code__, function.__globals__
+    names = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # The variable has no value yet.
+            yield variable, cell.cell_contents
+    for variable in code.co_names:
+        if variable in outer:
+            yield variable, outer[variable]
 
 
 def _fingerprint(value: Any, names: Mapping[int, str]) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,7 +224,7 @@ class _Trainer:
             self.averager.remove()
             further = optimizer_content(self.optimizer, self.original_module)
             state = trained_file(self.module, lambda: load_module(spec.module, True), further)
-        shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
+        shapes = tuple(map(tuple, self.output_shapes or ())) or None
         digests = weight_digests(self.original_module)
         return TrainResult(
             combined_digest(digests),
@@ -245,7 +246,8 @@ class _Trainer:
         set_optimizer_mode(self.optimizer, training=False)
         self.checkpoints.attributes.epoch_ended()
         if epoch == self.first_epoch:
-            check_same_weights(self.original_module, epoch, self.spec.run)
+            outside = self.averager.outside
+            check_same_weights(self.original_module, epoch, self.spec.run, outside)
             if self.objective.has_own_step:
                 self._warn_of_unused_gradients()
         self.checkpoints.buffers.reduce()
@@ -268,6 +270,9 @@ class _Trainer:
             self._seed_epoch(state.epoch)
             self._callbacks("on_epoch_begin", epoch=state.epoch)
         self.checkpoints.restore()
+        # Callbacks may have created some of them.
+        self.averager.follow(self.checkpoints.stateful().values())
+        broadcast_tensors(self.averager.outside)
         self.averager.restore_gradients(self.checkpoints.gradients)
 
     def _is_within(self, epoch: int) -> bool:
@@ -365,8 +370,28 @@ class _Trainer:
             (loss if self.num_micro_batches == 1 else loss / self.num_micro_batches).backward()
         metric_sums.add(evaluation)
         if self.output_shapes is None:
-            self.output_shapes = [list(output.shape[1:]) for output in evaluation.outputs]
+            self.output_shapes = self._shapes_of(evaluation.outputs, batch)
         return evaluation.loss.detach()
+
+    def _shapes_of(self, outputs: Sequence[Any], batch: Batch) -> list[list[int]] | None:
+        """Return the shape of one row of each output.
+
+        A module may return losses in training mode, and predictions in evaluation mode.
+        """
+        tensors = self.given_objective.tensors
+        if not outputs or not _are_rows(outputs, batch.rows):
+            modes = [(part, part.training) for part in self.module.modules()]
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    self.module.eval()
+                    outputs = tensors.select(tensors.call(self.module, batch.inputs))
+            except Exception as error:
+                logger.info("The model has no outputs in evaluation mode (%s)", error)
+            for part, mode in modes:
+                part.training = mode
+            if not _are_rows(outputs, batch.rows):
+                return []
+        return [list(output.shape[1:]) for output in outputs]
 
     def _validate(self, data: DataModule) -> MetricSums:
         self.module.eval()
@@ -418,3 +443,8 @@ class _Trainer:
             method = getattr(callback, moment, None)
             if method is not None:
                 method(**arguments)
+
+
+def _are_rows(outputs: Sequence[Any], rows: int) -> bool:
+    """Return whether all outputs are tensors with one entry per row."""
+    return all(isinstance(o, torch.Tensor) and o.dim() and len(o) == rows for o in outputs)

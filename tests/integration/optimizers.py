@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +14,18 @@ from typing import Any
 import torch
 
 WIDTH = 4
+
+# These optimizers take matrices only.
+_OF_MATRICES = ("muon", "spectralsphere")
+# These compute in single precision.
+_SINGLE = ("FAdam",)
+# These compute in single precision within.
+SINGLE_INSIDE = (
+    *("torch_optimizer.Ranger", "torch_optimizer.RangerVA", "torch_optimizer.RangerQH"),
+    "pytorch_optimizer.AliG",
+)
+# Computes the eigenvectors of singular matrices, which rounding changes.
+ILL_CONDITIONED = ("pytorch_optimizer.SOAP",)
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -35,7 +48,7 @@ def import_timm_optimizers() -> ModuleType:
 class Net(torch.nn.Module):
     """Regression in double precision, so that errors stand out from rounding."""
 
-    def __init__(self, bias: bool = True, sparse: bool = False) -> None:
+    def __init__(self, bias: bool = True, sparse: bool = False, double: bool = True) -> None:
         super().__init__()
         torch.manual_seed(7)
         linear = torch.nn.Linear
@@ -44,17 +57,19 @@ class Net(torch.nn.Module):
         )
         if sparse:
             self.net = torch.nn.Embedding(128, 1, sparse=True)
-        self.double()
+        self.to(torch.float64 if double else torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.net, torch.nn.Embedding):
             # A few numbers of each row select rows of the table.
             return self.net((x * 16).long().clamp(-64, 63) + 64).sum(dim=(1, 2))
-        return self.net(x)[:, 0]
+        return self.net(x.to(self.net[0].weight.dtype))[:, 0]
 
 
 def make_net(name: str) -> Net:
-    return Net(bias="muon" not in name.lower(), sparse="Sparse" in name)
+    is_of_matrices = any(part in name.lower() for part in _OF_MATRICES)
+    is_sparse = name.endswith("SparseAdam")
+    return Net(bias=not is_of_matrices, sparse=is_sparse, double=not name.endswith(_SINGLE))
 
 
 def classes(package: ModuleType) -> dict[str, type[torch.optim.Optimizer]]:
@@ -77,6 +92,30 @@ def torch_optimizers() -> dict[str, Make]:
     return makers
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """Wrapper as torch-optimizer's Lookahead: without the base's attributes, with other keys."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = {}
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state.setdefault(parameter, torch.zeros_like(parameter).detach())
+            with torch.no_grad():
+                slow.lerp_(parameter, 0.9)
+                parameter.copy_(slow)
+
+    def state_dict(self) -> Any:
+        return {"slow": list(self.state.values()), "fast": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state = dict(zip(parameters, state["slow"], strict=False))
+        self.inner.load_state_dict(state["fast"])
+
+
 def other_optimizers() -> dict[str, Make]:
     """Return the optimizers of timm (classes and factory names), lion and schedulefree."""
     import lion_pytorch
@@ -90,6 +129,7 @@ def other_optimizers() -> dict[str, Make]:
         for name, kind in classes(package).items()
         if kind not in own
     }
+    makers["own.SlowWeights"] = lambda p: SlowWeights(_inner(p))
     makers["timm.optim.SGDP"] = lambda p: timm.SGDP(p, lr=0.01)
     makers["timm.optim.Lookahead"] = lambda p: timm.Lookahead(torch.optim.Adam(p, lr=0.01), k=3)
     for name in timm.list_optimizers():
@@ -98,19 +138,106 @@ def other_optimizers() -> dict[str, Make]:
             makers[f"timm-{name}"] = lambda p, name=name: _from_factory(timm, name, p)
     # Some differentiate gradients and are rejected.
     for name in (*SECOND_ORDER, *RANDOM):
-        del makers[name]
+        makers.pop(name, None)
     return makers
 
 
 SECOND_ORDER = ("timm.optim.Adahessian", "timm-adahessian")
 # These optimizers draw random numbers in their steps, and so differ between ranks.
 RANDOM = ("timm-kron", "timm-kronc", "timm-kronw")
+RANDOM += tuple(f"pytorch_optimizer.{name}" for name in ("BSAM", "Gravity", "Kron", "Magma"))
+# These need a default process group of torch.distributed where they are created, on the driver.
+NEED_GROUP = ("pytorch_optimizer.DeMo", "pytorch_optimizer.DistributedMuon")
 
 
 def _from_factory(timm: ModuleType, name: str, parameters: Any) -> torch.optim.Optimizer:
     options = {"momentum": 0.9} if timm.get_optimizer_info(name).has_momentum else {}
     made: torch.optim.Optimizer = timm.get_optimizer_class(name)(parameters, lr=0.01, **options)
     return made
+
+
+def _inner(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def packages_with_many() -> dict[str, Make]:
+    """Return the optimizers of torch-optimizer and pytorch-optimizer that train here."""
+    import pytorch_optimizer
+    import torch_optimizer
+
+    theirs: Any = pytorch_optimizer
+    sgd = torch.optim.SGD
+    own = classes(torch.optim).values()
+    makers: dict[str, Make] = {
+        name: kind
+        for package in (torch_optimizer, pytorch_optimizer)
+        for name, kind in classes(package).items()
+        if kind not in own
+    }
+    rated = {name: kind for name, kind in makers.items() if _needs_rate(kind)}
+    for name, kind in rated.items():
+        makers[name] = lambda p, kind=kind: kind(p, lr=0.01)
+    named = {
+        "BSAM": lambda p: theirs.BSAM(p, num_data=16),
+        "Ranger21": lambda p: theirs.Ranger21(p, num_iterations=10),
+        "FriendlySAM": lambda p: theirs.FriendlySAM(p, sgd, lr=0.01),
+        "GSAM": lambda p: theirs.GSAM(p, _inner(p), torch.nn.ParameterList(p), ConstantRho()),
+        "WSAM": lambda p: theirs.WSAM(torch.nn.ParameterList(p), p, sgd, lr=0.01),
+        "AdamMini": lambda p: theirs.AdamMini(torch.nn.ParameterList(p)),
+    }
+    for names, make in (
+        (("SAM", "LookSAM"), lambda p, kind: kind(p, sgd, lr=0.01)),
+        (
+            ("Lookahead", "ScheduleFreeWrapper", "TRAC", "OrthoGrad", "PCGrad", "Magma"),
+            lambda p, kind: kind(_inner(p)),
+        ),
+        (
+            ("AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"),
+            lambda p, kind: kind([{"params": p, "use_muon": True}]),
+        ),
+    ):
+        for name in names:
+            named[name] = functools.partial(make, kind=getattr(theirs, name))
+    makers.update({f"pytorch_optimizer.{name}": make for name, make in named.items()})
+    makers["torch_optimizer.Lookahead"] = lambda p: torch_optimizer.Lookahead(_inner(p), k=2)
+    for name in (*refused(), *RANDOM, *NEED_GROUP):
+        makers.pop(name, None)
+    return makers
+
+
+def _needs_rate(kind: Any) -> bool:
+    rate = inspect.signature(kind).parameters.get("lr")
+    return rate is not None and rate.default is rate.empty
+
+
+class ConstantRho:
+    """Schedule of a constant radius, for GSAM."""
+
+    def step(self) -> float:
+        return 0.05
+
+
+def refused() -> dict[str, tuple[str, Make]]:
+    """Return the optimizers of these packages that the driver refuses, with the message."""
+    import pytorch_optimizer
+    import torch_optimizer
+
+    theirs: Any = pytorch_optimizer
+    found: dict[str, tuple[str, Make]] = {}
+    for kind in (theirs.AdaShift, theirs.Conda, theirs.ScalableShampoo):
+        found[_name(kind)] = rf"state_dict\(\) of {kind.__name__} holds a ", kind
+    for kind in (torch_optimizer.Adahessian, theirs.AdaHessian, theirs.SophiaH):
+        found[_name(kind)] = rf"{kind.__name__}.step\(\) failed with", kind
+    for kind in (theirs.LOMO, theirs.AdaLOMO):
+        message = rf"hook of the parameter .* refers to an optimizer \({kind.__name__}\)"
+        found[_name(kind)] = message, lambda p, kind=kind: kind(torch.nn.ParameterList(p))
+    fp16 = theirs.SafeFP16Optimizer
+    found[_name(fp16)] = "SafeFP16Optimizer has no param_groups", lambda p: fp16(_inner(p))
+    return found
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 def step_with_closure(
@@ -131,6 +258,61 @@ def step_with_closure(
     return returned["outputs"], returned["loss"]
 
 
+def step_with_gradient_and_closure(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    """Train on a batch with an optimizer that needs the gradient and a closure."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        outputs, shaped = transform_outputs(model(*inputs), labels)
+        loss = loss_fn(outputs, shaped)
+        loss.backward()
+        return loss
+
+    loss = closure().detach()
+    optimizer.step(closure)
+    return model(*inputs).detach(), loss
+
+
+def step_with_loss(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    """Train on a batch with an optimizer that needs the value of the loss."""
+    optimizer.zero_grad()
+    outputs, shaped = transform_outputs(model(*inputs), labels)
+    loss = loss_fn(outputs, shaped)
+    loss.backward()
+    optimizer.step(lambda: float(loss))
+    return outputs, loss
+
+
+def step_with_model(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    """Train on a batch with an optimizer that calls the model itself."""
+    optimizer.model = model
+    optimizer.set_closure(lambda found, label: loss_fn([found], [label]), *inputs, labels[0])
+    return optimizer.step()
+
+
+STEPS = {
+    **dict.fromkeys(
+        ("SAM", "LookSAM", "FriendlySAM", "WSAM", "BSAM"), step_with_gradient_and_closure
+    ),
+    "AliG": step_with_loss,
+    "GSAM": step_with_model,
+}
+
+
+def step_of(name: str, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the ``train_minibatch_fn`` that an optimizer needs, or None."""
+    package, _, kind = name.partition(".")
+    if package == "pytorch_optimizer" and kind in STEPS:
+        return STEPS[kind]
+    return step_with_closure if needs_closure(optimizer) else None
+
+
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     parameter = inspect.signature(optimizer.step).parameters.get("closure")
     return parameter is not None and parameter.default is parameter.empty
@@ -140,18 +322,22 @@ def train_alone(name: str, make: Make, batches: Any, epochs: int) -> Net:
     """Train in one process, with plain torch."""
     net = make_net(name)
     optimizer: Any = make(list(net.parameters()))
+    step = step_of(name, optimizer)
+
+    def loss_fn(outputs: Any, labels: Any) -> torch.Tensor:
+        (output,), (label,) = outputs, labels
+        return torch.nn.functional.mse_loss(output, label.to(output.dtype))
+
     for _ in range(epochs):
         if hasattr(optimizer, "train"):
             optimizer.train()
         for x, y in batches:
-
-            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = torch.nn.functional.mse_loss(net(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            if step is not None:
+                step(net, optimizer, lambda raw, labels: ([raw], labels), loss_fn, [x], [y])
+                continue
+            optimizer.zero_grad()
+            loss_fn([net(x)], [y]).backward()
+            optimizer.step()
         if hasattr(optimizer, "eval"):
             optimizer.eval()
     return net

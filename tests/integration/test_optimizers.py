@@ -10,12 +10,15 @@ import optimizers
 import pytest
 import torch
 from optimizers import (
+    ILL_CONDITIONED,
+    SINGLE_INSIDE,
     Make,
     import_timm_optimizers,
     make_net,
-    needs_closure,
     other_optimizers,
-    step_with_closure,
+    packages_with_many,
+    refused,
+    step_of,
     torch_optimizers,
     train_alone,
 )
@@ -62,16 +65,19 @@ def settings(backend: Any, store: Any, run_id: str, epochs: int) -> dict[str, An
     }
 
 
+def mse_of_any_dtype(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(output, label.to(output.dtype))
+
+
 def fit_torch(name: str, make: Make, common: dict[str, Any]) -> torch.nn.Module:
     net = make_net(name)
     optimizer = make(list(net.parameters()))
-    step = step_with_closure if needs_closure(optimizer) else None
     estimator = TorchEstimator(
         **common,
         model=net,
         optimizer=optimizer,
-        loss=torch.nn.functional.mse_loss,
-        train_minibatch_fn=step,
+        loss=mse_of_any_dtype,
+        train_minibatch_fn=step_of(name, optimizer),
     )
     return estimator.fit_on_parquet().getModel()
 
@@ -102,7 +108,12 @@ def assert_trains(
         found = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-parts", epochs))
     assert len({result.weights_digest for result in ranks.results}) == 1
     for (key, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(value, other, rtol=1e-8, atol=1e-10, msg=f"{name} {key}")
+        tolerance = {"rtol": 1e-8, "atol": 1e-10}
+        if name in ILL_CONDITIONED:
+            tolerance = {"rtol": 0.0, "atol": 0.05}
+        elif value.dtype == torch.float32 or name in SINGLE_INSIDE:
+            tolerance = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(value, other, **tolerance, msg=f"{name} {key}")
     if whole:
         once = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-whole", EPOCHS))
         for value, other in zip(found.parameters(), once.parameters(), strict=True):
@@ -137,14 +148,14 @@ def test_optimizers_of_other_packages_train_and_resume_as_one_process(
     ranks: Any, store: Any
 ) -> None:
     names = ["lion_pytorch.Lion", "timm.optim.Lookahead", "schedulefree.AdamWScheduleFree"]
-    names += ["schedulefree.SGDScheduleFreeClosure"]
+    names += ["schedulefree.SGDScheduleFreeClosure", "own.SlowWeights"]
     check_all(ranks, store, [fit_torch], chosen(names), whole=True)
 
 
 @pytest.mark.soak
 def test_optimizers_in_lightning_train_and_resume_as_one_process(ranks: Any, store: Any) -> None:
     names = ["torch.optim.LBFGS-strong_wolfe", "timm.optim.Lookahead", "torch.optim.SparseAdam"]
-    names += ["schedulefree.AdamWScheduleFree"]
+    names += ["schedulefree.AdamWScheduleFree", "own.SlowWeights"]
     check_all(ranks, store, [fit_lightning], chosen(names), whole=True)
 
 
@@ -153,6 +164,25 @@ def test_optimizers_in_lightning_train_and_resume_as_one_process(ranks: Any, sto
 @pytest.mark.parametrize("fit", [fit_torch, fit_lightning])
 def test_all_optimizers_train_and_resume_bit_for_bit(ranks: Any, store: Any, fit: Any) -> None:
     check_all(ranks, store, [fit], {**torch_optimizers(), **other_optimizers()}, whole=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6000)
+def test_all_optimizers_of_packages_with_many_train_and_resume_as_one_process(
+    ranks: Any, store: Any
+) -> None:
+    check_all(ranks, store, [fit_torch], packages_with_many(), whole=False)
+
+
+@pytest.mark.soak
+def test_the_other_optimizers_of_packages_with_many_are_refused_before_training(
+    ranks: Any, store: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    common = {**settings(ranks, store, "refused", 1), "dry_run": True}
+    for name, (message, make) in refused().items():
+        with pytest.raises(ParamError, match=message):
+            fit_torch(name, make, common)
 
 
 def test_an_optimizer_that_differentiates_gradients_is_rejected(ranks: Any, store: Any) -> None:

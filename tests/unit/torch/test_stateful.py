@@ -10,6 +10,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -84,6 +85,10 @@ def partial(function: Any, *_: Any) -> None:
         (lambda c: [Holder(), Holder(mine=c, again=c)], "it[1].mine"),
         (lambda c: Holder(mine=c).step, "it.mine"),
         (lambda c: functools.partial(partial, 1, scaler=c), "it.keywords['scaler']"),
+        (lambda c: lambda: c.calls, "it.c"),
+        (lambda c: lambda x, kept=c: x, "it.kept"),
+        (lambda c: Holder(all=[closure(c)]).all, "it[0].counter"),
+        (lambda c: FunctionType(uses_global.__code__, {"in_module": c}), "it.in_module"),
     ],
 )
 def test_state_of_held_objects_is_restored(make: Callable[[Counter], Any], name: str) -> None:
@@ -99,9 +104,36 @@ def test_state_of_held_objects_is_restored(make: Callable[[Counter], Any], name:
     assert fresh.calls == 3
 
 
-def test_functions_are_not_searched() -> None:
-    for function in (closure(Counter()), uses_global, functools.partial(uses_global)):
-        assert not StatefulObjects({"it": function}, NET).capture()
+def test_frozen_modules_and_the_trained_ones_in_functions_are_not_saved() -> None:
+    teacher, student = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def loss() -> Any:
+        return teacher, student, inner
+
+    inner = student.weight
+    held = StatefulObjects({"it": loss}, student)
+    assert [name for name, _ in held.items()] == ["it.teacher"]
+    teacher.eval()
+    assert not held.capture()
+
+
+def test_weights_that_only_a_declared_optimizer_refers_to_are_saved() -> None:
+    def made(value: float) -> tuple[torch.Tensor, StatefulObjects]:
+        weight = torch.nn.Parameter(torch.full((2,), value))
+        optimizer = torch.optim.SGD([weight, *NET.parameters()], lr=0.1)
+        return weight, StatefulObjects({"stateful": [optimizer]}, NET)
+
+    trained, held = made(3.0)
+    states = held.capture()
+    assert list(states) == ["stateful[0]", "stateful[0].params"]
+    fresh, restored = made(1.0)
+    restored.restore(states)
+    assert torch.equal(fresh, trained)
+    # A module that is saved has the weights already.
+    loss = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(loss.parameters())
+    held = StatefulObjects({"a": optimizer, "b": lambda x: loss(x)}, NET)
+    assert [name for name, _ in held.items()] == ["a", "b.loss"]
 
 
 class Attributes(torch.nn.Module):
@@ -229,9 +261,10 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaler, mse = Counter(), torch.nn.MSELoss()
+    hidden = [scaler]
 
     def uses_scaler(model: Any, optimizer: Any) -> Any:
-        return scaler
+        return hidden[0]
 
     net = torch.nn.Linear(1, 1)
     made = torch.optim.SGD(net.parameters(), 0.1)
@@ -249,6 +282,7 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
     for stateful in ([scaler], []):
         assert not warnings_of(train_minibatch_fn=uses_scaler, stateful=stateful)
     assert not warnings_of(train_minibatch_fn=Holder(scaler=scaler))
+    assert not warnings_of(train_minibatch_fn=lambda model, optimizer: scaler)
     hook = Holder(scaler=scaler, on_train_end=lambda: None)
     assert not warnings_of(train_minibatch_fn=uses_scaler, callbacks=[hook])
     assert not warnings_of()

@@ -13,6 +13,7 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.dry_run import check_fit, output_shapes
 from hvd_estimators.torch.loss import Loss, check_reduced, check_weightable
 from hvd_estimators.torch.metrics import Metrics
+from hvd_estimators.torch.objective import JointLoss
 from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
@@ -322,3 +323,44 @@ def test_sum_losses_are_rejected_and_losses_over_the_batch_warned_about(caplog):
     assert caplog.records == []
     check_fit(module, Loss([spread], [1.0]), SPEC, columns)
     assert "do not train as one process" in caplog.text
+
+
+class Annealed(torch.nn.Module):
+    """Weight of a loss that grows with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, value):
+        self.calls += 1
+        return value * self.calls
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_loss_that_changes_from_call_to_call_is_not_called_a_mean_of_something_else(
+    joint, caplog
+):
+    annealed, hidden = Annealed(), [Annealed()]
+    net, columns = torch.nn.Linear(4, 1), {**COLUMNS, "y": np.arange(ROWS, dtype=float)}
+
+    def warnings_of(loss):
+        caplog.clear()
+        if joint:
+            wrapped = JointLoss(lambda outputs, labels: loss(outputs[:, 0], labels[0]))
+        else:
+            wrapped = Loss([loss], [1.0])
+        check_fit(net, wrapped, SPEC, columns)
+        return caplog.text
+
+    def by_row(output, label):
+        return (output - label).square().mean()
+
+    assert not warnings_of(lambda output, label: by_row(torch.dropout(output, 0.5, True), label))
+    text = warnings_of(lambda output, label: hidden[0](by_row(output, label)))
+    assert "set stateful=[...] to the object" in text
+    assert "halves" not in text
+    if not joint:
+        # Checkpoints hold the state that the function refers to.
+        assert not warnings_of(lambda output, label: annealed(by_row(output, label)))
+    assert annealed.calls == hidden[0].calls == 0

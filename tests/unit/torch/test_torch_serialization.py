@@ -1,7 +1,9 @@
 """Serialized modules and optimizers."""
 
+import collections
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -18,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.torch.dry_run import copied
+from hvd_estimators.torch.dry_run import check_optimizer_state, copied
 from hvd_estimators.torch.serialization import (
+    OptimizerPickler,
     Pickler,
     check_hooks,
     copy_hooks,
@@ -302,6 +305,125 @@ class Outer(torch.optim.Optimizer):
 
     def step(self, closure=None):
         return self.inner.step(closure)
+
+
+class Lookahead(Outer):
+    """Wrapper with slow weights, whose state has keys of its own, as torch-optimizer's."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.state = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
+
+    def __getstate__(self):
+        return {"inner": self.inner, "param_groups": self.param_groups, "state": self.state}
+
+    def step(self, closure=None):
+        self.inner.step()
+        with torch.no_grad():
+            for parameter, slow in self.state.items():
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+    def state_dict(self):
+        fast = self.inner.state_dict()
+        return {
+            "slow": list(self.state.values()),
+            "fast": fast["state"],
+            "of": fast["param_groups"],
+        }
+
+    def load_state_dict(self, state):
+        for slow, saved in zip(self.state.values(), state["slow"], strict=True):
+            slow.copy_(saved)
+        # As in torch-optimizer, wrapper and inner optimizer have different groups afterwards.
+        groups = self.param_groups
+        self.inner.load_state_dict({"state": state["fast"], "param_groups": state["of"]})
+        self.param_groups = [dict(group) for group in groups]
+
+
+def test_a_wrapper_whose_state_has_other_keys_resumes_bit_for_bit():
+    def step(net, optimizer):
+        optimizer.zero_grad()
+        net(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+
+    def sent(net):
+        inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        copied = copy.deepcopy(net)
+        return copied, load_optimizer(dump_optimizer(Lookahead(inner), net), copied)
+
+    net = torch.nn.Linear(2, 1)
+    whole, first, again = (sent(net) for _ in range(3))
+    for model in (whole, whole, whole, first):
+        step(*model)
+    file = saved({**optimizer_content(first[1], first[0]), "model": first[0].state_dict()})
+    content = load_state(file)
+    again[0].load_state_dict(content["model"])
+    restore_optimizer(again[1], again[0], content)
+    # A schedule or a scaling of the rate must reach the optimizer that steps.
+    assert again[1].param_groups is again[1].inner.param_groups
+    for _ in range(2):
+        step(*again)
+    assert torch.equal(again[0].weight, whole[0].weight)
+    assert not torch.equal(again[0].weight, net.weight)
+
+
+class NeedsArguments:
+    """Object that pickles, and whose class cannot create it without an argument."""
+
+    def __new__(cls, model):
+        return super().__new__(cls)
+
+    def __init__(self, model):
+        self.model = model
+
+
+class OnlyHere(dict):
+    """Object that a table of this process restores, so only another process shows the error."""
+
+    def __reduce__(self):
+        return _in_this_process, ()
+
+
+def _in_this_process():
+    return {os.getppid(): OnlyHere}[int(os.environ["TEST_PARENT"])]()
+
+
+class Restored(NeedsArguments):
+    def __reduce__(self):
+        return Restored, (self.model,)
+
+
+@pytest.mark.parametrize("name", ["NeedsArguments", "OnlyHere"])
+def test_an_object_that_another_process_cannot_load_is_named(name, monkeypatch):
+    monkeypatch.setenv("TEST_PARENT", str(os.getppid()))
+    broken = OnlyHere() if name == "OnlyHere" else NeedsArguments(torch.nn.Linear(1, 1))
+    check_sendable("stateful", [Restored(3)])
+    with pytest.raises(ParamError, match=rf"^stateful: .*\.{name} can be pickled, and loading"):
+        check_sendable("stateful", [torch.nn.Linear(1, 1), {"ema": broken}])
+
+
+def test_plain_objects_are_not_loaded_by_another_process(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a process"))
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    scheduled = torch.optim.AdamW(net.parameters())
+    check_sendable("stateful", [torch.optim.lr_scheduler.StepLR(scheduled, 1), lambda x: net(x)])
+    check_sendable("model", net, Pickler)
+    check_sendable("optimizer", scheduled, OptimizerPickler)
+
+
+class Queued(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["queue"] = [collections.deque([1])]
+
+
+def test_an_optimizer_whose_state_fits_no_checkpoint_is_rejected_before_training():
+    net = torch.nn.Linear(1, 1)
+    with pytest.raises(ParamError, match=r"state_dict\(\) of Queued holds a collections\.deque"):
+        check_optimizer_state(net, Queued(net.parameters(), lr=0.1))
+    assert not Queued(net.parameters(), lr=0.1).state
+    check_optimizer_state(net, Lookahead(torch.optim.Adam(net.parameters())))
 
 
 def test_attributes_of_optimizers_are_serialized_without_process_state():

@@ -1,0 +1,161 @@
+"""Modules whose calls differ: by mode, as in detection, or at the first call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import StandingBackend, shared_ranks
+from reference import global_batches, write_rows
+
+from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+ROWS, BATCH, EPOCHS = 37, 8, 2
+
+
+class Detector(torch.nn.Module):
+    """Model with the interface of torchvision's detection models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.box, self.score = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.noise = torch.nn.Dropout(0.0)
+
+    def forward(self, image: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        box, score = self.box(self.noise(image)), self.score(image)[:, 0]
+        if self.training:
+            assert target is not None
+            near = box.sum(dim=1) - target
+            return {"loss_box": near.square().mean(), "loss_score": (score - target).abs().mean()}
+        return {"boxes": box, "scores": score}
+
+
+def total(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return outputs["loss_box"] + outputs["loss_score"]
+
+
+def step(model: Any, optimizer: Any, _: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
+    optimizer.zero_grad()
+    losses = model(*inputs)
+    loss = loss_fn.scale(total(losses))
+    loss.backward()
+    optimizer.step()
+    return losses, loss
+
+
+@pytest.fixture(scope="module")
+def ranks() -> StandingBackend:
+    return shared_ranks(2)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("own_step", [True, False])
+def test_a_module_that_returns_losses_in_training_trains_and_predicts(
+    ranks: Any, store: Any, own_step: bool, dry_run: bool
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    net = Detector()
+    loss = {"train_minibatch_fn": step} if own_step else {"loss": total, "loss_form": "joint"}
+    model = TorchEstimator(
+        backend=ranks,
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+        feature_cols=["features", "label"],
+        label_cols=[],
+        outputs=["scores", "boxes"],
+        **loss,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        shuffle=False,
+        scale_learning_rate=False,
+        dry_run=dry_run,
+        verbose=0,
+    ).fit_on_parquet()
+    alone = Detector()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    x, y = (torch.from_numpy(columns[c]) for c in ("features", "label"))
+    for rows in global_batches(ROWS, 2, BATCH) * EPOCHS:
+        optimizer.zero_grad()
+        total(alone(x[rows], y[rows])).backward()
+        optimizer.step()
+    for value, other in zip(model.getModel().parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+    # transform() needs these shapes.
+    assert model.getOrDefault("output_shapes") == [[], [4]]
+    with torch.no_grad():
+        expected = alone.eval()(x)
+    document, load = model._make_predictor()
+    found = load(document)([columns["features"], columns["label"]])
+    for value, other in zip(found, (expected["scores"], expected["boxes"]), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_dry_run_says_in_which_mode_it_called(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    write_rows(Path(store.get_val_data_path()), ROWS)
+    net = Detector()
+    estimator = TorchEstimator(
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+        loss=total,
+        loss_form="joint",
+        feature_cols=["features", "label"],
+        label_cols=[],
+        outputs=["boxes"],
+        verbose=0,
+    )
+    cases = {
+        "'loss_box'.*called in evaluation mode": {"validation": 0.5},
+        "the names boxes, scores.*called in evaluation mode": {"outputs": ["loss_box"]},
+        "'boxes'.*called in training mode": {"loss": lambda outputs: outputs["boxes"].mean()},
+    }
+    for message, changed in cases.items():
+        with pytest.raises(ShapeError, match=message):
+            estimator.copy(changed).fit_on_parquet()
+
+
+class Variational(torch.nn.Module):
+    """Module that draws its weights at the first call, as gpytorch's variational strategies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.nn.Parameter(torch.zeros(4))
+        self.register_buffer("is_initialized", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_initialized:
+            self.mean.data.normal_()
+            self.is_initialized.fill_(True)
+        return x @ self.mean
+
+
+def test_a_module_that_draws_weights_at_its_first_call_is_called_before_the_fit(
+    ranks: Any, store: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    net = Variational()
+    estimator = TorchEstimator(
+        backend=ranks,
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["features"],
+        label_cols=["label"],
+        random_seed=1,
+        verbose=0,
+    )
+    with pytest.raises(AssertionError, match=r"weights: mean.* call the model once before fit\(\)"):
+        estimator.fit_on_parquet()
+    net(torch.zeros(1, 4))
+    estimator.fit_on_parquet()
+    assert len({result.weights_digest for result in ranks.results}) == 1
