@@ -11,8 +11,8 @@ from typing import Any
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 
-# TensorFlow logs the hardware that it finds. Spark's tasks and the ranks inherit this setting.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# TensorFlow logs an error if there is no GPU. Spark's tasks and the ranks inherit this setting.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
