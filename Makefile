@@ -98,7 +98,7 @@ distclean: clean  ## remove the environments too
 
 # $(call install,FOLDER,CONSTRAINTS,PIP'S ARGUMENTS)
 # Processes compile what they import; pip would compile all of 30,000 files.
-install = $(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) $(3)
+install = $(1)/bin/python -m pip install --quiet --no-compile --use-pep517 --constraint $(2) $(3)
 
 # $(call base,FOLDER,CONSTRAINTS)
 # What the demo needs. The steps are apart because each takes long and tells so.
