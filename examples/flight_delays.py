@@ -83,7 +83,7 @@ def set_seed(framework: str, seed: int) -> None:
 
 
 def network_pipeline(framework: str, sizes: Sizes, args: argparse.Namespace) -> Pipeline:
-    """Return the pipeline whose last stage trains the network with Horovod."""
+    """Return the pipeline whose last stage trains the network on several processes."""
     set_seed(framework, args.seed)
     estimator = make_estimator(
         framework,
@@ -173,7 +173,7 @@ def print_scores(scores: dict[str, float]) -> None:
 
 def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
     """Prepare the flights, train on nine months, and score on the other three."""
-    print("Joining flights, weather, planes and airports ...")
+    print("Joining flights, weather, planes and airports, about 15 seconds ...")
     flights = join_tables(read_tables(spark, args.days)).cache()
     is_held_out = F.col("month").isin(*HELD_OUT_MONTHS)
     train, held_out = flights.where(~is_held_out), flights.where(is_held_out)
@@ -185,18 +185,18 @@ def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
 
     sizes, models = sizes_of(train), {}
     for framework in args.framework:
-        print(f"Training the network in {framework} on {args.num_proc} ranks ...")
+        print(f"Training the network in {framework} on {args.num_proc} ranks, about 30 seconds ...")
         models[framework] = network_pipeline(framework, sizes, args).fit(train)
     curve_path = args.output / "learning_curve.png"
     histories = {name: model.stages[-1].history_frame() for name, model in models.items()}
     plot_learning_curves(histories, curve_path)
 
-    print("Fitting the linear regression ...")
+    print("Fitting the linear regression, about 5 seconds ...")
     features = PipelineModel(models[args.framework[0]].stages[:-1])
     linear_model = linear_pipeline(features).fit(train)
     scores["linear regression"] = rmse(linear_model.transform(held_out), "prediction")
 
-    print("Predicting the held-out months ...")
+    print("Predicting the held-out months, about 5 seconds ...")
     predicted = features.transform(held_out)
     outputs = {f"network ({name})": f"{LABEL}_by_{name}" for name in models}
     for model, output in zip(models.values(), outputs.values(), strict=True):

@@ -31,6 +31,7 @@ from hvd_estimators.fitting.progress import (
     StageRow,
     describe_rows,
     format_size,
+    show_collectives,
     show_learning_rates,
     show_progress,
 )
@@ -312,6 +313,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             self._check_resumable(run, tried)
             order = run.row_order or ReadOrder(backend.num_processes(), seed)
 
+            if self.getOrDefault("verbose") > 0:
+                show_collectives(backend.num_processes(), self._uses_horovod())
             if run.newest is None and self.getOrDefault("verbose") > 0:
                 scales = self.getOrDefault("scale_learning_rate")
                 factor = order.canonical_shards if scales else 1

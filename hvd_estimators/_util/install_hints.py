@@ -7,32 +7,34 @@ from dataclasses import dataclass
 BUILD_HOROVOD = "hvd-estimators build-horovod"
 """Command that builds and installs Horovod."""
 
+# No package index has this package, and on an index another could take its name.
+SOURCE = "<clone or wheel of hvd_estimators>"
+"""Stands for the path that pip installs this package from."""
+
 INSTALL = {
-    "adlfs": 'pip install "hvd_estimators[azure]"',
+    "adlfs": f'pip install "{SOURCE}[azure]"',
     "comet_ml": "pip install comet_ml",
-    "gcsfs": 'pip install "hvd_estimators[gcs]"',
-    "hdfs_native": 'pip install "hvd_estimators[hdfs]"',
+    "gcsfs": f'pip install "{SOURCE}[gcs]"',
+    "hdfs_native": f'pip install "{SOURCE}[hdfs]"',
     "horovod": BUILD_HOROVOD,
-    "keras": 'pip install --upgrade "hvd_estimators[keras]"',
-    "lightning": 'pip install --upgrade "hvd_estimators[lightning]"',
-    "matplotlib": 'pip install "hvd_estimators[plot]"',
-    "mlflow": 'pip install "hvd_estimators[mlflow]"',
+    "keras": f'pip install --upgrade "{SOURCE}[keras]"',
+    "lightning": f'pip install --upgrade "{SOURCE}[lightning]"',
+    "matplotlib": f'pip install "{SOURCE}[plot]"',
+    "mlflow": f'pip install "{SOURCE}[mlflow]"',
     "ocifs": "pip install ocifs",
-    "onnx": 'pip install "hvd_estimators[onnx]"',
+    "onnx": f'pip install "{SOURCE}[onnx]"',
     "ossfs": "pip install ossfs",
-    "petastorm": (
-        'pip install "hvd_estimators[petastorm]" && pip install --no-deps petastorm==0.13.1'
-    ),
-    "s3fs": 'pip install "hvd_estimators[s3]"',
-    "tensorflow": 'pip install --upgrade "hvd_estimators[keras]"',
-    "torch": 'pip install --upgrade "hvd_estimators[torch]"',
+    "petastorm": (f'pip install "{SOURCE}[petastorm]" && pip install --no-deps petastorm==0.13.1'),
+    "s3fs": f'pip install "{SOURCE}[s3]"',
+    "tensorflow": f'pip install --upgrade "{SOURCE}[keras]"',
+    "torch": f'pip install --upgrade "{SOURCE}[torch]"',
     "wandb": "pip install wandb",
 }
 """Package to the command that installs or upgrades it."""
 
 INSTALL["lightning_utilities"] = INSTALL["lightning"]  # the first import of Lightning that fails
 
-INSTALL_A_FRAMEWORK = 'pip install "hvd_estimators[torch]" or pip install "hvd_estimators[keras]"'
+INSTALL_A_FRAMEWORK = f'pip install "{SOURCE}[torch]", or [keras]'
 """Command to run if no framework is installed."""
 
 

@@ -37,6 +37,7 @@ from hvd_estimators.commands.finished_wheel import (
 from hvd_estimators.commands.source_patches import patch_source, unpack_source
 from hvd_estimators.commands.toolchain import (
     NCCL_LIBRARY,
+    SOURCE_SHA256,
     BuildRecipe,
     build_path,
     check_system,
@@ -333,8 +334,11 @@ def _fetch_source(
     """Download Horovod's source with pip, unpack it and patch it; return its folder."""
     archives, unpacked = work / "archives", work / "source"
     unpacked.mkdir()
+    # pip checks the hash before it runs any code of the source.
+    wanted = work / "requirements.txt"
+    wanted.write_text(f"horovod=={recipe.horovod} --hash=sha256:{SOURCE_SHA256}\n")
     command = [*pip, "download", "--no-build-isolation", "--no-deps", "--no-binary", "horovod"]
-    command += ["--dest", str(archives), f"horovod=={recipe.horovod}"]
+    command += ["--dest", str(archives), "--require-hashes", "--requirement", str(wanted)]
     run_logged(command, environment, output, report, "Fetching Horovod's source")
     archive = next(iter(archives.glob("horovod-*.tar.gz")), None)
     if archive is None:

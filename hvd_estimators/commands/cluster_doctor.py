@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators._util.install_hints import INSTALL, SOURCE
 from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.commands import doctor
 from hvd_estimators.commands.cluster_facts import (
@@ -184,8 +184,10 @@ def _packages(facts: ClusterFacts, host: HostFacts) -> Iterator[Row]:
 
 
 def _install(facts: ClusterFacts, names: Sequence[str]) -> str:
-    pins = " ".join(f'"{name}=={facts.versions[name]}"' for name in names if name != "horovod")
-    commands = [f"pip install {pins}"] if pins else []
+    # No package index has this package, nor the Horovod that it builds.
+    pins = [f'"{n}=={facts.versions[n]}"' for n in names if n not in ("horovod", "hvd_estimators")]
+    pins += [f'"{SOURCE}"'] if "hvd_estimators" in names else []
+    commands = [f"pip install {' '.join(pins)}"] if pins else []
     commands += [INSTALL["horovod"]] if "horovod" in names else []
     return f"{' && '.join(commands)} on this host, or {_SAME_ENVIRONMENT}"
 

@@ -445,8 +445,8 @@ def diagnose_training(facts: Facts) -> list[Row]:
 
 
 def _python(facts: Facts) -> Row:
-    if Version(facts.python) < Version("3.10"):
-        return Row("Python", facts.python, Status.PROBLEM, "install Python 3.10 or newer")
+    if Version(facts.python) < Version("3.11"):
+        return Row("Python", facts.python, Status.PROBLEM, "install Python 3.11 or newer")
     return Row("Python", facts.python)
 
 

@@ -693,7 +693,7 @@ def unpack_source(archive: Path, folder: Path) -> Path:
         with tarfile.open(archive) as packed:
             if hasattr(tarfile, "data_filter"):
                 packed.extractall(folder, filter="data")
-            else:  # Python before 3.10.12 and 3.11.4
+            else:  # Python before 3.11.4
                 packed.extractall(folder)
     except (tarfile.TarError, OSError) as error:
         raise BuildError(f"Horovod's source {archive} cannot be unpacked: {error}") from error

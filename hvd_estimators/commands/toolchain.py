@@ -49,6 +49,9 @@ from hvd_estimators.launch.horovod_build import (
 
 HOROVOD_VERSION = "0.28.1"
 
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""Hash of the source distribution of `HOROVOD_VERSION` on PyPI."""
+
 # Part of the cache key, as is the revision of the source patches. Increment it if a change below
 # changes the wheel of the same versions.
 RECIPE_REVISION = 6

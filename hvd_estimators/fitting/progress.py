@@ -232,6 +232,13 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes / 1000**power:.{min(power, 1)}f} {prefixes[power]}B"
 
 
+def show_collectives(num_ranks: int, uses_horovod: bool) -> None:
+    """Show a line with the library that averages the gradients of several processes."""
+    if num_ranks > 1:
+        library = "Horovod" if uses_horovod else "torch.distributed"
+        _write_line(f"{num_ranks} processes average gradients with {library}.")
+
+
 def show_learning_rates(rates: Sequence[float], scale: int) -> None:
     """Show a line with the learning rates that training uses.
 

@@ -104,11 +104,7 @@ def naming_data(step: str, data: Any) -> Iterator[None]:
         if not isinstance(data, tuple) or len(data) == 1:
             raise  # Without labels a step gets only its inputs, as from fit(x).
         parts = ", ".join(("x", "y", "sample_weight")[: len(data)])
-        note = f"{step}(data) is given data = ({parts}); its inputs alone are data[0]."
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(note)
-        elif error.args and isinstance(error.args[0], str):
-            error.args = (f"{error.args[0]} {note}", *error.args[1:])
+        error.add_note(f"{step}(data) is given data = ({parts}); its inputs alone are data[0].")
         raise
 
 

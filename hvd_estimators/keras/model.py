@@ -105,7 +105,7 @@ class KerasModel(KerasModelSignatures):
 
         The outputs are the model's own: outputs are not cast, and a classifier's columns are not
         included. The export does not include the transformation. Runs on the driver. ONNX needs the
-        packages of ``pip install "hvd_estimators[onnx]"``.
+        packages of the extra ``onnx``.
 
         Parameters
         ----------

@@ -623,8 +623,7 @@ class WeightedStrategy(HorovodStrategy):
         try:
             yield
         except Exception as error:
-            # Exceptions have no notes in Python 3.10.
-            if self._batch_hint and takes_tuple(error) and hasattr(error, "add_note"):
+            if self._batch_hint and takes_tuple(error):
                 error.add_note(self._batch_hint)
             raise
 

@@ -174,7 +174,7 @@ class TorchModel(TorchFiles, TorchModelSignatures):
 
         Inputs are named after the feature columns, and outputs after the output columns. Outputs
         are the model's own: not cast, and without a classifier's columns. The transformation is not
-        exported. Runs on the driver; needs the packages of ``pip install "hvd_estimators[onnx]"``.
+        exported. Runs on the driver; needs the packages of the extra ``onnx``.
 
         Parameters
         ----------

@@ -40,7 +40,7 @@ def test_a_model_predicts_in_a_clean_environment(
         # A build leaves files behind, so it runs in a copy.
         root, source = tmp_path / "source", Path(mlflow_flavor.__file__).parents[2]
         shutil.copytree(source / "hvd_estimators", root / "hvd_estimators")
-        for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.rst", "LICENSE"):
+        for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.rst", "LICENSE", "NOTICE"):
             shutil.copy(source / name, root / name)
         build = ["wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={wheels}", str(root)]
         subprocess.run([sys.executable, "-m", "pip", *build], check=True)

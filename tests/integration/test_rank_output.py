@@ -72,7 +72,7 @@ def test_keras_ranks_print_notices_only_on_request(
     if warm_start:
         shown = capfd.readouterr().err
         late = r"(Launching 2 ranks: .* \.\.\.\n)*"
-        rate = r"Learning rate 0\.\d+\.\n"
+        rate = r"2 processes average gradients with Horovod\.\nLearning rate 0\.\d+\.\n"
         lines = (
             rf"existing files: 32 training rows\.\n{rate}{late}Launched 2 ranks in .*\nEpoch 1/1: "
         )

@@ -1,6 +1,7 @@
 """The build of Horovod with a stand-in for pip, without compiling Horovod itself."""
 
 import contextlib
+import hashlib
 import re
 import sys
 import tarfile
@@ -14,6 +15,7 @@ from hvd_estimators.commands.build import (
     build_wheel,
 )
 from hvd_estimators.commands.source_patches import PATCHES
+from hvd_estimators.commands.toolchain import SOURCE_SHA256
 from hvd_estimators.exceptions import BuildError
 from hvd_estimators.launch.horovod_build import PATCHES_REVISION, read_record
 
@@ -136,6 +138,24 @@ class TestBuildWheel:
         assert no_wheels(folder)
         assert not scratch_folders(folder)
 
+    def test_a_source_with_another_hash_is_neither_run_nor_built(
+        self, folder, tmp_path, archive, monkeypatch
+    ):
+        ran = tmp_path / "ran"
+        with tarfile.open(archive, "w:gz") as tar:
+            setup = archive.with_name("setup.py")
+            setup.write_text(f"open({str(ran)!r}, 'w')")
+            tar.add(setup, "horovod-0.28.1/setup.py")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+
+        with pytest.raises(BuildError, match=rf"(?s)HASHES.*{SOURCE_SHA256}.*{found}"):
+            build_wheel(RECIPE, folder)
+
+        assert not ran.exists()
+        assert no_wheels(folder)
+
     def test_a_build_without_a_wheel_is_an_error(self, folder, fake_pip):
         with pytest.raises(BuildError, match="made no wheel"):
             build_wheel(RECIPE, folder, pip=fake_pip(""))
@@ -172,7 +192,7 @@ class TestBuildWheel:
         install, download, wheel = calls.read_text().splitlines()
         assert re.fullmatch(r"install --target \S+ cmake cffi", install)
         assert download.startswith("download ")
-        assert download.endswith(" horovod==0.28.1")
+        assert re.search(r" --require-hashes --requirement \S+$", download)
         assert wheel.startswith("wheel ")
         assert wheel.endswith("/horovod-0.28.1")
 

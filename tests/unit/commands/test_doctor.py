@@ -206,7 +206,7 @@ def test_a_machine_without_frameworks_is_a_problem():
     facts = replace(without(HEALTHY, "torch", "tensorflow", "keras", "lightning"), allreduce={})
 
     assert problems(facts) == {"Frameworks"}
-    assert "hvd_estimators[torch]" in row(facts, "Frameworks").remedy
+    assert "hvd_estimators>[torch]" in row(facts, "Frameworks").remedy
 
 
 def test_a_failing_import_of_petastorm_is_reported_with_pyarrows_version():

@@ -38,7 +38,7 @@ class TestDetection:
     def test_without_a_framework_the_error_says_what_to_install(self, monkeypatch):
         monkeypatch.setattr(toolchain, "installed_version", lambda *names: None)
 
-        with pytest.raises(DependencyError, match=re.escape('pip install "hvd_estimators[torch]"')):
+        with pytest.raises(DependencyError, match=r'pip install "<clone or .*>\[torch\]"'):
             detect_recipe()
 
     @pytest.mark.parametrize(

@@ -90,6 +90,6 @@ def test_errors_name_histories_that_cannot_be_plotted(
     monkeypatch.delitem(sys.modules, "hvd_estimators.plots")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
-        DependencyError, match=r"matplotlib, .*pip install .*hvd_estimators\[plot\]"
+        DependencyError, match=r"matplotlib, .*pip install .*hvd_estimators>\[plot\]"
     ):
         hvd_estimators.plot_histories  # noqa: B018

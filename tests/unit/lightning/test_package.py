@@ -122,4 +122,4 @@ def test_the_error_without_lightning_names_the_install_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert "DependencyError" in done.stderr
-    assert '"hvd_estimators[lightning]"' in done.stderr
+    assert 'hvd_estimators>[lightning]"' in done.stderr

@@ -372,22 +372,42 @@ def test_fits_of_unsuitable_objects_fail_before_training(tmp_path: Path, wrong: 
 
 
 @pytest.mark.parametrize(
-    ("framework", "changes", "told"),
+    ("framework", "changes", "library"),
     [
-        ("torch", {}, r"by 2, the number of ranks: 0\.1 becomes 0\.2\. Set scale_learning_rate"),
-        ("torch", {"learning_rate": 0.03}, r"0\.03 becomes 0\.06\."),
-        ("keras", {}, r"0\.01 becomes 0\.02\."),
-        ("keras", {"learning_rate": 3.0}, r"3 becomes 6\."),
-        ("lightning", {}, r"by 2, the number of ranks\. Set"),
-        ("torch", {"scale_learning_rate": False}, None),
+        ("torch", {"collectives": "torch"}, "torch.distributed"),
+        ("torch", {"collectives": "horovod"}, "Horovod"),
+        ("keras", {}, "Horovod"),
+        ("torch", {"verbose": 0}, None),
         ("torch", {"backend": NoRanks(1)}, None),
     ],
 )
-def test_the_scaled_learning_rate_is_logged(
-    tmp_path: Path, caplog: Any, framework: str, changes: Any, told: str | None
+def test_what_averages_the_gradients_is_shown(
+    tmp_path: Path, capfd: Any, framework: str, changes: Any, library: str | None
 ) -> None:
-    with caplog.at_level("INFO"), pytest.raises(AssertionError, match="ranks were to be started"):
-        Calls(tmp_path).train(framework, **changes)
-    lines = [line for line in caplog.messages if line.startswith("The learning rate is")]
+    with pytest.raises(AssertionError, match="ranks were to be started"):
+        Calls(tmp_path).train(framework, **{"verbose": 1, **changes})
+    shown = re.findall(r"^2 processes average gradients with (.*)\.$", capfd.readouterr().err, re.M)
+    assert shown == ([] if library is None else [library])
+
+
+@pytest.mark.parametrize(
+    ("framework", "changes", "told"),
+    [
+        ("torch", {}, "Learning rate 0.1 x 2 processes = 0.2;"),
+        ("torch", {"learning_rate": 0.03}, "Learning rate 0.03 x 2 processes = 0.06;"),
+        ("keras", {}, "Learning rate 0.01 x 2 processes = 0.02;"),
+        ("keras", {"learning_rate": 3.0}, "Learning rate 3 x 2 processes = 6;"),
+        ("lightning", {}, "Learning rates times 2 processes;"),
+        ("torch", {"scale_learning_rate": False}, "Learning rate 0.1."),
+        ("torch", {"backend": NoRanks(1)}, "Learning rate 0.1."),
+        ("torch", {"verbose": 0}, None),
+    ],
+)
+def test_the_learning_rate_of_training_is_shown(
+    tmp_path: Path, capfd: Any, framework: str, changes: Any, told: str | None
+) -> None:
+    with pytest.raises(AssertionError, match="ranks were to be started"):
+        Calls(tmp_path).train(framework, **{"verbose": 1, **changes})
+    lines = re.findall(r"^Learning rate.*", capfd.readouterr().err, re.MULTILINE)
     assert len(lines) == (told is not None)
-    assert told is None or re.search(told, lines[0])
+    assert told is None or lines[0].startswith(told)

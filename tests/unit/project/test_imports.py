@@ -76,7 +76,7 @@ def test_missing_names_raise_attribute_errors():
     ("package", "name", "remedy"),
     [
         ("horovod", "keras import KerasEstimator", "hvd-estimators build-horovod"),
-        ("torch", "torch import TorchEstimator", '"hvd_estimators[torch]"'),
+        ("torch", "torch import TorchEstimator", 'hvd_estimators>[torch]"'),
     ],
 )
 def test_the_error_without_a_framework_names_the_install_command(package, name, remedy):

@@ -255,9 +255,9 @@ def test_the_prefix_is_optional_with_explicit_paths():
 def test_errors_name_the_missing_package_and_how_to_install_it(monkeypatch):
     for module in ("gcsfs", "adlfs"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DependencyError, match=r'pip install "hvd_estimators\[gcs\]".*executors'):
+    with pytest.raises(DependencyError, match=r'pip install "<clone or .*>\[gcs\]".*executors'):
         Store.create("gs://bucket/a")
-    with pytest.raises(DependencyError, match=r"hvd_estimators\[azure\]"):
+    with pytest.raises(DependencyError, match=r"hvd_estimators>\[azure\]"):
         Store.create("abfss://container@account.dfs.core.windows.net/a")
 
 
