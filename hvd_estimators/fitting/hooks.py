@@ -247,6 +247,10 @@ class EstimatorHooks(
             If the checkpoint is damaged, or has another version.
         """
 
+    def _min_batch_rows(self, trial: Trial) -> int:
+        """Return the rows that each training batch of a rank needs, as far as the rows suffice."""
+        return 1
+
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         """Reject configurations that would fail on the ranks, such as unsupported batch sizes.
 

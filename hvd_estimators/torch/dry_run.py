@@ -517,8 +517,19 @@ _BATCH_NORMS = (
 )
 
 
+def needs_two_rows(module: torch.nn.Module, one_row: bool | None) -> bool:
+    """Return whether each batch of a rank needs two rows, given `takes_one_row`.
+
+    A module with batch normalization is assumed to need them if ``one_row`` is None.
+    """
+    return not one_row if one_row is not None else bool(_batch_norms(module))
+
+
 def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:
     """Check that no rank trains on a batch of one row if the model cannot.
+
+    The plan avoids such a batch if a full batch has more than two rows, and each step of a rank can
+    have two.
 
     Parameters
     ----------
@@ -527,16 +538,14 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
     data : DataSpec
         Planned data; an epoch has each row once.
     one_row : bool or None
-        See `takes_one_row`. If None, a module with batch normalization is assumed to need more
-        rows.
+        See `needs_two_rows`.
 
     Raises
     ------
     DataError
         If a rank would train on one row and the model cannot.
     """
-    sizes = data.train_batch_sizes()
-    if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
+    if 1 in data.train_batch_sizes() and needs_two_rows(module, one_row):
         raise DataError(
             "Batch normalization cannot train on a batch of one row, and "
             f"batch_size={data.batch_size} leaves one on some rank "

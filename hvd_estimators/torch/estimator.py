@@ -22,6 +22,7 @@ from hvd_estimators.torch.dry_run import (
     check_fit,
     check_optimizer_state,
     check_own_step,
+    needs_two_rows,
     takes_one_row,
 )
 from hvd_estimators.torch.model import TorchModel
@@ -128,6 +129,9 @@ class TorchEstimator(TorchEstimatorSignatures):
 
     def _check_checkpoint(self, path: str, trial: Trial) -> None:
         check_state(self._get_store(), path)
+
+    def _min_batch_rows(self, trial: Trial) -> int:
+        return 2 if needs_two_rows(self.getOrDefault("model"), trial.takes_one_row) else 1
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         get = self.getOrDefault
