@@ -24,6 +24,7 @@ from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ResultsError
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
+from hvd_estimators.inference.classification import is_multilabel
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.evaluation import Evaluator, evaluate_partitions
 from hvd_estimators.inference.frame import (
@@ -159,10 +160,14 @@ class HorovodModel(
 
     @property
     def numClasses(self) -> int | None:
-        """Number of classes; None if ``outputs_are`` or the output's shape does not show it."""
-        if self.getOrDefault("outputs_are") in (None, "values"):
-            return None
+        """Number of classes; None if ``outputs_are`` or the output's shape does not show it.
+
+        Also None for independent labels, of which a row may have several.
+        """
         shapes = self.getOrDefault("output_shapes") or []
+        kind = self._outputs_are(None)
+        if kind in (None, "values") or is_multilabel(kind):
+            return None
         if len(shapes) != 1 or len(shapes[0]) > 1:
             return None
         (size,) = shapes[0] or (1,)

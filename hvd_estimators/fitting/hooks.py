@@ -17,6 +17,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.planning import TrainPlanning
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
+from hvd_estimators.inference.classification import resolve_kind
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.estimator import WritingParams
 from hvd_estimators.params.grids import GridParams
@@ -85,7 +86,7 @@ class EstimatorHooks(
 
     def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
         told = None if self._upstream_names else self._told_by_loss(shape)
-        return super()._outputs_are(shape) or told
+        return resolve_kind(super()._outputs_are(shape), told)
 
     def _told_by_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
         """Return the value of ``outputs_are`` that follows from the loss; None if none does.

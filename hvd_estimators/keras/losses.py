@@ -12,6 +12,7 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
+from hvd_estimators.inference.classification import of_labels
 from hvd_estimators.keras.backend import (
     all_layers,
     function_of,
@@ -181,15 +182,17 @@ def kind_of_outputs(
     is_one_number = shape is not None and is_scalar(shape)
     if name in _OF_NUMBERS and is_one_number:
         return "values"
-    of_classes = name in _OF_CLASSES and (shape is None or (len(shape) == 1 and not is_one_number))
-    # Several outputs of a binary loss are independent labels, and not scores of classes.
-    if not of_classes and not (name in _OF_ONE_SCORE and (shape is None or is_one_number)):
+    is_vector = shape is not None and len(shape) == 1 and not is_one_number
+    of_classes = name in _OF_CLASSES and (shape is None or is_vector)
+    of_one_score = name in _OF_ONE_SCORE and (shape is None or is_vector or is_one_number)
+    if not (of_classes or of_one_score):
         return None
-    if isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("from_logits"):
-        return "logits"
-    activation = _last_activation(model)
-    is_probability = activation == ("softmax" if name in _OF_CLASSES else "sigmoid")
-    return "probabilities" if is_probability else None
+    kind = "logits"
+    if not (isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("from_logits")):
+        kind = "probabilities"
+        if _last_activation(model) != ("softmax" if of_classes else "sigmoid"):
+            return None
+    return of_labels(kind) if of_one_score and is_vector else kind
 
 
 def _last_activation(model: keras.Model) -> str | None:

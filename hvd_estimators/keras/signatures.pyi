@@ -27,7 +27,14 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -115,7 +122,15 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
@@ -240,7 +255,14 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -275,7 +297,15 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,

@@ -28,7 +28,14 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -134,7 +141,15 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
@@ -277,7 +292,14 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -322,7 +344,15 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,

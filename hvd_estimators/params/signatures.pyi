@@ -24,9 +24,28 @@ class EstimatorSignatures(DeclaredParams, metaclass=ABCMeta):
     def setRawPredictionCol(self, value: str | None) -> Self: ...
     def getOutputsAre(
         self,
-    ) -> Literal["logits", "probabilities", "log_probabilities", "values"] | None: ...
+    ) -> (
+        Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None
+    ): ...
     def setOutputsAre(
-        self, value: Literal["logits", "probabilities", "log_probabilities", "values"] | None
+        self,
+        value: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None,
     ) -> Self: ...
     def getOutputs(self) -> list[int | str] | None: ...
     def setOutputs(self, value: int | str | Iterable[int | str] | None) -> Self: ...
@@ -192,9 +211,28 @@ class ModelSignatures(DeclaredParams, metaclass=ABCMeta):
     def setRawPredictionCol(self, value: str | None) -> Self: ...
     def getOutputsAre(
         self,
-    ) -> Literal["logits", "probabilities", "log_probabilities", "values"] | None: ...
+    ) -> (
+        Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None
+    ): ...
     def setOutputsAre(
-        self, value: Literal["logits", "probabilities", "log_probabilities", "values"] | None
+        self,
+        value: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None,
     ) -> Self: ...
     def getOutputs(self) -> list[int | str] | None: ...
     def setOutputs(self, value: int | str | Iterable[int | str] | None) -> Self: ...

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
+from hvd_estimators.inference.classification import of_labels
 from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_tensor
 
 
@@ -451,6 +452,8 @@ _OF_CLASSES = {
 _OF_ONE_SCORE = {
     torch.nn.BCEWithLogitsLoss: "logits",
     functional.binary_cross_entropy_with_logits: "logits",
+    torch.nn.MultiLabelSoftMarginLoss: "logits",
+    functional.multilabel_soft_margin_loss: "logits",
     torch.nn.BCELoss: "probabilities",
     functional.binary_cross_entropy: "probabilities",
 }
@@ -483,10 +486,11 @@ def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None
     known: Any = _in_torch(function)
     if known in _OF_CLASSES:
         return _OF_CLASSES[known] if shape is None or len(shape) == 1 else None
-    # Several outputs of a binary loss are independent labels, and not scores of classes.
     is_one_number = shape is not None and is_scalar(shape)
     if known in _OF_ONE_SCORE and (shape is None or is_one_number):
         return _OF_ONE_SCORE[known]
+    if known in _OF_ONE_SCORE and shape is not None and len(shape) == 1:
+        return of_labels(_OF_ONE_SCORE[known])
     return "values" if known in _OF_NUMBERS and is_one_number else None
 
 

@@ -28,7 +28,14 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -125,7 +132,15 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
@@ -283,7 +298,14 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -327,7 +349,15 @@ class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
