@@ -250,7 +250,7 @@ class EstimatorHooks(
 
     def _min_batch_rows(self, trial: Trial) -> int:
         """Return the rows that each training batch of a rank needs, as far as the rows suffice."""
-        return 1
+        return 2 if trial.takes_one_row is False else 1
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         """Reject configurations that would fail on the ranks, such as unsupported batch sizes.

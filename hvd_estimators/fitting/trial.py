@@ -157,8 +157,8 @@ class Trial:
     output_shapes : sequence of tuple of int, or None
         Shape of one row of each output, or None if only the ranks find it out.
     takes_one_row : bool or None
-        Whether the model can train on a batch of one row; batch normalization may prevent this.
-        None if unknown.
+        Whether the model can train on a batch of one row; batch normalization and squeezes may
+        prevent this. None if unknown.
     """
 
     output_shapes: Sequence[tuple[int | None, ...]] | None = None

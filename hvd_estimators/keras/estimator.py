@@ -128,7 +128,9 @@ class KerasEstimator(KerasEstimatorSignatures):
             dry_run.check_selection(checkpoint, has_validation)
         dry_run.check_monitors("callbacks", callbacks)
         dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
-        trial = _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        trial = _KerasTrial(
+            dry_run.output_shapes, dry_run.takes_one_row, dry_run=dry_run, settings=settings
+        )
         self._check_validation(trial, self.getOrDefault("validation") is not None)
         return trial
 
@@ -206,6 +208,7 @@ class KerasEstimator(KerasEstimatorSignatures):
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
             prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
+            squeezed_shapes=trial.dry_run.squeezed_shapes,
         )
 
     def _rank_function(self) -> Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,8 +149,12 @@ def check_step(
             f"{failed} Set feature_cols and label_cols to the columns that "
             "it reads, or column_dtypes (such as {'label': 'int64'}) if it expects other dtypes."
         ) from error
-    row = {name: value[:1] for name, value in batch.items()}
-    return takes_one_row(module, lambda module: step(module, row))
+
+    def on(rows: int) -> Callable[[Any], None]:
+        first = {name: value[:rows] for name, value in batch.items()}
+        return lambda module: step(module, first)
+
+    return takes_one_row(module, on(1), [on(2), on(3)])
 
 
 class WatchedBatch(dict[str, Any]):

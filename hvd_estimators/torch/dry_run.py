@@ -484,10 +484,16 @@ def check_own_step(
     return []
 
 
-def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool | None:
+def takes_one_row(
+    module: torch.nn.Module,
+    call: Callable[[Any], Any],
+    others: Sequence[Callable[[Any], Any]] = (),
+) -> bool | None:
     """Return whether the model can train on a batch of one row; None if unknown.
 
-    Batch normalization cannot, unless a row has several values per channel, as images have.
+    Batch normalization cannot, unless a row has several values per channel, as images have. Nor can
+    a model that squeezes the dimension of rows and then uses it. Without batch normalization, a
+    failure that more rows share says nothing about one row, and the result is true.
 
     Parameters
     ----------
@@ -495,15 +501,25 @@ def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool |
         The model; not modified.
     call : callable
         Runs a copy of the module, in training mode, on one row.
+    others : sequence of callable
+        Run the copy on a few rows each, to see if one row is the reason for a failure.
     """
-    if not _batch_norms(module):
-        return True
     try:
-        trial = _copy(module)
+        trial = _copy(module).train()
         with torch_traceless():
-            call(trial.train())
+            call(trial)
     except Exception as error:
-        return False if "Expected more than 1 value per channel" in str(error) else None
+        if "Expected more than 1 value per channel" in str(error):
+            return False
+        try:
+            with torch_traceless():
+                for on_several_rows in others:
+                    on_several_rows(trial)
+        except Exception:
+            others = ()
+        if others:
+            return False
+        return None if _batch_norms(module) else True
     return True
 
 
@@ -547,7 +563,7 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
     """
     if 1 in data.train_batch_sizes() and needs_two_rows(module, one_row):
         raise DataError(
-            "Batch normalization cannot train on a batch of one row, and "
+            "The model cannot train on a batch of one row, as with batch normalization, and "
             f"batch_size={data.batch_size} leaves one on some rank "
             f"({data.train_plan.total_rows} rows, {data.train_plan.num_shards} ranks). Set another "
             "batch_size."

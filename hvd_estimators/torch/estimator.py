@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,8 +100,12 @@ class TorchEstimator(TorchEstimatorSignatures):
                 *(get("model"), self._loss(), tensors, columns, self._named_metrics()),
                 validates=get("validation") is not None,
             )
-        inputs = tensors.inputs(repeated(columns, 1))
-        one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
+
+        def call(rows: int) -> Callable[[Any], Any]:
+            inputs = tensors.inputs(repeated(columns, rows))
+            return lambda module: tensors.call(module, inputs)
+
+        one_row = takes_one_row(get("model"), call(1), [call(2), call(3)])
         return Trial(tried or shapes or None, one_row)
 
     def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
