@@ -40,6 +40,7 @@ from hvd_estimators.keras.tensors import (
     input_structure,
     kept_variables,
     other_structure,
+    unknown_id,
 )
 from hvd_estimators.keras.user_callbacks import check_monitors, check_selection, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
@@ -312,6 +313,11 @@ class DryRun:
                         return
                     arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
                     given = ", ".join(f"{f.column} {x.shape} {x.dtype}" for f, x in arrays.items())
+                    reason = unknown_id(error, columns)
+                    if reason is not None:
+                        raise ShapeError(
+                            f"The model cannot take the feature columns. {reason}"
+                        ) from error
                     raise ShapeError(
                         f"The model cannot take the feature columns. It was called with {given} "
                         f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.tensors import SHAPE_KINDS
+from hvd_estimators.training.value_limits import check_labels
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,38 @@ def kind_of_outputs(
     return of_labels(kind) if of_one_score and is_vector else kind
 
 
+def class_limit(loss: Any, shape: Sequence[int | None] | None) -> tuple[int, float | None] | None:
+    """Return the number of classes and the ignored class, if a loss takes class numbers.
+
+    Parameters
+    ----------
+    loss : object
+        Loss of an output.
+    shape : sequence of int or None, optional
+        Shape of a row of the output.
+    """
+    try:
+        resolved = keras.losses.get(loss)
+    except ValueError:
+        return None
+    function = function_of(resolved)
+    name = getattr(function, "__name__", "")
+    if not is_keras(function) or name != "sparse_categorical_crossentropy":
+        return None
+    if not shape or shape[-1] is None:
+        return None
+    config = resolved.get_config() if isinstance(resolved, keras.losses.Loss) else {}
+    return shape[-1], config.get("ignore_class")
+
+
+def _check_targets(name: str, loss: Any, label: Any, output: Any) -> None:
+    """Check that labels are classes of an output, after the loss has failed."""
+    limit = class_limit(loss, tuple(output.shape[1:]))
+    if limit is not None:
+        numbers = np.asarray(label)
+        check_labels(name, float(numbers.min()), float(numbers.max()), *limit)
+
+
 def _last_activation(model: keras.Model) -> str | None:
     """Return the name of the output layer's activation, or None if it is not known."""
     if isinstance(model, keras.Sequential):
@@ -269,6 +302,8 @@ def check_loss(
     ------
     ShapeError
         If the loss cannot take outputs and labels, or does not return a single number.
+    DataError
+        If a label is no class of the model.
     """
     compared = _compared(model, description, outputs, labels)
     shapes = "; ".join(
@@ -280,6 +315,8 @@ def check_loss(
         with traceless():
             value = model.compute_loss(x, labels, outputs, weights)
     except Exception as error:
+        for name, output, label, loss in compared:
+            _check_targets(name, loss, label, output)
         if leave_to_ranks(error, SHAPE_KINDS):
             return False
         raise ShapeError(

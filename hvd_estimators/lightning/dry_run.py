@@ -21,6 +21,7 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     torch_traceless,
 )
+from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -145,6 +146,10 @@ def check_step(
             raise ShapeError(f"{failed} {unpacking_hint(feature_cols, label_cols)}") from error
         if leave_to_ranks(error):
             return None
+        tensors = {n: value for n, value in batch.items() if isinstance(value, torch.Tensor)}
+        reason = failed_lookup(lambda: step(trial, batch), tensors)
+        if reason is not None:
+            raise ShapeError(f"{failed} {reason}") from error
         raise ShapeError(
             f"{failed} Set feature_cols and label_cols to the columns that "
             "it reads, or column_dtypes (such as {'label': 'int64'}) if it expects other dtypes."

@@ -11,9 +11,7 @@ import importlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.data.inputs import InputColumns

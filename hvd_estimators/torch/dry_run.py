@@ -33,6 +33,7 @@ from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import Evaluation, Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
@@ -275,9 +276,16 @@ def _not_taken(
     if tensors.input_form == "positional" and not _accepts(module, len(inputs)):
         shapes = (tuple(tensor.shape[1:]) for tensor in inputs)
         hint = matrix_hint(dict(zip(tensors.feature_cols, shapes, strict=True)))
-    return (
+    failed = (
         f"The model cannot take the feature columns. It was called with {given} and raised "
-        f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
+        f"{type(error).__name__}: {error}."
+    )
+    columns = dict(zip(tensors.feature_cols, inputs, strict=True))
+    reason = failed_lookup(lambda: tensors.call(module, inputs), columns)
+    if reason is not None:
+        return f"{failed} {reason}"
+    return (
+        f"{failed} Set feature_cols in the order of the model's inputs, "
         "input_shapes (such as [[-1, 1]]) if it expects other shapes, or column_dtypes (such as "
         "{'features': 'float64'}) if it expects other types. input_form='dict' or 'keyword' "
         f"passes the columns by name.{hint}"
@@ -696,13 +704,15 @@ def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
     ------
     ShapeError
         If the loss fails, or does not return a number.
+    DataError
+        If a label is no class of the model.
     """
     try:
         with torch_traceless():
             # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
             value = call()
-    except ParamError:
+    except (ParamError, DataError):
         raise
     except Exception as error:
         if leave_to_ranks(error):
@@ -753,7 +763,11 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
         )
 
     def call() -> Any:
-        return loss(aligned, targets, batch.weights)
+        try:
+            return loss(aligned, targets, batch.weights)
+        except (IndexError, RuntimeError):
+            loss.check_targets(tensors.label_cols, aligned, targets)
+            raise
 
     is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss)
     if is_tried and batch.weights is None:

@@ -25,6 +25,7 @@ from hvd_estimators.torch.dry_run import (
     needs_two_rows,
     takes_one_row,
 )
+from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.optimizer_step import autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
@@ -103,10 +104,17 @@ class TorchEstimator(TorchEstimatorSignatures):
 
         def call(rows: int) -> Callable[[Any], Any]:
             inputs = tensors.inputs(repeated(columns, rows))
-            return lambda module: tensors.call(module, inputs)
 
+            def run(module: torch.nn.Module) -> None:
+                with Lookups(dict(zip(tensors.feature_cols, inputs, strict=True))) as lookups:
+                    tensors.call(module, inputs)
+                id_limits.update(lookups.id_limits)
+
+            return run
+
+        id_limits: dict[str, int] = {}
         one_row = takes_one_row(get("model"), call(1), [call(2), call(3)])
-        return Trial(tried or shapes or None, one_row)
+        return Trial(tried or shapes or None, one_row, id_limits)
 
     def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
         super()._check_trial(trial, manifest)
