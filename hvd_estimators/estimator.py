@@ -321,8 +321,10 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
                 show_learning_rates(self._learning_rates(tried), factor)
 
             def spec_for(num_ranks: int) -> TrainSpec:
+                common = self._common_spec(manifest, num_ranks, run.paths, order)
                 common = replace(
-                    self._common_spec(manifest, num_ranks, run.paths, order),
+                    common,
+                    data=common.data.with_min_batch_rows(self._min_batch_rows(tried)),
                     hyperparameters=hyperparameters(self, self._learning_rates(tried)),
                 )
                 self._check_spec(common, tried)

@@ -9,7 +9,7 @@ import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
@@ -17,13 +17,13 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ResultsError
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, is_scalar, known_sizes
 from hvd_estimators.inference.broadcast import Payload, SharedBytes
+from hvd_estimators.inference.classification import is_multilabel
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.evaluation import Evaluator, evaluate_partitions
 from hvd_estimators.inference.frame import (
@@ -159,10 +159,14 @@ class HorovodModel(
 
     @property
     def numClasses(self) -> int | None:
-        """Number of classes; None if ``outputs_are`` or the output's shape does not show it."""
-        if self.getOrDefault("outputs_are") in (None, "values"):
-            return None
+        """Number of classes; None if ``outputs_are`` or the output's shape does not show it.
+
+        Also None for independent labels, of which a row may have several.
+        """
         shapes = self.getOrDefault("output_shapes") or []
+        kind = self._outputs_are(None)
+        if kind in (None, "values") or is_multilabel(kind):
+            return None
         if len(shapes) != 1 or len(shapes[0]) > 1:
             return None
         (size,) = shapes[0] or (1,)

@@ -72,6 +72,7 @@ def reading_identity(data: DataSpec) -> dict[str, Any]:
     options, module = data.options, data.data_module
     return {
         "row groups of the files": digest({"shards": ranges, "open": data.train_plan.open_groups}),
+        "rows in the smallest batch": data.train_plan.min_batch_rows,
         "shuffle_buffer_size": options.shuffle_buffer_size if options.shuffle else None,
         "inmemory_cache_all": options.shuffle and options.inmemory_cache_all,
         # All data modules of this package read in the same order.

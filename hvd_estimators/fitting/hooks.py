@@ -7,9 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
-
-from typing_extensions import Self
+from typing import Any, ClassVar, Self
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest
@@ -17,6 +15,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.planning import TrainPlanning
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
+from hvd_estimators.inference.classification import resolve_kind
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.estimator import WritingParams
 from hvd_estimators.params.grids import GridParams
@@ -27,6 +26,7 @@ from hvd_estimators.params.model import (
 )
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
+from hvd_estimators.training.value_limits import check_ids, check_labels
 
 
 class EstimatorHooks(
@@ -85,7 +85,7 @@ class EstimatorHooks(
 
     def _outputs_are(self, shape: tuple[int | None, ...] | None) -> str | None:
         told = None if self._upstream_names else self._told_by_loss(shape)
-        return super()._outputs_are(shape) or told
+        return resolve_kind(super()._outputs_are(shape), told)
 
     def _told_by_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
         """Return the value of ``outputs_are`` that follows from the loss; None if none does.
@@ -190,6 +190,29 @@ class EstimatorHooks(
         """
         if trial.output_shapes:
             self._class_scores(trial.output_shapes)
+        self._check_ranges(trial, manifest)
+
+    def _check_ranges(self, trial: Trial, manifest: DatasetManifest) -> None:
+        """Check that labels are classes, and ids are rows of embeddings, where ranges are known."""
+        classes = self._class_limits(trial)
+        for label, (count, _) in classes.items():
+            for number in self.getOrDefault("class_weight") or {}:
+                if not 0 <= number < count:
+                    raise ParamError(
+                        f"class_weight: found a weight of class {number}; the model's {count} "
+                        f"outputs for {label!r} are classes 0 to {count - 1}. Leave it out."
+                    )
+        if self._transformation() is not None:
+            return
+        for column in manifest.columns:
+            if column.range is not None and column.name in classes:
+                check_labels(column.name, *column.range, *classes[column.name])
+            if column.range is not None and column.name in trial.id_limits:
+                check_ids(column.name, *column.range, trial.id_limits[column.name])
+
+    def _class_limits(self, trial: Trial) -> Mapping[str, tuple[int, float | None]]:
+        """Return the number of classes, and the ignored number, by label of class numbers."""
+        return {}
 
     def _tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
         """Return the name of the type in which the model or its loss gets an input or a label.
@@ -246,6 +269,10 @@ class EstimatorHooks(
         StoreError
             If the checkpoint is damaged, or has another version.
         """
+
+    def _min_batch_rows(self, trial: Trial) -> int:
+        """Return the rows that each training batch of a rank needs, as far as the rows suffice."""
+        return 2 if trial.takes_one_row is False else 1
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         """Reject configurations that would fail on the ranks, such as unsupported batch sizes.

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -157,12 +157,15 @@ class Trial:
     output_shapes : sequence of tuple of int, or None
         Shape of one row of each output, or None if only the ranks find it out.
     takes_one_row : bool or None
-        Whether the model can train on a batch of one row; batch normalization may prevent this.
-        None if unknown.
+        Whether the model can train on a batch of one row; batch normalization and squeezes may
+        prevent this. None if unknown.
+    id_limits : mapping of str to int
+        Number of ids that an embedding has, by the column that it looks up.
     """
 
     output_shapes: Sequence[tuple[int | None, ...]] | None = None
     takes_one_row: bool | None = None
+    id_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def zeros(specs: Sequence[ColumnSpec]) -> Columns:

@@ -255,7 +255,9 @@ class BatchPredictor:
 
     def predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
         """Return the outputs for some rows, after the transformation if one is set."""
-        return predictor(self.inputs(columns, predictor))
+        outputs = predictor(self.inputs(columns, predictor))
+        rows = len(next(iter(columns.values())))
+        return [with_rows(np.asarray(output), rows) for output in outputs]
 
     def inputs(self, columns: dict[str, Array], predictor: Any) -> list[Array]:
         """Return the predictor's inputs: the features, after the transformation.
@@ -294,6 +296,9 @@ class BatchPredictor:
     ) -> None:
         """Wait for the outputs of a forward pass, check them and append them to ``parts``."""
         outputs = list(map(np.asarray, forward()))
+        if len(outputs) == len(self.shapes):
+            shapes = zip(outputs, self.shapes, strict=True)
+            outputs = [with_rows(output, rows, shape) for output, shape in shapes]
         check_outputs(outputs, rows, self.shapes)
         parts.append(outputs)
 
@@ -348,6 +353,29 @@ def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[in
                 f"expected {(rows, *shape)}. Its first dimension must count the rows, and "
                 "output_shapes must tell the others."
             )
+
+
+def with_rows(output: Any, rows: int, shape: Sequence[int | None] | None = None) -> Any:
+    """Return an output with the dimension of rows, which a squeeze drops from a single row.
+
+    Parameters
+    ----------
+    output : array or tensor
+        An output of a model.
+    rows : int
+        Number of rows that the model was called with.
+    shape : sequence of int or None, optional
+        Shape of a row, which shows the loss best. Without it, a first dimension of one is that of
+        the rows.
+    """
+    if rows != 1:
+        return output
+    if output.ndim == 0:
+        return output.reshape((1, *known_sizes(shape or ())))
+    if shape is None:
+        return output if output.shape[0] == 1 else output[None]
+    is_lost = output.ndim == len(shape) and not is_scalar(tuple(shape))
+    return output[None] if is_lost else output
 
 
 def is_scalar(shape: tuple[int | None, ...]) -> bool:

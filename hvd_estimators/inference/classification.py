@@ -20,6 +20,21 @@ _PARAMS = {
     "raw": "rawPredictionCol",
 }
 
+_PER_LABEL = "multilabel_"
+"""Prefix of the kinds of outputs that are scores of independent labels."""
+
+KINDS = (
+    *("logits", "probabilities", "log_probabilities"),
+    *(f"{_PER_LABEL}logits", f"{_PER_LABEL}probabilities"),
+    "values",
+)
+"""Kinds of outputs, the values of ``outputs_are``."""
+
+_SCORES = (
+    "'logits', 'probabilities' or 'log_probabilities' of classes, 'multilabel_logits' or "
+    "'multilabel_probabilities' of independent labels"
+)
+
 # Maximum deviation of a sum of probabilities from one. Outputs that are not probabilities deviate
 # more; half precision has three digits.
 _TOLERANCE = 0.02
@@ -44,7 +59,10 @@ class ClassScores:
         """Return the columns' names and the shapes of their rows, given the output's shape."""
         # If a size is known only from a batch, only the number of dimensions counts.
         classes = max(int(np.prod([size or 1 for size in shape])), 2)
-        return {name: () if name == "prediction" else (classes,) for name in self.requested}
+        is_class = not is_multilabel(self.kind)
+        return {
+            name: () if name == "prediction" and is_class else (classes,) for name in self.requested
+        }
 
     def __call__(self, output: Array) -> Mapping[str, Array]:
         """Return the columns for some rows.
@@ -62,11 +80,25 @@ class ClassScores:
         scores = output.reshape(len(output), -1).astype(np.float64)
         if self.kind == "values":
             return {"prediction": scores[:, 0]}
+        if is_multilabel(self.kind):
+            return self._per_label(scores)
         raw = _of_two_classes(scores[:, 0], self.kind) if scores.shape[1] == 1 else scores
         made = {"raw": raw, "prediction": _highest(raw)}
         if "probability" in self.requested or self.kind != "logits":
             made["probability"] = self._probabilities(scores, raw)
         return made
+
+    def _per_label(self, scores: Array) -> Mapping[str, Array]:
+        """Return the columns of independent labels: a vector with an entry per label in each."""
+        if self.kind == f"{_PER_LABEL}logits":
+            with np.errstate(invalid="ignore"):  # NaN
+                probability = np.exp(-np.logaddexp(0, -scores))  # the sigmoid, without overflow
+            is_set = scores > 0
+        else:
+            probability = self._checked(scores, (scores < 0) | (scores > 1 + _TOLERANCE))
+            is_set = scores > 0.5
+        prediction = np.where(np.isnan(scores), np.nan, is_set)
+        return {"raw": scores, "probability": probability, "prediction": prediction}
 
     def _probabilities(self, scores: Array, raw: Array) -> Array:
         if self.kind == "logits":
@@ -78,14 +110,39 @@ class ClassScores:
         total = given.sum(axis=1) if given.shape[1] > 1 else np.ones(len(given))
         # NaN fulfils neither condition and stays NaN.
         wrong = (given < 0) | (given > 1 + _TOLERANCE)
-        if wrong.any() or (np.abs(total - 1) > _TOLERANCE).any():
-            row = int(np.argmax(wrong.any(axis=1) | (np.abs(total - 1) > _TOLERANCE)))
+        self._checked(scores, wrong | (np.abs(total - 1) > _TOLERANCE)[:, None])
+        return given if given.shape[1] > 1 else np.column_stack([1 - given[:, 0], given[:, 0]])
+
+    def _checked(self, scores: Array, wrong: Array) -> Array:
+        """Return scores, none of which may be ``wrong``."""
+        if wrong.any():
+            row = int(np.argmax(wrong.any(axis=1)))
             raise DataError(
                 f"outputs_are={self.kind!r}: the model's output has other values, found "
                 f"{scores[row].tolist()} for a row. Set outputs_are='logits' for scores of any "
-                "size."
+                "size, or 'multilabel_logits' or 'multilabel_probabilities' for independent labels."
             )
-        return given if given.shape[1] > 1 else np.column_stack([1 - given[:, 0], given[:, 0]])
+        return scores
+
+
+def is_multilabel(kind: str | None) -> bool:
+    """Return whether outputs of this kind are scores of independent labels."""
+    return kind is not None and kind.startswith(_PER_LABEL)
+
+
+def of_labels(kind: str) -> str:
+    """Return the kind of outputs whose entries are each scores of this kind for one label."""
+    return f"{_PER_LABEL}{kind}"
+
+
+def resolve_kind(given: str | None, told: str | None) -> str | None:
+    """Return the kind of outputs, from the set value of ``outputs_are`` and what the loss tells.
+
+    A loss of independent labels makes logits and probabilities those of labels, not of classes.
+    """
+    if given is not None and is_multilabel(told) and of_labels(given) in KINDS:
+        return of_labels(given)
+    return given or told
 
 
 def _of_two_classes(score: Array, kind: str) -> Array:
@@ -140,7 +197,7 @@ def check_classes(requested: Mapping[str, str], kind: str | None, outputs: int) 
     if kind == "values" and set(requested) != {"prediction"}:
         raise ParamError(
             f"{_named(requested)}: outputs_are='values' are not class scores; only "
-            "predictionCol accepts them. Set 'logits', 'probabilities' or 'log_probabilities'."
+            f"predictionCol accepts them. Set {_SCORES}."
         )
 
 
@@ -176,9 +233,11 @@ def class_scores(
     if kind == "values" and not single:
         raise ParamError(
             f"{_named(requested)}: outputs_are='values' takes a model that gives a number per row, "
-            f"found shape {shape}. Set 'logits', 'probabilities' or 'log_probabilities'."
+            f"found shape {shape}. Set {_SCORES}."
         )
-    return ClassScores(kind or "logits", tuple(requested))
+    kind = kind or "logits"
+    # A single label has two classes.
+    return ClassScores(kind.removeprefix(_PER_LABEL) if single else kind, tuple(requested))
 
 
 def _named(requested: Mapping[str, str]) -> str:
@@ -188,5 +247,5 @@ def _named(requested: Mapping[str, str]) -> str:
 def _kind_is_missing(requested: Mapping[str, str]) -> ParamError:
     return ParamError(
         f"{_named(requested)}: outputs_are is not set. Set outputs_are to what the "
-        "model gives: 'logits', 'probabilities' or 'log_probabilities' of classes, or 'values'."
+        f"model gives: {_SCORES}, or 'values'."
     )

@@ -25,7 +25,7 @@ from hvd_estimators.inference.batch import (
     Predictor,
     Resources,
 )
-from hvd_estimators.inference.classification import class_columns, class_scores
+from hvd_estimators.inference.classification import class_columns, class_scores, resolve_kind
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.output_columns import (
     DOUBLE,
@@ -100,6 +100,7 @@ class SavedPredictor:
         outputs = tuple(output_columns(get))
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
+        self._outputs_are = resolve_kind(get("outputs_are"), saved.default("outputs_are"))
         self._num_outputs = len(outputs)
         self._ddls = get("output_types")
         self._predictor = predictor
@@ -240,7 +241,7 @@ class SavedPredictor:
         inference = replace(
             inference,
             shapes=tuple(map(tuple, shapes)),
-            scores=class_scores(class_columns(self._get), self._get("outputs_are"), shapes),
+            scores=class_scores(class_columns(self._get), self._outputs_are, shapes),
             batch_rows=self._batch_rows or _default_rows(given),
         )
         fields = list(inference.fields.values())

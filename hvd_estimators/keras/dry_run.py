@@ -40,6 +40,7 @@ from hvd_estimators.keras.tensors import (
     input_structure,
     kept_variables,
     other_structure,
+    unknown_id,
 )
 from hvd_estimators.keras.user_callbacks import check_monitors, check_selection, judges_by_name
 from hvd_estimators.loading.spec import DataSpec
@@ -193,6 +194,11 @@ class DryRun:
         Conversion of columns to tensors.
     has_test_loss : bool
         False if the model's ``test_step`` is known to lack a loss.
+    takes_one_row : bool or None
+        Whether the model can be called with one row; None if unknown.
+    squeezed_shapes : tuple of tuple of int, or None
+        Shape of a row of each output, in flat order, if outputs of one row lack the dimension of
+        rows.
     """
 
     def __init__(
@@ -224,6 +230,8 @@ class DryRun:
         self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
         self.has_test_loss = True
+        self.takes_one_row: bool | None = None
+        self.squeezed_shapes: tuple[tuple[int, ...], ...] | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._batch: tuple[Any, ...] | None = None
         outputs = symbolic(model, "output")
@@ -305,6 +313,11 @@ class DryRun:
                         return
                     arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
                     given = ", ".join(f"{f.column} {x.shape} {x.dtype}" for f, x in arrays.items())
+                    reason = unknown_id(error, columns)
+                    if reason is not None:
+                        raise ShapeError(
+                            f"The model cannot take the feature columns. {reason}"
+                        ) from error
                     raise ShapeError(
                         f"The model cannot take the feature columns. It was called with {given} "
                         f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
@@ -322,6 +335,22 @@ class DryRun:
             self.has_test_loss = has_test_loss(self.model)
             if has_any_loss(self.model, x):
                 self._check_loss(x, outputs, columns)
+            self._try_one_row(columns, outputs)
+
+    def _try_one_row(self, columns: Columns, of_several: Any) -> None:
+        """Call the model with a single row, and compare the outputs with those of several."""
+        row = {name: array[:1] for name, array in columns.items()}
+        try:
+            with contextlib.ExitStack() as stack:
+                _, outputs = self._call(row, stack)
+        except Exception as error:
+            # Several rows have passed.
+            self.takes_one_row = None if leave_to_ranks(error, SHAPE_KINDS) else False
+            return
+        self.takes_one_row = True
+        one, several = keras.tree.flatten(outputs), keras.tree.flatten(of_several)
+        if any(len(a.shape) < len(b.shape) for a, b in zip(one, several, strict=False)):
+            self.squeezed_shapes = tuple(tuple(output.shape[1:]) for output in several)
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
         """Reject outputs without one entry per row."""

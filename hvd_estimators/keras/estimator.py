@@ -18,6 +18,7 @@ from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.keras.backend import (
     all_layers,
+    has_own_step,
     kept_random_state,
     learning_rates,
     model_optimizers,
@@ -25,13 +26,13 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun, check_batches
-from hvd_estimators.keras.losses import NO_TEST_LOSS
+from hvd_estimators.keras.losses import NO_TEST_LOSS, class_limit, losses_by_output
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
-from hvd_estimators.keras.tensors import input_keys, input_structure
+from hvd_estimators.keras.tensors import id_limits, input_keys, input_structure
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.keras.user_callbacks import adds_no_logs, selects_by_metric
 from hvd_estimators.summary import as_keras_history
@@ -128,7 +129,13 @@ class KerasEstimator(KerasEstimatorSignatures):
             dry_run.check_selection(checkpoint, has_validation)
         dry_run.check_monitors("callbacks", callbacks)
         dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
-        trial = _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+        trial = _KerasTrial(
+            dry_run.output_shapes,
+            dry_run.takes_one_row,
+            id_limits(dry_run.model, keras.tree.flatten(dry_run.tensors.inputs)),
+            dry_run=dry_run,
+            settings=settings,
+        )
         self._check_validation(trial, self.getOrDefault("validation") is not None)
         return trial
 
@@ -160,6 +167,19 @@ class KerasEstimator(KerasEstimatorSignatures):
         if name in self._input_columns().names:
             return f"Give the model's input for {name!r} that type: keras.Input(..., {dtype=})."
         return f"Call keras.config.set_floatx({dtype!r}) before the model is built."
+
+    def _class_limits(self, trial: Any) -> Mapping[str, tuple[int, float | None]]:
+        model, outputs = trial.dry_run.model, trial.dry_run.outputs
+        if outputs is None or has_own_step(model) or trial.output_shapes is None:
+            return {}
+        losses = dict(zip(outputs.labels, losses_by_output(model.loss, outputs), strict=True))
+        names = [outputs.labels[position] for position in outputs.selected]
+        limits = {
+            name: class_limit(losses[name], shape)
+            for name, shape in zip(names, trial.output_shapes, strict=True)
+            if name is not None
+        }
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
     def _monitors(self) -> list[tuple[str, str | None]]:
         callback = self.getOrDefault("checkpoint_callback")
@@ -206,6 +226,7 @@ class KerasEstimator(KerasEstimatorSignatures):
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
             prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
+            squeezed_shapes=trial.dry_run.squeezed_shapes,
         )
 
     def _rank_function(self) -> Trainer:

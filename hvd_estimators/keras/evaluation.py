@@ -22,6 +22,7 @@ from hvd_estimators.keras.backend import kept_random_state
 from hvd_estimators.keras.denominators import LossDenominators, batch_weight
 from hvd_estimators.keras.losses import NO_TEST_LOSS, has_test_loss, weights_by_samples
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
+from hvd_estimators.keras.outputs import keep_rows
 from hvd_estimators.keras.predictor import CPU, choose_device
 from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import TensorSpec
@@ -41,6 +42,8 @@ class EvaluationSteps:
         Conversion of columns to tensors.
     device : str
         TensorFlow's device.
+    shapes : sequence of sequence of (int or None)
+        See `keep_rows`.
 
     Attributes
     ----------
@@ -54,6 +57,7 @@ class EvaluationSteps:
         compiled: bytes,
         tensors: TensorSpec,
         device: str = CPU,
+        shapes: Sequence[Sequence[int | None]] = (),
     ) -> None:
         self._device, self._tensors = device, tensors
         with tf.device(device):
@@ -61,6 +65,7 @@ class EvaluationSteps:
             arguments = load(compiled)
             if arguments is not None and not self.model.compiled:
                 self.model.compile(**arguments)
+        keep_rows(self.model, shapes)
         weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
         self._by_samples = weights
         self._denominators = LossDenominators([], 1, 1, weights, lambda tensor, name: tensor)
@@ -111,12 +116,13 @@ def load_evaluator(
     compiled: bytes,
     tensors: TensorSpec,
     floatx: str,
+    shapes: Sequence[Sequence[int | None]] = (),
 ) -> EvaluationSteps:
     """Load the evaluator of a compiled model in a Python worker.
 
     Parameters
     ----------
-    document, compiled, tensors
+    document, compiled, tensors, shapes
         See `EvaluationSteps`.
     resources : Resources
         Threads and GPU.
@@ -125,7 +131,7 @@ def load_evaluator(
     """
     device = choose_device(resources)
     keras.config.set_floatx(floatx)
-    return EvaluationSteps(document, compiled, tensors, device)
+    return EvaluationSteps(document, compiled, tensors, device, shapes)
 
 
 class KerasSums:
@@ -157,13 +163,14 @@ def combine(
     compiled: bytes,
     tensors: TensorSpec,
     floatx: str,
+    shapes: Sequence[Sequence[int | None]] = (),
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of rows and the values by name, given the states of all partitions."""
     measured = [state for state in states if state[0]]
     if not measured:
         return 0, {}
     with kept_random_state(), _using_floatx(floatx):
-        steps = EvaluationSteps(document, compiled, tensors)
+        steps = EvaluationSteps(document, compiled, tensors, shapes=shapes)
         # The row builds the metrics, which have names only then.
         steps.reset(measured[0][1])
         merge_captured(steps.model, [captured for _, _, captured in measured])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
+from hvd_estimators.inference.classification import of_labels
 from hvd_estimators.keras.backend import (
     all_layers,
     function_of,
@@ -22,6 +23,7 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.tensors import SHAPE_KINDS
+from hvd_estimators.training.value_limits import check_labels
 
 logger = logging.getLogger(__name__)
 
@@ -181,15 +183,49 @@ def kind_of_outputs(
     is_one_number = shape is not None and is_scalar(shape)
     if name in _OF_NUMBERS and is_one_number:
         return "values"
-    of_classes = name in _OF_CLASSES and (shape is None or (len(shape) == 1 and not is_one_number))
-    # Several outputs of a binary loss are independent labels, and not scores of classes.
-    if not of_classes and not (name in _OF_ONE_SCORE and (shape is None or is_one_number)):
+    is_vector = shape is not None and len(shape) == 1 and not is_one_number
+    of_classes = name in _OF_CLASSES and (shape is None or is_vector)
+    of_one_score = name in _OF_ONE_SCORE and (shape is None or is_vector or is_one_number)
+    if not (of_classes or of_one_score):
         return None
-    if isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("from_logits"):
-        return "logits"
-    activation = _last_activation(model)
-    is_probability = activation == ("softmax" if name in _OF_CLASSES else "sigmoid")
-    return "probabilities" if is_probability else None
+    kind = "logits"
+    if not (isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("from_logits")):
+        kind = "probabilities"
+        if _last_activation(model) != ("softmax" if of_classes else "sigmoid"):
+            return None
+    return of_labels(kind) if of_one_score and is_vector else kind
+
+
+def class_limit(loss: Any, shape: Sequence[int | None] | None) -> tuple[int, float | None] | None:
+    """Return the number of classes and the ignored class, if a loss takes class numbers.
+
+    Parameters
+    ----------
+    loss : object
+        Loss of an output.
+    shape : sequence of int or None, optional
+        Shape of a row of the output.
+    """
+    try:
+        resolved = keras.losses.get(loss)
+    except ValueError:
+        return None
+    function = function_of(resolved)
+    name = getattr(function, "__name__", "")
+    if not is_keras(function) or name != "sparse_categorical_crossentropy":
+        return None
+    if not shape or shape[-1] is None:
+        return None
+    config = resolved.get_config() if isinstance(resolved, keras.losses.Loss) else {}
+    return shape[-1], config.get("ignore_class")
+
+
+def _check_targets(name: str, loss: Any, label: Any, output: Any) -> None:
+    """Check that labels are classes of an output, after the loss has failed."""
+    limit = class_limit(loss, tuple(output.shape[1:]))
+    if limit is not None:
+        numbers = np.asarray(label)
+        check_labels(name, float(numbers.min()), float(numbers.max()), *limit)
 
 
 def _last_activation(model: keras.Model) -> str | None:
@@ -266,6 +302,8 @@ def check_loss(
     ------
     ShapeError
         If the loss cannot take outputs and labels, or does not return a single number.
+    DataError
+        If a label is no class of the model.
     """
     compared = _compared(model, description, outputs, labels)
     shapes = "; ".join(
@@ -277,6 +315,8 @@ def check_loss(
         with traceless():
             value = model.compute_loss(x, labels, outputs, weights)
     except Exception as error:
+        for name, output, label, loss in compared:
+            _check_targets(name, loss, label, output)
         if leave_to_ranks(error, SHAPE_KINDS):
             return False
         raise ShapeError(

@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.keras.backend import all_layers, require_tensorflow
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load_model, load_uncompiled
-from hvd_estimators.keras.tensors import alike, input_structure, text_columns
+from hvd_estimators.keras.tensors import alike, input_structure, text_columns, unknown_id
 from hvd_estimators.saving.saved import Saved
 
 CPU = "/CPU:0"
@@ -159,7 +159,13 @@ class KerasPredictor(FrameworkPredictor):
                 self._model.make_predict_function()
                 outputs = self._model.predict_function([(x,)])
             else:
-                outputs = self._model.predict_on_batch(x)
+                try:
+                    outputs = self._model.predict_on_batch(x)
+                except tf.errors.InvalidArgumentError as error:
+                    reason = unknown_id(error, given)
+                    if reason is None:
+                        raise
+                    raise PredictionError(f"The model failed on some rows. {reason}") from error
 
         def finish() -> list[Array]:
             computed = outputs

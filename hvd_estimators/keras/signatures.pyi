@@ -4,14 +4,13 @@
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import keras
 from pyspark.ml._typing import ParamMap
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
-from typing_extensions import Self
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.keras.model import KerasModel
@@ -27,7 +26,14 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -115,7 +121,15 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
@@ -240,7 +254,14 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -275,7 +296,15 @@ class KerasModelSignatures(HorovodModel, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,

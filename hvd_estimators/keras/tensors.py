@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,10 @@ import tensorflow as tf
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.keras.backend import kept_random_state
+from hvd_estimators.keras.backend import all_layers, kept_random_state
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.training.row_weights import check_rank
+from hvd_estimators.training.value_limits import unknown_ids
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,51 @@ class Field:
         if dtype.kind in "OSU":
             return "string"
         return self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
+
+
+def id_limits(model: keras.Model, fields: Sequence[Field]) -> dict[str, int]:
+    """Return the number of ids of each column that an embedding of a built model looks up.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    fields : sequence of Field
+        The columns of its inputs, in flat order.
+    """
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    limits: dict[str, int] = {}
+    for layer in all_layers(model):
+        if not isinstance(layer, keras.layers.Embedding) or len(inputs) != len(fields):
+            continue
+        try:
+            source = layer.input
+        except (AttributeError, ValueError):  # no symbolic input, or several
+            continue
+        for field, tensor in zip(fields, inputs, strict=True):
+            if tensor is source:
+                limits[field.column] = min(limits.get(field.column, np.inf), layer.input_dim)
+    return limits
+
+
+_UNKNOWN_ID = re.compile(r"indices\[[\d,]*\] = (-?\d+) is not in \[0, (\d+)\)")
+
+
+def unknown_id(error: BaseException, columns: Mapping[str, Any]) -> str | None:
+    """Return why an embedding failed, if TensorFlow's error says that it lacks an id."""
+    found = _UNKNOWN_ID.search(str(error))
+    if found is None:
+        return None
+    number, rows = map(int, found.groups())
+    holding = {}
+    for name, column in columns.items():
+        array = np.asarray(column)
+        if array.dtype.kind in "iuf" and (array == number).any():
+            holding[name] = float(array.min()), float(array.max())
+    if len(holding) != 1:
+        return f"An embedding of {rows} rows, for ids 0 to {rows - 1}, got the id {number}."
+    ((name, ends),) = holding.items()
+    return unknown_ids(name, *ends, rows)
 
 
 ZEROS = Field("")

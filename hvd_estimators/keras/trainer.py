@@ -47,6 +47,7 @@ from hvd_estimators.keras.loop import (
     StreamsCallback,
 )
 from hvd_estimators.keras.model_file import save_file
+from hvd_estimators.keras.outputs import keep_rows
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
@@ -87,6 +88,8 @@ class KerasTrainSpec(TrainSpec):
         Keras's global dtype policy, serialized.
     prefetch : int
         Batches to prepare in advance, besides some MiB of rows that are not split into batches yet.
+    squeezed_shapes : tuple of tuple of int, or None
+        See `hvd_estimators.keras.dry_run.DryRun`.
     """
 
     model: ModelPayload
@@ -96,6 +99,7 @@ class KerasTrainSpec(TrainSpec):
     floatx: str
     dtype_policy: Any
     prefetch: int
+    squeezed_shapes: tuple[tuple[int, ...], ...] | None
 
 
 def train(spec: KerasTrainSpec) -> TrainResult:
@@ -122,6 +126,8 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         self.model = spec.model.load()
+        if spec.squeezed_shapes is not None:
+            keep_rows(self.model, spec.squeezed_shapes)
         self.best_model: BestModel | None = None
         logs = spec.run.logs_path if self.rank == 0 else None
         self.logs = SyncedDirectory(spec.store, logs)

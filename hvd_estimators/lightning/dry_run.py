@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from hvd_estimators.torch.dry_run import (
     takes_one_row,
     torch_traceless,
 )
+from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -145,12 +146,20 @@ def check_step(
             raise ShapeError(f"{failed} {unpacking_hint(feature_cols, label_cols)}") from error
         if leave_to_ranks(error):
             return None
+        tensors = {n: value for n, value in batch.items() if isinstance(value, torch.Tensor)}
+        reason = failed_lookup(lambda: step(trial, batch), tensors)
+        if reason is not None:
+            raise ShapeError(f"{failed} {reason}") from error
         raise ShapeError(
             f"{failed} Set feature_cols and label_cols to the columns that "
             "it reads, or column_dtypes (such as {'label': 'int64'}) if it expects other dtypes."
         ) from error
-    row = {name: value[:1] for name, value in batch.items()}
-    return takes_one_row(module, lambda module: step(module, row))
+
+    def on(rows: int) -> Callable[[Any], None]:
+        first = {name: value[:rows] for name, value in batch.items()}
+        return lambda module: step(module, first)
+
+    return takes_one_row(module, on(1), [on(2), on(3)])
 
 
 class WatchedBatch(dict[str, Any]):

@@ -22,6 +22,7 @@ from hvd_estimators.lightning.dry_run import (
 )
 from hvd_estimators.lightning.loaders import BatchForm, is_lightning_data
 from hvd_estimators.lightning.model import LightningModel
+from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.params import LightningParams, epochs_of_run
 from hvd_estimators.lightning.predictor import forward_inputs
 from hvd_estimators.lightning.trainer import train
@@ -57,6 +58,8 @@ _MIXED_PRECISIONS: dict[Any, str] = {
     **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
 }
 """Trainer's precisions that compute with autocast, to those of the param ``precision``."""
+
+_ACCUMULATION_CALLBACK = "callbacks.GradientAccumulationScheduler"
 
 _USERS_DATA_PARAMS = (
     *("transformation_edit_fields", "transformation_removed_fields", "debug_data_loader"),
@@ -173,6 +176,7 @@ class LightningEstimator(LightningEstimatorSignatures):
         get = self.getOrDefault
         flavor = self._flavor()
         trainer_args = adapted_trainer_args(get("trainer_args") or {}, flavor)
+        by_lightning = "accumulate_grad_batches" in trainer_args
         common = replace(
             common,
             callbacks=(),
@@ -188,8 +192,10 @@ class LightningEstimator(LightningEstimatorSignatures):
             profiler=trainer_args.pop("profiler", get("profiler")),
             arguments=trainer_args,
         )
+        schedules = (is_lightning(c, _ACCUMULATION_CALLBACK) for c in objects.callbacks)
         return LightningTrainSpec(
             **vars(common),
+            weighs_by_batch=by_lightning or any(schedules),
             flavor=flavor,
             module=module_file(self._lightning_module(flavor)),
             collectives=self._chosen_collectives(),

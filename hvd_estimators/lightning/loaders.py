@@ -26,7 +26,7 @@ TensorBatch = Mapping[str, torch.Tensor]
 Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]
 
 _Window = tuple[Sequence[tuple[TensorBatch, float]], PendingSum | None]
-"""The batches of a step, each with its factor, and the step's denominators."""
+"""The batches of a step or of a global batch, each with its factor, and their denominators."""
 
 # The minimum for batch normalization.
 _PLACEHOLDER_ROWS = 2
@@ -208,6 +208,9 @@ class TrainLoader(_Loader):
         Batches of the first epoch that an earlier launch trained on; the loader skips them.
     totals : callable, optional
         Sums a step's denominators over the ranks, see `RankObjective.totals`.
+    by_batch : bool
+        Whether the global batches of a step weigh equally, each as one of ``passes_per_step``, as
+        in Lightning. Otherwise, all rows of a step weigh equally.
     """
 
     def __init__(
@@ -220,9 +223,11 @@ class TrainLoader(_Loader):
         same: bool = False,
         done: int = 0,
         totals: Totals | None = None,
+        by_batch: bool = False,
     ) -> None:
         super().__init__(form, steps)
         self._totals = totals
+        self._by_batch = by_batch
         self._done = done
         self._position = 0 if same else done
         self._first_epoch: list[_Window] | None = [] if same else None
@@ -240,7 +245,8 @@ class TrainLoader(_Loader):
             self._next_window(1)
         left = self._steps - self._position
         while left:
-            passes = self._passes_per_step()
+            # Lightning divides each loss by the number of passes.
+            passes = self._passes_per_window()
             window = self._next_window(min(passes, left))
             if self._first_epoch is not None:
                 self._first_epoch.append(window)
@@ -250,12 +256,11 @@ class TrainLoader(_Loader):
                 left -= 1
                 if self._steps - left <= done and self._first_epoch is not None:
                     continue
-                # Lightning divides each loss by the number of passes.
                 yield self._give(batch, factor * passes, self._shards.size * passes, totals)
 
     def _repeat(self, windows: list[_Window]) -> Iterator[TensorBatch]:
         for batches, totals in windows:
-            passes = self._passes_per_step()
+            passes = self._passes_per_window()
             for batch, factor in batches:
                 yield self._give(batch, factor * passes, self._shards.size * passes, totals)
 
@@ -265,6 +270,11 @@ class TrainLoader(_Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Accept the return value of `state_dict`."""
+
+    def _passes_per_window(self) -> int:
+        """Return the number of batches among which rows weigh equally."""
+        passes = self._passes_per_step()
+        return min(passes, self._shards.passes) if self._by_batch else passes
 
     def _next_window(self, passes: int) -> _Window:
         batches = self._batches.next_window(passes)

@@ -4,7 +4,7 @@
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from pyspark.ml._typing import ParamMap
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
-from typing_extensions import Self
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.lightning.model import LightningModel
@@ -28,7 +27,14 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -134,7 +140,15 @@ class LightningEstimatorSignatures(LightningParams, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
@@ -277,7 +291,14 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         predictionCol: str | None = None,
         probabilityCol: str | None = None,
         rawPredictionCol: str | None = None,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"]
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
         | None = None,
         outputs: int | str | Iterable[int | str] | None = None,
         inference_batch_size: int | None = None,
@@ -322,7 +343,15 @@ class LightningModelSignatures(TorchModel, metaclass=ABCMeta):
         predictionCol: str | None = ...,
         probabilityCol: str | None = ...,
         rawPredictionCol: str | None = ...,
-        outputs_are: Literal["logits", "probabilities", "log_probabilities", "values"] | None = ...,
+        outputs_are: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None = ...,
         outputs: int | str | Iterable[int | str] | None = ...,
         inference_batch_size: int | None = ...,
         inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,

@@ -252,6 +252,7 @@ class _Trainer:
             same=self._overfits,
             done=spec.data.batches_before(done, rows) * micro_batches,
             totals=self.module.totals if isinstance(self.module, ModuleAdapter) else None,
+            by_batch=spec.weighs_by_batch,
         )
         validation = None
         if spec.data.val_plan is not None:

@@ -64,6 +64,9 @@ class LightningTrainSpec(TrainSpec):
         Steps between two entries of the loggers.
     users_data : mapping
         Extra keyword arguments for the user's LightningDataModule.
+    weighs_by_batch : bool
+        Whether Lightning's own settings accumulate gradients: the batches of a step then weigh
+        equally, also in a step that the end of an epoch cuts.
     """
 
     flavor: Flavor
@@ -74,6 +77,7 @@ class LightningTrainSpec(TrainSpec):
     batch_hint: str
     log_every_n_steps: int
     users_data: Mapping[str, Any]
+    weighs_by_batch: bool = False
 
 
 logger = logging.getLogger(__name__)

@@ -89,15 +89,18 @@ class ShardPlan:
         shards contain every row exactly once. Their sizes differ by at most one row.
     open_groups : int
         Number of row groups of a shard that are interleaved if rows are shuffled.
+    min_batch_rows : int
+        Rows that each batch of a shard has if its rows suffice; see `BatchSizes`.
     """
 
     shards: Sequence[tuple[RowRange, ...]]
     open_groups: int = 1
+    min_batch_rows: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks receive the plan of all shards, and unpack their own.
         packed = [_pack(shard) for shard in self.shards]
-        return _unpickled, (packed, self._rows, self.open_groups)
+        return _unpickled, (packed, self._rows, self.open_groups, self.min_batch_rows)
 
     @property
     def num_shards(self) -> int:
@@ -123,7 +126,8 @@ class ShardPlan:
 
     def batch_sizes(self, shards: Iterable[int], batch_size: int) -> BatchSizes:
         """Return the number of rows in each step of a pass, over some shards."""
-        return BatchSizes(map(self.rows, shards), self.steps(batch_size), batch_size)
+        rows, steps = map(self.rows, shards), self.steps(batch_size)
+        return BatchSizes(rows, steps, batch_size, self.min_batch_rows)
 
     def global_batch_sizes(self, batch_size: int) -> BatchSizes:
         """Return the number of rows in each step of a pass, over all shards."""
@@ -159,8 +163,8 @@ class _PackedShards(Sequence[tuple[RowRange, ...]]):
         return hash(tuple(self))
 
 
-def _unpickled(packed: Sequence[bytes], rows: list[int], open_groups: int) -> ShardPlan:
-    plan = ShardPlan(_PackedShards(packed), open_groups)
+def _unpickled(packed: Sequence[bytes], rows: list[int], *options: int) -> ShardPlan:
+    plan = ShardPlan(_PackedShards(packed), *options)
     plan.__dict__["_rows"] = rows  # so that no shard is unpacked to count its rows
     return plan
 
@@ -218,12 +222,15 @@ class BatchSizes(Sequence[int]):
         Number of steps.
     batch_size : int
         Rows in a full batch of a shard.
+    min_rows : int
+        Rows in the smallest batch of a shard that has as many rows for each step. A full batch must
+        have more.
     """
 
-    def __init__(self, rows: Iterable[int], steps: int, batch_size: int) -> None:
+    def __init__(self, rows: Iterable[int], steps: int, batch_size: int, min_rows: int = 1) -> None:
         self._steps = steps
         self._shards = [
-            (_runs(of_shard, steps, batch_size), number)
+            (_runs(of_shard, steps, batch_size, min_rows), number)
             for of_shard, number in collections.Counter(rows).items()
         ]
 
@@ -267,14 +274,20 @@ class BatchSizes(Sequence[int]):
         return self.before(steps + 1) - self.before(steps)
 
 
-def _runs(rows: int, steps: int, batch_size: int) -> list[tuple[int, int]]:
+def _runs(rows: int, steps: int, batch_size: int, least: int) -> list[tuple[int, int]]:
     """Return the sizes of a shard's batches, each with the number of steps that have the size."""
+    if rows < least * steps or batch_size <= least:
+        least = 1
     if rows <= steps:
         runs = [(1, rows), (0, steps - rows)]
     else:
-        # Each step needs a row; the first ones also take the others.
-        full, rest = divmod(rows - steps, batch_size - 1)
-        runs = [(batch_size, full), (1 + rest, min(steps - full, 1)), (1, steps - full - 1)]
+        # Each step needs some rows; the first ones also take the others.
+        full, rest = divmod(rows - least * steps, batch_size - least)
+        runs = [
+            (batch_size, full),
+            (least + rest, min(steps - full, 1)),
+            (least, steps - full - 1),
+        ]
     return [(size, number) for size, number in runs if number > 0]
 
 

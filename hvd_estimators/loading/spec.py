@@ -11,7 +11,7 @@ import importlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.data.inputs import InputColumns
@@ -182,6 +182,12 @@ class DataSpec:
                 f"a rank takes batches of several in turn for one step, {reason}. Set "
                 f"num_proc={self.num_shards}, or another run_id."
             )
+
+    def with_min_batch_rows(self, rows: int) -> Self:
+        """Return this data with another value of `ShardPlan.min_batch_rows` for training."""
+        if rows == self.train_plan.min_batch_rows:
+            return self
+        return replace(self, train_plan=replace(self.train_plan, min_batch_rows=rows))
 
     def train_batch_sizes(self) -> set[int]:
         """Return the different numbers of rows in the training batches of single shards."""

@@ -15,10 +15,12 @@ from pyspark.ml.param.shared import (
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.classification import (
+    KINDS,
     ClassScores,
     check_classes,
     class_columns,
     class_scores,
+    resolve_kind,
 )
 from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
@@ -53,7 +55,8 @@ class ClassificationParams(_ClassifierColumns):
 
     predictionCol = param(
         "Column that transform() adds for the class, as a double: the position of the highest "
-        "score. With outputs_are='values', it is the output itself. Default: 'prediction', if the "
+        "score. For independent labels, it is an ML vector of 0s and 1s. With "
+        "outputs_are='values', it is the output itself. Default: 'prediction', if the "
         "model has one label, outputs_are is known, and the DataFrame has no such column. '' adds "
         "none.",
         convert=string,
@@ -71,12 +74,15 @@ class ClassificationParams(_ClassifierColumns):
     )
     outputs_are = param(
         "Meaning of the model's output: 'logits' (any scores; their softmax, or a single "
-        "score's sigmoid, gives the probabilities), 'probabilities', 'log_probabilities', or "
+        "score's sigmoid, gives the probabilities), 'probabilities', 'log_probabilities', "
+        "'multilabel_logits' (a score for each of several independent labels; the sigmoid of "
+        "each gives its probability), 'multilabel_probabilities', or "
         "'values' (not scores of classes). A single score belongs to class 1 of two: raw scores "
         "are [-z, z] for a logit and [1 - p, p] for a probability. Default: what the loss tells, "
-        "such as 'logits' for cross entropy. If it tells nothing, probabilityCol requires "
+        "such as 'logits' for cross entropy, and 'multilabel_logits' for binary cross entropy of "
+        "several outputs. If it tells nothing, probabilityCol requires "
         "outputs_are, and so do the other two columns if the output is a single number.",
-        convert=one_of("logits", "probabilities", "log_probabilities", "values"),
+        convert=one_of(*KINDS),
     )
 
     def _class_columns(self) -> dict[str, str]:
@@ -88,8 +94,7 @@ class ClassificationParams(_ClassifierColumns):
 
         The shape is None if it is not known yet.
         """
-        kind: str | None = self.getOrDefault("outputs_are")
-        return kind
+        return resolve_kind(self.getOrDefault("outputs_are"), self._defaults()["outputs_are"])
 
     def _check_classification(self, outputs: int) -> None:
         """Check these params as far as possible before the outputs' shapes are known."""

@@ -4,13 +4,12 @@
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from numpy.typing import NDArray
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
-from typing_extensions import Self
 
 from hvd_estimators.params.param import DeclaredParams
 from hvd_estimators.store import Store
@@ -24,9 +23,28 @@ class EstimatorSignatures(DeclaredParams, metaclass=ABCMeta):
     def setRawPredictionCol(self, value: str | None) -> Self: ...
     def getOutputsAre(
         self,
-    ) -> Literal["logits", "probabilities", "log_probabilities", "values"] | None: ...
+    ) -> (
+        Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None
+    ): ...
     def setOutputsAre(
-        self, value: Literal["logits", "probabilities", "log_probabilities", "values"] | None
+        self,
+        value: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None,
     ) -> Self: ...
     def getOutputs(self) -> list[int | str] | None: ...
     def setOutputs(self, value: int | str | Iterable[int | str] | None) -> Self: ...
@@ -192,9 +210,28 @@ class ModelSignatures(DeclaredParams, metaclass=ABCMeta):
     def setRawPredictionCol(self, value: str | None) -> Self: ...
     def getOutputsAre(
         self,
-    ) -> Literal["logits", "probabilities", "log_probabilities", "values"] | None: ...
+    ) -> (
+        Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None
+    ): ...
     def setOutputsAre(
-        self, value: Literal["logits", "probabilities", "log_probabilities", "values"] | None
+        self,
+        value: Literal[
+            "logits",
+            "probabilities",
+            "log_probabilities",
+            "multilabel_logits",
+            "multilabel_probabilities",
+            "values",
+        ]
+        | None,
     ) -> Self: ...
     def getOutputs(self) -> list[int | str] | None: ...
     def setOutputs(self, value: int | str | Iterable[int | str] | None) -> Self: ...

@@ -67,7 +67,8 @@ class Saved:
         self._params = str(metadata.get("paramsFolder", "params"))
         self._pickled = frozenset(metadata.get("pickledParams", ()))
         self._set = metadata.get("paramMap", {}).keys() | self._pickled
-        self._values = {**metadata.get("defaultParamMap", {}), **metadata.get("paramMap", {})}
+        self._defaults = metadata.get("defaultParamMap", {})
+        self._values = {**self._defaults, **metadata.get("paramMap", {})}
         self._unpickled: dict[str, Any] = {}
 
     @property
@@ -113,6 +114,10 @@ class Saved:
     def is_set(self, name: str) -> bool:
         """Return whether a param was set, so that its value is not a default."""
         return name in self._set
+
+    def default(self, name: str) -> Any:
+        """Return a param's default; None if the model was saved without it."""
+        return self._defaults.get(name)
 
     def get(self, name: str) -> Any:
         """Return a param's value or default; None if the model was saved without the param.

@@ -33,6 +33,7 @@ from hvd_estimators.fitting.trial import leave_to_ranks, log_untried, traceless
 from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import Evaluation, Loss, StatedDenominators, StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
@@ -275,9 +276,16 @@ def _not_taken(
     if tensors.input_form == "positional" and not _accepts(module, len(inputs)):
         shapes = (tuple(tensor.shape[1:]) for tensor in inputs)
         hint = matrix_hint(dict(zip(tensors.feature_cols, shapes, strict=True)))
-    return (
+    failed = (
         f"The model cannot take the feature columns. It was called with {given} and raised "
-        f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
+        f"{type(error).__name__}: {error}."
+    )
+    columns = dict(zip(tensors.feature_cols, inputs, strict=True))
+    reason = failed_lookup(lambda: tensors.call(module, inputs), columns)
+    if reason is not None:
+        return f"{failed} {reason}"
+    return (
+        f"{failed} Set feature_cols in the order of the model's inputs, "
         "input_shapes (such as [[-1, 1]]) if it expects other shapes, or column_dtypes (such as "
         "{'features': 'float64'}) if it expects other types. input_form='dict' or 'keyword' "
         f"passes the columns by name.{hint}"
@@ -484,10 +492,16 @@ def check_own_step(
     return []
 
 
-def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool | None:
+def takes_one_row(
+    module: torch.nn.Module,
+    call: Callable[[Any], Any],
+    others: Sequence[Callable[[Any], Any]] = (),
+) -> bool | None:
     """Return whether the model can train on a batch of one row; None if unknown.
 
-    Batch normalization cannot, unless a row has several values per channel, as images have.
+    Batch normalization cannot, unless a row has several values per channel, as images have. Nor can
+    a model that squeezes the dimension of rows and then uses it. Without batch normalization, a
+    failure that more rows share says nothing about one row, and the result is true.
 
     Parameters
     ----------
@@ -495,15 +509,25 @@ def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool |
         The model; not modified.
     call : callable
         Runs a copy of the module, in training mode, on one row.
+    others : sequence of callable
+        Run the copy on a few rows each, to see if one row is the reason for a failure.
     """
-    if not _batch_norms(module):
-        return True
     try:
-        trial = _copy(module)
+        trial = _copy(module).train()
         with torch_traceless():
-            call(trial.train())
+            call(trial)
     except Exception as error:
-        return False if "Expected more than 1 value per channel" in str(error) else None
+        if "Expected more than 1 value per channel" in str(error):
+            return False
+        try:
+            with torch_traceless():
+                for on_several_rows in others:
+                    on_several_rows(trial)
+        except Exception:
+            others = ()
+        if others:
+            return False
+        return None if _batch_norms(module) else True
     return True
 
 
@@ -517,8 +541,19 @@ _BATCH_NORMS = (
 )
 
 
+def needs_two_rows(module: torch.nn.Module, one_row: bool | None) -> bool:
+    """Return whether each batch of a rank needs two rows, given `takes_one_row`.
+
+    A module with batch normalization is assumed to need them if ``one_row`` is None.
+    """
+    return not one_row if one_row is not None else bool(_batch_norms(module))
+
+
 def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:
     """Check that no rank trains on a batch of one row if the model cannot.
+
+    The plan avoids such a batch if a full batch has more than two rows, and each step of a rank can
+    have two.
 
     Parameters
     ----------
@@ -527,18 +562,16 @@ def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None)
     data : DataSpec
         Planned data; an epoch has each row once.
     one_row : bool or None
-        See `takes_one_row`. If None, a module with batch normalization is assumed to need more
-        rows.
+        See `needs_two_rows`.
 
     Raises
     ------
     DataError
         If a rank would train on one row and the model cannot.
     """
-    sizes = data.train_batch_sizes()
-    if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
+    if 1 in data.train_batch_sizes() and needs_two_rows(module, one_row):
         raise DataError(
-            "Batch normalization cannot train on a batch of one row, and "
+            "The model cannot train on a batch of one row, as with batch normalization, and "
             f"batch_size={data.batch_size} leaves one on some rank "
             f"({data.train_plan.total_rows} rows, {data.train_plan.num_shards} ranks). Set another "
             "batch_size."
@@ -671,13 +704,15 @@ def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
     ------
     ShapeError
         If the loss fails, or does not return a number.
+    DataError
+        If a label is no class of the model.
     """
     try:
         with torch_traceless():
             # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
             value = call()
-    except ParamError:
+    except (ParamError, DataError):
         raise
     except Exception as error:
         if leave_to_ranks(error):
@@ -728,7 +763,11 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
         )
 
     def call() -> Any:
-        return loss(aligned, targets, batch.weights)
+        try:
+            return loss(aligned, targets, batch.weights)
+        except (IndexError, RuntimeError):
+            loss.check_targets(tensors.label_cols, aligned, targets)
+            raise
 
     is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss)
     if is_tried and batch.weights is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,10 @@ from hvd_estimators.torch.dry_run import (
     check_fit,
     check_optimizer_state,
     check_own_step,
+    needs_two_rows,
     takes_one_row,
 )
+from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.optimizer_step import autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
@@ -99,9 +101,20 @@ class TorchEstimator(TorchEstimatorSignatures):
                 *(get("model"), self._loss(), tensors, columns, self._named_metrics()),
                 validates=get("validation") is not None,
             )
-        inputs = tensors.inputs(repeated(columns, 1))
-        one_row = takes_one_row(get("model"), lambda module: tensors.call(module, inputs))
-        return Trial(tried or shapes or None, one_row)
+
+        def call(rows: int) -> Callable[[Any], Any]:
+            inputs = tensors.inputs(repeated(columns, rows))
+
+            def run(module: torch.nn.Module) -> None:
+                with Lookups(dict(zip(tensors.feature_cols, inputs, strict=True))) as lookups:
+                    tensors.call(module, inputs)
+                id_limits.update(lookups.id_limits)
+
+            return run
+
+        id_limits: dict[str, int] = {}
+        one_row = takes_one_row(get("model"), call(1), [call(2), call(3)])
+        return Trial(tried or shapes or None, one_row, id_limits)
 
     def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
         super()._check_trial(trial, manifest)
@@ -128,6 +141,9 @@ class TorchEstimator(TorchEstimatorSignatures):
 
     def _check_checkpoint(self, path: str, trial: Trial) -> None:
         check_state(self._get_store(), path)
+
+    def _min_batch_rows(self, trial: Trial) -> int:
+        return 2 if needs_two_rows(self.getOrDefault("model"), trial.takes_one_row) else 1
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         get = self.getOrDefault

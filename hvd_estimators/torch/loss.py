@@ -23,7 +23,9 @@ from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
+from hvd_estimators.inference.classification import of_labels
 from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_tensor
+from hvd_estimators.training.value_limits import check_labels
 
 
 class StatedDenominators:
@@ -411,6 +413,30 @@ class Loss(LossParts):
             )
         return parts
 
+    def check_targets(
+        self,
+        names: Sequence[str],
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+    ) -> None:
+        """Check that class indices are classes of their outputs, after a loss has failed.
+
+        Raises
+        ------
+        DataError
+            If a label is no class.
+        """
+        for name, function, output, label in zip(
+            names, self.functions, outputs, labels, strict=False
+        ):
+            if not takes_class_indices(function) or label.is_floating_point():
+                continue
+            ignored = ignored_class(function)
+            targets = label[label != ignored]
+            if targets.numel() and output.dim() > 1:
+                ends = targets.min().item(), targets.max().item()
+                check_labels(name, *ends, output.shape[1], ignored)
+
     @property
     def has_one_denominator(self) -> bool:
         """Return whether all labels' losses are divided by the same number."""
@@ -451,6 +477,8 @@ _OF_CLASSES = {
 _OF_ONE_SCORE = {
     torch.nn.BCEWithLogitsLoss: "logits",
     functional.binary_cross_entropy_with_logits: "logits",
+    torch.nn.MultiLabelSoftMarginLoss: "logits",
+    functional.multilabel_soft_margin_loss: "logits",
     torch.nn.BCELoss: "probabilities",
     functional.binary_cross_entropy: "probabilities",
 }
@@ -463,6 +491,12 @@ _OF_NUMBERS = (
 def takes_class_indices(function: LossFunction) -> bool:
     """Return whether a loss of torch takes class indices as labels."""
     return _in_torch(function) in _OF_CLASS_INDICES
+
+
+def ignored_class(function: LossFunction) -> int:
+    """Return the class index that a loss of class indices ignores."""
+    ignored = _options_of(function)[1].get("ignore_index")
+    return -100 if ignored is None else int(ignored)
 
 
 def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None) -> str | None:
@@ -483,10 +517,11 @@ def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None
     known: Any = _in_torch(function)
     if known in _OF_CLASSES:
         return _OF_CLASSES[known] if shape is None or len(shape) == 1 else None
-    # Several outputs of a binary loss are independent labels, and not scores of classes.
     is_one_number = shape is not None and is_scalar(shape)
     if known in _OF_ONE_SCORE and (shape is None or is_one_number):
         return _OF_ONE_SCORE[known]
+    if known in _OF_ONE_SCORE and shape is not None and len(shape) == 1:
+        return of_labels(_OF_ONE_SCORE[known])
     return "values" if known in _OF_NUMBERS and is_one_number else None
 
 
@@ -545,8 +580,7 @@ def _reduction(function: LossFunction) -> _Reduction:
         return _Reduction(options["reduction"])
     if not by_targets:
         return _Reduction("rows")
-    ignored = options.get("ignore_index")
-    return _Reduction("targets", options.get("weight"), -100 if ignored is None else ignored)
+    return _Reduction("targets", options.get("weight"), ignored_class(function))
 
 
 def _part(

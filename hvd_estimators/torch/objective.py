@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.torch.collectives import PendingSum, sum_tensor
+from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
     Evaluation,
     Loss,
@@ -282,7 +283,14 @@ class RankObjective:
         """
         if share is not None:
             batch = self._with_class_weights(batch)
-        raw = self._tensors.call(module, batch.inputs)
+        try:
+            raw = self._tensors.call(module, batch.inputs)
+        except (IndexError, RuntimeError) as error:
+            columns = dict(zip(self._tensors.feature_cols, batch.inputs, strict=True))
+            reason = failed_lookup(lambda: self._tensors.call(module, batch.inputs), columns)
+            if reason is None:
+                raise
+            raise DataError(reason) from error
         outputs, labels = self._predictions(raw, batch.labels)
         given: tuple[Any, Any] = (outputs, labels)
         if isinstance(self._loss, JointLoss):
@@ -401,7 +409,12 @@ class RankObjective:
             return self._loss.parts(
                 batch.rows, outputs=outputs, labels=labels, inputs=inputs, sample_weights=weights
             )
-        return self._loss.parts(outputs, labels, weights)
+        try:
+            return self._loss.parts(outputs, labels, weights)
+        except (IndexError, RuntimeError):
+            if isinstance(outputs, (list, tuple)):
+                self._loss.check_targets(self._tensors.label_cols, outputs, labels)
+            raise
 
 
 class StepLoss:

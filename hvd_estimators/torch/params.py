@@ -7,10 +7,9 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
-from typing_extensions import Self
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.estimator import HorovodEstimator
@@ -26,6 +25,7 @@ from hvd_estimators.torch.loss import (
     Loss,
     check_reduced,
     check_weightable,
+    ignored_class,
     kind_of_outputs,
     takes_class_indices,
 )
@@ -246,6 +246,20 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         is_label = name in self.getOrDefault("label_cols")
         # Losses of numbers take no integers.
         return f"Set column_dtypes={{{name!r}: {'float64' if is_label else dtype!r}}}."
+
+    def _class_limits(self, trial: Trial) -> Mapping[str, tuple[int, float | None]]:
+        get, losses = self.getOrDefault, self._functions("loss") or ()
+        if self._is_joint or get("train_minibatch_fn") is not None:
+            return {}
+        dtypes = get("column_dtypes")
+        limits: dict[str, tuple[int, float | None]] = {}
+        for label, loss, shape in zip(
+            get("label_cols"), losses, trial.output_shapes or (), strict=False
+        ):
+            is_index = takes_class_indices(loss) and dtypes.get(label, "").startswith("int")
+            if is_index and shape and shape[0] is not None:
+                limits[label] = shape[0], ignored_class(loss)
+        return limits
 
     def _loss_of_label(self) -> Callable[..., Any] | None:
         """Return the loss of the only label; None for several labels, or an unknown loss."""

@@ -15,10 +15,11 @@ import torch
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
-from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
 from hvd_estimators.saving.saved import Saved
+from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
@@ -217,7 +218,14 @@ class TorchPredictor(FrameworkPredictor):
         return self._spec.call(self._module, inputs)
 
     def _outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        raw = self._call(inputs)
+        try:
+            raw = self._call(inputs)
+        except (IndexError, RuntimeError) as error:
+            columns = dict(zip(self._columns, inputs, strict=True))
+            reason = failed_lookup(lambda: self._call(inputs), columns)
+            if reason is None:
+                raise
+            raise PredictionError(f"The model failed on some rows. {reason}") from error
         return require_tensors(self._spec.select(raw), raw)
 
     def _expected_inputs(self) -> str:

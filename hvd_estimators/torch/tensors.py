@@ -21,6 +21,7 @@ import torch
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.inference.batch import with_rows
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.blocks import BufferPool, fresh_buffer
 from hvd_estimators.loading.interleave import Prefetch
@@ -222,8 +223,13 @@ class TensorSpec:
         """Return the outputs that are predictions, and labels in their outputs' shapes.
 
         A label keeps its shape if its number of elements differs, or if ``label_shapes`` is set.
+        Outputs of one row have the dimension of rows, also if the module squeezes it.
         """
         selected = self.select(outputs)
+        if labels:
+            selected = Selected(
+                with_rows(o, len(labels[0])) if isinstance(o, torch.Tensor) else o for o in selected
+            )
         is_paired = self.pairs or len(selected) == len(labels)
         if self.label_shapes is not None or not is_paired:
             return selected, list(labels)

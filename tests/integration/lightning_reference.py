@@ -50,8 +50,10 @@ class Regression(RegressionSteps, LightningModule):
     """The reference's net and loss."""
 
 
-def fit(backend: Any, store: Any, **params: Any) -> Any:
-    estimator = LightningEstimator(
+def fit(
+    backend: Any, store: Any, kind: type[LightningEstimator] = LightningEstimator, **params: Any
+) -> Any:
+    estimator = kind(
         **{
             "backend": backend,
             "store": store,

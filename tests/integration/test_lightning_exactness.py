@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fewer_ranks import FourShards
 from lightning_reference import Regression, fit
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -25,6 +27,8 @@ from reference import (
     train_alone,
     write_rows,
 )
+
+from hvd_estimators.lightning import LightningEstimator
 
 pytestmark = pytest.mark.integration
 
@@ -78,6 +82,55 @@ def test_gradients_accumulate_to_the_mean_over_all_rows(
         weighted=weighted,
     )
     assert_same_weights(model.getModel().net, expected)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows of columns, for Lightning alone."""
+
+    def __init__(self, columns: dict[str, np.ndarray]) -> None:
+        names = ("features", "label", "weight")
+        self.columns = {name: torch.from_numpy(columns[name]) for name in names}
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {name: column[row] for name, column in self.columns.items()}
+
+
+class FourShardsEstimator(FourShards, LightningEstimator):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["module", "plain", "scheduler", "fewer"])
+def test_accumulated_batches_train_as_in_lightning_alone(
+    backend: Any, store: Any, kind: str
+) -> None:
+    # Seven batches, the last one smaller, by two, three or four: the end of an epoch cuts a step.
+    shards = 4 if kind == "fewer" else 2
+    columns = write_rows(Path(store.get_train_data_path()), 65 * shards)
+    module, net = Regression("momentum"), make_net()
+    params: dict[str, Any] = {"trainer_args": {"accumulate_grad_batches": 3}, "model": module}
+    alone: dict[str, Any] = {"accumulate_grad_batches": 3}
+    if kind == "scheduler":
+        schedule = {0: 4, 1: 2}
+        params["trainer_args"] = None
+        params["callbacks"] = [GradientAccumulationScheduler(schedule)]
+        alone = {"callbacks": [GradientAccumulationScheduler(schedule)]}
+    if kind == "plain":
+        optimizer = OPTIMIZERS["momentum"](net.parameters())
+        params |= {"model": net, "optimizer": optimizer, "loss": torch.nn.functional.mse_loss}
+    estimator = FourShardsEstimator if kind == "fewer" else LightningEstimator
+    model = fit(backend, store, estimator, batch_size=10, epochs=2, **params)
+
+    expected = Regression("momentum")
+    batches = global_batches(65 * shards, shards, 10)
+    assert [len(batch) for batch in batches[-2:]] == [10 * shards, 5 * shards]
+    rows = torch.utils.data.DataLoader(
+        Rows(columns), batch_sampler=[batch.tolist() for batch in batches]
+    )
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(max_epochs=2, accelerator="cpu", **dict.fromkeys(quiet, False), **alone)
+    trainer.fit(expected, rows)
+    found = model.getModel() if kind == "plain" else model.getModel().net
+    assert_same_weights(found, expected.net)
 
 
 class Adversarial(LightningModule):

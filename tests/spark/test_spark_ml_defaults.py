@@ -14,8 +14,11 @@ from backends import InProcessBackend
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
+from pyspark.ml.linalg import Vectors
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol
 
+from hvd_estimators import keras as hvd_keras
+from hvd_estimators import torch as hvd_torch
 from hvd_estimators.compat.keras import KerasEstimator as CompatKerasEstimator
 from hvd_estimators.compat.torch import TorchEstimator as CompatTorchEstimator
 from hvd_estimators.exceptions import ColumnError, DataError
@@ -53,8 +56,10 @@ def of_torch(store: Any, outputs: int, loss: Any, cls: Any = TorchEstimator, **p
     )
 
 
-def of_keras(store: Any, activation: str, loss: Any, cls: Any = KerasEstimator) -> Any:
-    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation)])
+def of_keras(
+    store: Any, activation: str, loss: Any, cls: Any = KerasEstimator, outputs: int = 1
+) -> Any:
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(outputs, activation)])
     return cls(
         **{"backend": InProcessBackend(), "store": store, "model": net, "loss": loss},
         **{"optimizer": keras.optimizers.Adam(0.05), "random_seed": 1, "verbose": 0},
@@ -125,6 +130,38 @@ def test_a_binary_classifier_of_keras_predicts_classes(assembled: Any, store: An
     rows = model.transform(binary).collect()
     assert [r["prediction"] for r in rows] == [float(r["label__output"] > 0.5) for r in rows]
     assert {row["prediction"] for row in rows} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_independent_labels_are_predicted_one_by_one(
+    spark: Any, store: Any, tmp_path: Path, framework: str
+) -> None:
+    labels = (X > [0.0, 0.5, -0.5]).astype(float)
+    rows = [(Vectors.dense(x), Vectors.dense(y)) for x, y in zip(X, labels, strict=True)]
+    tagged = spark.createDataFrame(rows, ["features", "label"]).coalesce(1)
+    if framework == "torch":
+        model = of_torch(store, 3, torch.nn.BCEWithLogitsLoss(), epochs=20).fit(tagged)
+        with torch.no_grad():
+            probability = torch.sigmoid(model.getModel()(torch.from_numpy(X))).numpy()
+    else:
+        model = of_keras(store, "sigmoid", "binary_crossentropy", outputs=3).fit(tagged)
+        probability = model.getModel().predict(X, verbose=0)
+    # As the message of a model without outputs_are suggests.
+    kind = "logits" if framework == "torch" else "probabilities"
+    model.setParams(outputs_are=kind, probabilityCol="probability", rawPredictionCol="raw")
+
+    found = model.transform(tagged).toPandas()
+    model.save(str(tmp_path / "model"))
+    package = hvd_torch if framework == "torch" else hvd_keras
+    alone = package.load_predictor(str(tmp_path / "model")).predict({"features": X})
+
+    for name, expected in {"probability": probability, "prediction": probability > 0.5}.items():
+        np.testing.assert_allclose(np.stack(found[name].map(lambda v: v.toArray())), expected, 1e-5)
+        np.testing.assert_allclose(alone[name], expected, 1e-5)
+    raw = np.stack(found["raw"].map(lambda v: v.toArray()))
+    np.testing.assert_allclose(
+        1 / (1 + np.exp(-raw)) if kind == "logits" else raw, probability, 1e-5
+    )
 
 
 def test_compat_adds_no_columns(assembled: Any, store: Any) -> None:

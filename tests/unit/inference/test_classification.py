@@ -58,7 +58,39 @@ def test_values_become_predictions_unchanged() -> None:
     assert made["prediction"].tolist() == [1.5, -2.0]
 
 
-@pytest.mark.parametrize("kind", ["probabilities", "log_probabilities"])
+@pytest.mark.parametrize("kind", ["multilabel_logits", "multilabel_probabilities"])
+def test_independent_labels_have_their_own_probabilities_and_predictions(kind: str) -> None:
+    probability = [[0.9, 0.75, 0.25], [0.5, 0.1, math.nan]]
+    logits = [[math.log(p / (1 - p)) for p in row] for row in probability]
+    given = logits if kind == "multilabel_logits" else probability
+
+    made = scores(kind, given)
+
+    np.testing.assert_allclose(made["probability"], probability, atol=1e-6)
+    np.testing.assert_allclose(made["raw"], given, atol=1e-6)
+    np.testing.assert_array_equal(made["prediction"], [[1, 1, 0], [0, 0, math.nan]])
+    assert set(ClassScores(kind, ALL).fields((3,)).values()) == {(3,)}
+
+
+def test_large_logits_of_labels_do_not_overflow() -> None:
+    made = scores("multilabel_logits", [[-1000.0, 1000.0]])
+
+    assert made["probability"].tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("value", ["logits", "probabilities"])
+def test_a_loss_of_labels_makes_class_scores_those_of_labels(value: str) -> None:
+    model = TorchModel(outputs_are=value, probabilityCol="p", output_shapes=[(3,)])
+    assert model._class_scores([(3,)]) == ClassScores(value, ("probability",))
+    assert model.numClasses == 3
+    model._setDefault(outputs_are="multilabel_logits")
+    assert model._class_scores([(3,)]) == ClassScores(f"multilabel_{value}", ("probability",))
+    assert model.numClasses is None
+    # One label has two classes.
+    assert model._class_scores([(1,)]) == ClassScores(value, ("probability",))
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "log_probabilities", "multilabel_probabilities"])
 def test_invalid_probabilities_are_rejected(kind: str) -> None:
     with pytest.raises(DataError, match=rf"outputs_are='{kind}'.*found \[1.5, -0.5\] for a row"):
         scores(kind, [[1.5, -0.5]])

@@ -164,6 +164,34 @@ def test_all_ranks_take_equally_many_steps_and_see_every_row_together(num_shards
         assert all(total > 0 for total in totals)
 
 
+@pytest.mark.parametrize("num_shards", range(1, 6))
+@pytest.mark.parametrize("batch_size", [2, 3, 7, 16])
+def test_no_batch_has_one_row_if_each_step_of_a_shard_can_have_two(num_shards, batch_size):
+    for rows in range(num_shards, 120):
+        plan = plan_shards([RowGroup("a", 0, rows)], num_shards)
+        spread = pickle.loads(pickle.dumps(replace(plan, min_batch_rows=2)))
+
+        steps = plan.steps(batch_size)
+        for shard in range(num_shards):
+            sizes, before = (list(each.batch_sizes([shard], batch_size)) for each in (spread, plan))
+            assert (len(sizes), sum(sizes)) == (steps, plan.rows(shard))
+            assert max(sizes) <= batch_size
+            if 1 not in before or batch_size == 2 or plan.rows(shard) < 2 * steps:
+                assert sizes == before
+            else:
+                # Full batches, all rows that are left but two, and two.
+                assert sizes[:-2] == [batch_size] * max(steps - 2, 0) or batch_size == 3
+                assert min(sizes) == sizes[-1] == 2
+
+
+def test_the_last_batches_of_34_rows_on_two_ranks_have_15_and_2_rows():
+    plan = replace(plan_shards([RowGroup("a", 0, 34)], 2), min_batch_rows=2)
+
+    assert [list(plan.batch_sizes([shard], 16)) for shard in (0, 1)] == [[15, 2], [15, 2]]
+    # One rank that runs both shards sees the same batches.
+    assert list(plan.global_batch_sizes(16)) == [30, 4]
+
+
 @given(LAYOUTS, st.integers(1, 9), st.integers(0, 99))
 def test_random_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_shards, seed):
     groups = row_groups(layout)

@@ -23,6 +23,9 @@ class Own(torch.nn.CrossEntropyLoss):
         return (output - label).abs().mean()
 
 
+OF_BINARY_PROBABILITIES = ("probabilities", "multilabel_probabilities", "probabilities")
+
+
 @pytest.mark.parametrize(
     ("loss", "of_number", "of_vector", "unknown"),
     [
@@ -36,8 +39,9 @@ class Own(torch.nn.CrossEntropyLoss):
             "logits",
         ),
         (functional.nll_loss, None, "log_probabilities", "log_probabilities"),
-        (torch.nn.BCEWithLogitsLoss(), "logits", None, "logits"),
-        (functional.binary_cross_entropy, "probabilities", None, "probabilities"),
+        (torch.nn.BCEWithLogitsLoss(), "logits", "multilabel_logits", "logits"),
+        (functional.binary_cross_entropy, *OF_BINARY_PROBABILITIES),
+        (torch.nn.MultiLabelSoftMarginLoss(), "logits", "multilabel_logits", "logits"),
         (torch.nn.SmoothL1Loss(), "values", None, None),
         (functional.mse_loss, "values", None, None),
         (lambda output, label: (output - label).mean(), None, None, None),

@@ -1,0 +1,50 @@
+"""Labels that are no classes, and ids that an embedding does not have, in Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from backends import InProcessBackend
+from parquet_files import write_columns
+
+from hvd_estimators.exceptions import DataError, PredictionError
+from hvd_estimators.keras import KerasEstimator, KerasModel
+
+
+def make_net() -> keras.Model:
+    inputs = keras.Input((1,), dtype="int64", name="kind")
+    hidden = keras.layers.Flatten()(keras.layers.Embedding(5, 4)(inputs))
+    return keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "message"),
+    [
+        ([0], [1, 2, 3], r"label holds 3; the model's 3 outputs are classes 0 to 2"),
+        ([0], [0] * 39 + [-1], r"label holds -1; the model's 3 outputs are classes 0 to 2"),
+        ([0] * 39 + [7], [0], r"'kind' holds ids from 0 to 7, and .* has 5 rows"),
+    ],
+)
+def test_numbers_out_of_range_are_found_before_training(
+    store: Any, kind: Any, label: Any, message: str
+) -> None:
+    columns = {"kind": np.resize(kind, 40), "label": np.resize(label, 40)}
+    write_columns(store.get_train_data_path(), columns)
+    estimator = KerasEstimator(
+        **{"backend": InProcessBackend(), "store": store, "model": make_net()},
+        **{"optimizer": "sgd", "loss": "sparse_categorical_crossentropy"},
+        **{"feature_cols": ["kind"], "label_cols": ["label"], "verbose": 0},
+    )
+    with pytest.raises(DataError, match=message):
+        estimator.fit_on_parquet()
+    assert store.list_runs() == []
+
+
+def test_a_prediction_names_the_column_and_its_range() -> None:
+    model = KerasModel(model=make_net(), feature_columns=["kind"], label_columns=["label"])
+    document, load = model._make_predictor()
+    with pytest.raises(PredictionError, match=r"'kind' holds ids from 0 to 7, .* has 5 rows"):
+        load(document)([np.array([0, 7, 1])])
