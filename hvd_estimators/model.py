@@ -9,7 +9,7 @@ import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
@@ -17,7 +17,6 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.inputs import InputColumns

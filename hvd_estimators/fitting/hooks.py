@@ -7,9 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
-
-from typing_extensions import Self
+from typing import Any, ClassVar, Self
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.manifest import DatasetManifest

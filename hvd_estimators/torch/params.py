@@ -7,10 +7,9 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
-from typing_extensions import Self
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.estimator import HorovodEstimator
