@@ -206,7 +206,7 @@ def show_result(
     """
     document = {
         "benchmark": name,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "settings": settings,
         "figures": figures,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
@@ -374,7 +374,7 @@ def _gpu_facts() -> tuple[str, ...]:
     return tuple(done.stdout.split("\n")[:-1]) if done.returncode == 0 else ()
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """Judgement of a component."""
 
     OK = "ok"

@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 from pyarrow import parquet
-from typing_extensions import Self
 
 from hvd_estimators.data.footers import FileFooter, FooterCache, Range, damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names

@@ -16,10 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
-from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.launch.service.events import (

@@ -15,10 +15,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 from pyspark.ml import Transformer
-from typing_extensions import Self
 
 import hvd_estimators
 from hvd_estimators._util.documents import to_python
@@ -180,7 +179,7 @@ def versions() -> dict[str, str]:
 
 def now() -> str:
     """Return the current time in UTC in ISO 8601 format."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def _brief(value: Any) -> Any:

@@ -149,7 +149,7 @@ class Launch:
         except Exception as error:
             text = redacted(str(error), store.secrets)
             logger.warning("Old logs of ranks could not be deleted: %s", text)
-        moment = datetime.datetime.now(datetime.timezone.utc)
+        moment = datetime.datetime.now(datetime.UTC)
         return RankLogs(store, f"{path}/{moment:%Y%m%d-%H%M%S-%f}")
 
 
@@ -383,7 +383,7 @@ class Restarts:
             with contextlib.suppress(OSError):  # the ranks will find out if the store is available
                 written = spec.store.modified(manifest_of(checkpoint_path(spec.run, position)))
             if written is not None:
-                moment = datetime.datetime.now(datetime.timezone.utc)
+                moment = datetime.datetime.now(datetime.UTC)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
         newest = self.progress.newest
         self.progress.restart()

@@ -16,11 +16,10 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
-from typing_extensions import Self
 
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError

@@ -11,12 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import compute, parquet
-from typing_extensions import Self
 
 from hvd_estimators.data.footers import damage_is_store_error
 from hvd_estimators.data.manifest import ColumnSpec, RowRange, stored_names

@@ -13,11 +13,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
-from typing_extensions import Self
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, table_to_columns
 from hvd_estimators.data.footers import FooterCache

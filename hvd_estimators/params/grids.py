@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pyspark.ml.evaluation import Evaluator
 from pyspark.ml.util import MLWriter
 from pyspark.sql import DataFrame
-from typing_extensions import Self
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.exceptions import ParamError

@@ -15,14 +15,13 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pyspark.ml.param import Param, Params
 from pyspark.ml.util import Identifiable
 from pyspark.sql.types import DataType
-from typing_extensions import Self
 
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.inputs import MATRIX_NAME, InputColumns

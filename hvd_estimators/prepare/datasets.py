@@ -95,7 +95,7 @@ def list_prepared_data(store: Store | str) -> list[PreparedDataset]:
 def _stored_datasets(store: Store) -> list[PreparedDataset]:
     """Return all datasets in a store, the oldest first, and data of killed writers (0 rows)."""
     datasets = [describe_dataset(store, index) for index in stored_indices(store)]
-    earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
+    earliest = datetime.datetime.min.replace(tzinfo=datetime.UTC)
     return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
 
 

@@ -17,11 +17,10 @@ import logging
 import time
 import uuid
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import cloudpickle
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
-from typing_extensions import Self
 
 from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError

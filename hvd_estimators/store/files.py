@@ -262,7 +262,7 @@ class Files(ABC):
         modified = self._retried(ask, f"looking for {path!r}")
         # A time without a time zone is local time, as usual in Python.
         is_time = isinstance(modified, datetime.datetime)
-        return modified.astimezone(datetime.timezone.utc) if is_time else None
+        return modified.astimezone(datetime.UTC) if is_time else None
 
     def write_text(self, path: str, text: str) -> None:
         """Write a text file. The file appears complete or not at all."""

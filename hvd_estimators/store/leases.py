@@ -49,11 +49,9 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from hvd_estimators._util.documents import parse_object
 from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
@@ -391,7 +389,7 @@ at_exit(_stop_all)
 
 
 def _utc() -> datetime:
-    return datetime.now(timezone.utc)
+    return datetime.now(UTC)
 
 
 def lease_path(run_path: str) -> str:

@@ -37,7 +37,7 @@ _ROW_ORDER: dict[str, type] = {"canonical_shards": int, "random_seed": int}
 _ERROR: dict[str, type] = {"class": str, "message": str}
 _FIT: dict[str, type] = {"state": str, "reading": dict}
 
-_EARLIEST = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
+_EARLIEST = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 Row = tuple[int, str, str, float]
 
@@ -278,4 +278,4 @@ def _moment(text: str | None) -> datetime.datetime | None:
     if text is None:
         return None
     moment = datetime.datetime.fromisoformat(text)
-    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)

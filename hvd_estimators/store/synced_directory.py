@@ -18,8 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-
-from typing_extensions import Self
+from typing import Self
 
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.paths import is_partial

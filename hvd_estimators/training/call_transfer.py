@@ -15,10 +15,9 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import cloudpickle
-from typing_extensions import Self
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler, first_imports

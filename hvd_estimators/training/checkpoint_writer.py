@@ -10,9 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import IO, Any, NamedTuple
-
-from typing_extensions import Self
+from typing import IO, Any, NamedTuple, Self
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.base import RunPaths, Store

@@ -16,8 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-
-from typing_extensions import Self
+from typing import Self
 
 from hvd_estimators.launch.rank.graceful_stop import grace_seconds
 from hvd_estimators.launch.rank.hang_detection import (

@@ -9,9 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from hvd_estimators.exceptions import DependencyError, LoggerError, TrainingInterruptedError
 from hvd_estimators.loggers import LoggedRun, Logger

@@ -23,9 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
-
-from typing_extensions import Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from hvd_estimators.exceptions import NotFiniteError, TrainingInterruptedError
 from hvd_estimators.launch.rank.graceful_stop import asking_for_grace, mute_if_unheard

@@ -53,7 +53,7 @@ def test_a_host_with_another_clock_sees_whether_a_lease_is_held(hours: int, tmp_
     }
     for silent, state in ((0.0, "held"), (STALE_SECONDS + 100, "free")):
         # The record has the time of the holder's clock, which is right.
-        moment = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=silent)
+        moment = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=silent)
         store.write_text(str(path), LeaseRecord(owner, moment, moment, "token").to_json())
         os.utime(path, (time.time() - silent,) * 2)
         done = subprocess.run(

@@ -70,7 +70,7 @@ def test_grid_fits_share_datasets_with_equal_columns_and_options(
 
 def test_datasets_are_listed_and_cleared(spark: Any, store: Any) -> None:
     frame = numbers(spark).withColumn("v", array_to_vector(F.array("x", "x")))
-    before = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=2)
+    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=2)
     with prepare_data(
         1, store, frame, ["id"], ["v"], validation="held_out", compress_sparse=True
     ) as index:
@@ -81,7 +81,7 @@ def test_datasets_are_listed_and_cleared(spark: Any, store: Any) -> None:
     assert (dataset.index, dataset.rows, dataset.validation_rows) == (index, 160, 40)
     assert dataset.columns == ("v", "id")
     assert dataset.num_bytes == sum(sizes)
-    assert before < dataset.created < datetime.datetime.now(datetime.timezone.utc)
+    assert before < dataset.created < datetime.datetime.now(datetime.UTC)
     assert clear_prepared_data(store) == []
     assert list(Path(store.prefix_path).iterdir()) == []
 

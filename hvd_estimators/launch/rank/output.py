@@ -13,9 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from hvd_estimators.launch.gpus import visible_gpus
 

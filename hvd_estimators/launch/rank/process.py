@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import cloudpickle
-from typing_extensions import Self
 
 from hvd_estimators._util.system import memory_file
 from hvd_estimators._util.unpickle_imports import first_imports

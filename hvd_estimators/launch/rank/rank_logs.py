@@ -16,9 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Self
 
 from hvd_estimators.launch.rank.output import LineHandler, lines_left_out
 

@@ -25,9 +25,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
-
-from typing_extensions import Self
+from typing import Any, Self, TypeVar
 
 from hvd_estimators.launch import timeouts
 

@@ -18,9 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-from typing_extensions import Self
+from typing import Any, Protocol, Self
 
 from hvd_estimators.launch.rendezvous.channel import (
     AuthenticationError,

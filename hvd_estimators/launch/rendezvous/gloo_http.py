@@ -17,9 +17,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Self
 
 import psutil
-from typing_extensions import Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import (

@@ -9,9 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import (

@@ -24,10 +24,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 import cloudpickle
-from typing_extensions import Self
 
 from hvd_estimators._util.unpickle_imports import load
 from hvd_estimators.exceptions import StoreError, UnreachableError

@@ -19,9 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts

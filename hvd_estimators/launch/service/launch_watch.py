@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-
-from typing_extensions import Self
+from typing import Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage

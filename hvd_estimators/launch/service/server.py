@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import (

@@ -20,10 +20,9 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import psutil
-from typing_extensions import Self
 
 from hvd_estimators._util.process_identity import boot_id, namespace_id
 from hvd_estimators.exceptions import UnreachableError
@@ -407,7 +406,7 @@ async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> b
         except ConnectionRefusedError:
             # The listener existed before its address was sent, so this is another host.
             return False
-        except (OSError, asyncio.TimeoutError):
+        except (TimeoutError, OSError):
             await asyncio.sleep(timeouts.PROBE_PAUSE)
     return False
 

@@ -15,11 +15,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext
-from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts

@@ -1,7 +1,6 @@
 """Detection of frameworks, CUDA and cores for a build of Horovod."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path

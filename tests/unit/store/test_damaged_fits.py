@@ -88,8 +88,8 @@ def test_a_run_of_any_metadata_is_resumed_or_the_file_is_named(
 LEASE = json.loads(
     LeaseRecord(
         this_process(),
-        datetime.datetime(2026, 11, 20, tzinfo=datetime.timezone.utc),
-        datetime.datetime(2026, 11, 20, tzinfo=datetime.timezone.utc),
+        datetime.datetime(2026, 11, 20, tzinfo=datetime.UTC),
+        datetime.datetime(2026, 11, 20, tzinfo=datetime.UTC),
         "token",
         {"launch": 1},
     ).to_json()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import IO, Any
 
 import pytest
@@ -39,7 +39,7 @@ def save(writer: CheckpointWriter, epoch: int, first: Any = None) -> None:
 
 
 def take_over(store: Any) -> None:
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     owner = replace(this_process(), machine="elsewhere", host="node7")
     path = lease_path(store.run_paths("mine").run_path)
     store.write_text(path, LeaseRecord(owner, now, now, "another").to_json())

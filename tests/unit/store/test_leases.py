@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +102,7 @@ def test_killed_processes_hold_no_lease(
 
 
 def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     owner = dataclasses.replace(this_process(), machine="elsewhere", host="node7")
     claim = LeaseRecord(owner, now, now, "token")
     store.write_text(path_of(store), claim.to_json())

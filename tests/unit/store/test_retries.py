@@ -1,6 +1,5 @@
 """Retries of storage errors, and the typed errors and messages after the last one."""
 
-import asyncio
 import errno
 import io
 import logging
@@ -54,7 +53,7 @@ TRANSIENT = [
     botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2),
     aiohttp.ClientPayloadError("Response payload is not completed"),
     aiohttp.ServerDisconnectedError(),
-    asyncio.TimeoutError(),
+    TimeoutError(),
     ConnectionResetError(errno.ECONNRESET, "reset"),
     OSError(errno.EHOSTUNREACH, "no route"),
     BrokenPipeError(),
