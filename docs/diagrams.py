@@ -13,6 +13,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "_static"
 
+LARGE = ".head { font-size: 20px; } .line { font-size: 17px; } .port { font-size: 16px; }\n"
+"""Sizes of a picture that is also shown on phones, where it cannot scroll."""
+
 STYLE = """\
 text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24; }
 .head { font-size: 16px; font-weight: 600; }
@@ -34,11 +37,11 @@ TIP = (
 
 def box(x: int, y: int, width: int, height: int, head: str, *lines: str, kind: str = "box") -> str:
     """Return a box with a heading and lines of text, centred."""
-    first = y + height / 2 - 10 * len(lines) + 6
+    first = y + height / 2 - 11 * len(lines) + 6
     texts = [("head", head), *(("line", line) for line in lines)]
     return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>' + (
         "".join(
-            f'<text class="{name}" x="{x + width / 2:g}" y="{first + 20 * number:g}"'
+            f'<text class="{name}" x="{x + width / 2:g}" y="{first + 22 * number:g}"'
             f' text-anchor="middle">{escape(text)}</text>'
             for number, (name, text) in enumerate(texts)
         )
@@ -55,14 +58,14 @@ def arrow(path: str, *, both: bool = False) -> str:
     return f'<path class="arrow{" both" if both else ""}" d="{path}"/>'
 
 
-def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+def svg(width: int, height: int, title: str, parts: Sequence[str], style: str = STYLE) -> str:
     """Return a picture of its parts."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
             f' height="{height}" role="img">',
             f"<title>{escape(title)}</title>",
-            f"<style>\n{STYLE}</style>",
+            f"<style>\n{style}</style>",
             TIP,
             f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
             *parts,
@@ -84,12 +87,12 @@ def overview() -> str:
         label(545, 186, "…", "head"),
         box(460, 200, 170, 60, "process N−1", "a part of the rows", kind="process"),
         arrow("M545 86V102", both=True),
-        label(448, 140, "gradients of each", "port", "end"),
-        label(448, 157, "step are averaged", "port", "end"),
+        label(450, 134, "gradients of each", "port", "end"),
+        label(450, 155, "step are averaged", "port", "end"),
         arrow("M458 230H402"),
         box(228, 192, 170, 76, "model", "a Spark ML stage"),
         arrow("M226 230H174"),
-        box(20, 192, 150, 76, "transform(df)", "predictions"),
+        box(20, 192, 150, 76, "transform", "predictions"),
     ]
     return svg(
         650,
@@ -97,6 +100,7 @@ def overview() -> str:
         "A DataFrame is written as Parquet to the store; N processes train on its rows and average"
         " their gradients; the fitted model transforms DataFrames.",
         parts,
+        STYLE + LARGE,
     )
 
 
