@@ -78,7 +78,7 @@ def _check_search(site: Path) -> None:
     found |= {page for _, page in headings}
     assert {"estimators", "api/params"} <= found
     assert [page for page in found if page.startswith("decisions")] == []
-    assert (site / "decisions" / "torch.html").is_file()
+    assert (site / "decisions" / "training.html").is_file()
 
 
 def _check_params(site: Path) -> None:
