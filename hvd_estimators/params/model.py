@@ -107,7 +107,7 @@ class ClassificationParams(_ClassifierColumns):
         if labels[0].startswith(_ONE_VS_REST) and not self.getOrDefault("rawPredictionCol"):
             raise ParamError(
                 "rawPredictionCol: OneVsRest compares the scores that its classifiers put into "
-                "this column, found none. Set rawPredictionCol in the classifier to that of "
+                "this column, found none. Set rawPredictionCol in the classifier to the one of "
                 "OneVsRest, 'rawPrediction' by default, and outputs_are to what the model's "
                 "output is, 'logits' for example."
             )

@@ -160,7 +160,7 @@ class DistributedCollectives(Collectives):
         return self._gather_rows(tensor.detach(), rows, name), rows
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
+        """Overwrite tensors with rank 0's."""
         waits = [
             self._broadcast(tensor.detach(), 0, name)
             for name, tensor in tensors.items()
