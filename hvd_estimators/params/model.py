@@ -131,7 +131,7 @@ class InferenceParams(DeclaredParams, HasHandleInvalid):
     )
     inference_batch_size = param(
         "Rows per forward pass. Default: an Arrow batch, which has "
-        "spark.sql.execution.arrow.maxRecordsPerBatch rows or 32 MiB, whichever is less.",
+        "spark.sql.execution.arrow.maxRecordsPerBatch rows or 32 MiB (the smaller one).",
         convert=integer(1),
     )
     inference_precision = param(

@@ -195,7 +195,7 @@ _FAILED_WRITE = re.compile(
 """Messages of failed writes that do not include the reason."""
 
 _FULL_BYTES = 2**26
-"""Free space below which a failed write without a reason counts as one for want of space."""
+"""Free space below which a failed write without a reason counts as a lack of space."""
 
 _MOST_ERROR_CHARACTERS = 500
 

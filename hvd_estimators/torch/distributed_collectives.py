@@ -1,6 +1,6 @@
 """Collectives of torch ranks over ``torch.distributed``: Gloo, and NCCL on GPUs.
 
-Ranks meet through the job's authenticated rendezvous. They have process groups of their own and no
+Ranks meet through the job's authenticated rendezvous. They have their own process groups and no
 default group, so that libraries which look for a default group train as with Horovod.
 
 An operation has no name in ``torch.distributed``. Therefore all ranks must start the same
