@@ -82,17 +82,10 @@ def _circumstances(result: Result) -> str:
     return (
         f"Measured on {result.date}"
         + (f" at commit ``{result.commit}``" if result.commit else "")
-        + f" on {_machine(result)}"
+        + f" on {result.machine_text}"
         + ("" if load is None else f", whose load in the minute before was {load:g}")
         + (f". Settings: {settings}." if settings else ".")
     )
-
-
-def _machine(result: Result) -> str:
-    machine = result.machine
-    named = [machine["gpu"]] if machine.get("gpu") else []
-    named += [machine["cpu"], f"{machine['cores']} cores", f"{machine['memory_gib']:g} GiB"]
-    return ", ".join(named)
 
 
 def _versions(found: Sequence[tuple[str, Result]]) -> str:
@@ -101,7 +94,7 @@ def _versions(found: Sequence[tuple[str, Result]]) -> str:
     for name, result in found:
         packages = {name: of for name, of in result.machine.items() if of and name not in _NAMED}
         text = ", ".join(f"{package} {version}" for package, version in packages.items())
-        parts.setdefault(f"{_machine(result)}: {text}", []).append(f"``{name}``")
+        parts.setdefault(f"{result.machine_text}: {text}", []).append(f"``{name}``")
     if not found:
         return ""
     lines = ["Versions", "--------", ""]

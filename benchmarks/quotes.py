@@ -43,16 +43,31 @@ class Quote:
         return f"{value:.{self.digits}f}"
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The day and the machine of a part's measurements."""
+
+    part: str
+
+    def text(self, results: Mapping[str, Result]) -> str:
+        """Return the day, the processor, its cores and the memory."""
+        result = results[self.part]
+        return f"{result.date}, {result.machine_text}"
+
+
 OURS, BASELINE = "hvd_estimators", "horovod.spark"
 _WITHOUT = "without validation"
 _ALLREDUCE = "torch, to the first allreduce"
 _NARROW = "narrow, batch 1000"
 
-QUOTES: Mapping[str, Quote] = {
+QUOTES: Mapping[str, Quote | Measured] = {
+    "fit_measured": Measured("fit"),
+    "transform_measured": Measured("transform"),
     "fit_speedup": Quote("fit", "fit", BASELINE, OURS, 1),
     "fit_over_by_hand": Quote("fit", "fit", OURS, "by hand", 1),
     "fit_of_distributor": Quote("fit", "fit", OURS, "TorchDistributor"),
     "fit_fixed": Quote("fit", "fixed cost", OURS, None, 1),
+    "fit_fixed_by_hand": Quote("fit", "fixed cost", "by hand", None, 1),
     "fit_fixed_of_horovod_spark": Quote("fit", "fixed cost", BASELINE, None, 1),
     "transform_speedup": Quote("transform", "8-64-1", BASELINE, OURS, 1),
     "transform_of_own_workers": Quote("transform", "8-64-1", OURS, "mapInArrow, its own workers"),

@@ -46,6 +46,14 @@ class Result:
             found.setdefault(record.table, []).append(record)
         return found
 
+    @property
+    def machine_text(self) -> str:
+        """The GPU if there is one, the processor, its cores and the memory."""
+        machine = self.machine
+        named = [machine["gpu"]] if machine.get("gpu") else []
+        named += [machine["cpu"], f"{machine['cores']} cores", f"{machine['memory_gib']:g} GiB"]
+        return ", ".join(named)
+
     def value(self, table: str, name: str) -> float:
         """Return a figure; the KeyError for a missing one names it."""
         for record in self.records:

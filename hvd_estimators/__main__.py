@@ -66,8 +66,8 @@ def _add_cluster_options(doctor: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--master",
         metavar="URL",
-        help="Spark's master, or sc://HOST:PORT of a Spark Connect server (default: that of "
-        "spark-submit, or of Spark's configuration)",
+        help="Spark's master, or sc://HOST:PORT of a Spark Connect server (default: from "
+        "spark-submit, or Spark's configuration)",
     )
     cluster.add_argument(
         "--conf",

@@ -101,7 +101,7 @@ class WandbLogger(Logger):
     Parameters
     ----------
     project : str, optional
-        The project. Default: that of ``WANDB_PROJECT``, or else W&B's default.
+        The project. Default: ``WANDB_PROJECT``, or else W&B's default.
     **kwargs
         Further arguments of ``wandb.init``; they replace this class's own.
     """

@@ -175,11 +175,11 @@ class HorovodModel(
     def evaluate(self, dataset: DataFrame) -> EvaluationSummary:
         """Compute the losses and metrics of training on a DataFrame.
 
-        Spark tasks evaluate the rows of their partitions, and the driver combines their sums. The
-        values are those that a validation in training reports for the same rows and weights, up to
-        rounding. A metric that is a plain function is averaged over batches, weighted by rows. The
-        DataFrame needs the columns of the features and labels, and of ``sample_weight_col`` if set.
-        Nulls are an error, unless ``handleInvalid`` is ``"skip"``. Runs on the driver.
+        Returns the same values as validation during training, up to rounding. Spark tasks evaluate
+        the rows of their partitions, and the driver combines their sums. A metric that is a plain
+        function is averaged over batches, weighted by rows. The DataFrame needs the columns of the
+        features and labels, and of ``sample_weight_col`` if set. Nulls are an error, unless
+        ``handleInvalid`` is ``"skip"``. Runs on the driver.
 
         Parameters
         ----------
@@ -342,7 +342,7 @@ class HorovodModel(
         Raises
         ------
         ParamError
-            If no session is active, the name is that of a built-in Spark function, the output
+            If no session is active, the name belongs to a built-in Spark function, the output
             shapes are unknown, or ``output_types`` does not fit the shapes.
         """
         session = active_session()

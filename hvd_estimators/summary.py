@@ -19,8 +19,8 @@ from hvd_estimators.training.spec import EpochMetrics, HistoryRow, measured, mod
 class TrainingSummary:
     """Metrics by epoch, duration, rows and restarts of a fit.
 
-    A resumed run's metrics include the epochs of its earlier fits; duration and restarts are those
-    of this fit.
+    A resumed run's metrics include the epochs of its earlier fits; duration and restarts describe
+    this fit.
 
     Attributes
     ----------

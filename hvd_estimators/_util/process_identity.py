@@ -115,7 +115,7 @@ def related_processes(variable: str, value: str) -> dict[int, str]:
     Returns
     -------
     dict
-        IDs of processes, and when they started. Those of this session are included only if this
+        IDs of processes, and when they started. Processes of this session are included only if this
         process leads it.
     """
     import psutil

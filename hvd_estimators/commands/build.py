@@ -145,7 +145,7 @@ def build_horovod(
     jobs : int, optional
         Number of compilers to run in parallel; by default as many as cores and memory allow.
     with_compat : bool, optional
-        Whether the wheel's ``horovod.spark`` is that of `hvd_estimators.compat`. Otherwise it
+        Whether the wheel's ``horovod.spark`` is `hvd_estimators.compat`. Otherwise it
         raises an ImportError that names the replacements. By default the setting of the installed
         Horovod.
     report : callable

@@ -213,7 +213,7 @@ def _store_row(facts: ClusterFacts, name: str, problems: Mapping[str, str] | Non
     }
     found = {other: text for other, text in problems.items() if other not in apart or other == name}
     if not found:
-        hidden = f", except those of {', '.join(problems)}" if problems else ""
+        hidden = f", except on {', '.join(problems)}" if problems else ""
         return Row("Store", f"writes to {facts.store}, and reads the files of the others{hidden}")
     lines = [
         f"{'cannot write' if other == name else f'file of {_title(other)}'}: {text}"

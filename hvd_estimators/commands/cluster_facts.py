@@ -54,7 +54,7 @@ DRIVER = "driver"
 _SURVEY_HOLD = 10.0
 _VERIFY_HOLD = 4.0
 
-# Limits of the rounds, above those of their probes.
+# Limits of the rounds, above their probes' limits.
 _SURVEY_SECONDS = cluster_probe.INSTALLATION_SECONDS + 90.0
 _VERIFY_SECONDS = cluster_probe.REACH_SECONDS + cluster_probe.PROGRAM_SECONDS + 60.0
 _SLOTS_SECONDS = 60.0

@@ -14,7 +14,7 @@ differs from it in these points:
   If a migrated program still had an old import, it would silently use that package. The benchmarks
   that compare with the old package set the variable.
 * With ``--with-compat``, modules of the same names replace the complete ``horovod.spark``. They
-  re-export those of `hvd_estimators.compat`.
+  re-export `hvd_estimators.compat`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def finish_wheel(
     record : mapping
         What the wheel was built for, if the wheel has no record itself.
     with_compat : bool
-        Whether the copy's ``horovod.spark`` is that of `hvd_estimators.compat`. Otherwise it
+        Whether the copy's ``horovod.spark`` is `hvd_estimators.compat`. Otherwise it
         raises.
 
     Returns

@@ -17,7 +17,7 @@ from hvd_estimators.keras import DistributedOptimizer as _DistributedOptimizer
 
 
 def complete(module: ModuleType) -> None:
-    """Replace a module's own functions by those of this module."""
+    """Replace a module's own functions by this module's."""
     for name in ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"):
         if hasattr(module, name):
             setattr(module, name, globals()[name])

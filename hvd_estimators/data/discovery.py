@@ -126,7 +126,7 @@ def _listed(paths: str | Sequence[str]) -> list[str]:
 def complete_shapes(
     store: Store, split: Split, specs: Sequence[ColumnSpec]
 ) -> tuple[ColumnSpec, ...]:
-    """Replace unknown dimensions (-1) by those of the first row.
+    """Replace unknown dimensions (-1) by the first row's.
 
     Raises
     ------

@@ -75,7 +75,7 @@ class ColumnSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row in memory; for text, that of the pointers to it."""
+        """Size of one row in memory; for text, the size of the pointers to it."""
         return self.width * _itemsize(self.dtype)
 
 

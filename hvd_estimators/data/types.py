@@ -51,7 +51,7 @@ _INT64_DIGITS = 18
 def without_decimals(column: pa.Array) -> pa.Array:
     """Convert decimals to integers or the nearest doubles, and return other columns unchanged.
 
-    The result equals that of Spark's cast. Arrow's own cast is often wrong in the last bit.
+    The result equals Spark's cast. Arrow's own cast is often wrong in the last bit.
     """
     if not pa.types.is_decimal(column.type):
         return column
@@ -212,7 +212,7 @@ def _remedy(leaf: pa.DataType, data_type: pa.DataType) -> str:
         return "store the codes of its categories instead (in pandas, frame[column].cat.codes)"
     if is_string(leaf):
         return (
-            "store numbers instead, such as those of pyspark.ml.feature.StringIndexer or "
+            "store numbers instead, for example from pyspark.ml.feature.StringIndexer or "
             "pandas.factorize"
         )
     if pa.types.is_temporal(leaf):
@@ -320,7 +320,7 @@ def _partition_dtype(name: str, value: str, file: str) -> str:
     if not _NUMBER.fullmatch(value):
         raise ColumnError(
             f"Column {name!r} is a partition with the value {value!r} (path {file!r}); expected "
-            "numbers. Store a number in the files instead, such as that of "
+            "numbers. Store a number in the files instead, for example from "
             "pyspark.ml.feature.StringIndexer, or leave it out."
         )
     if _INTEGER.fullmatch(value) and -(2**63) <= int(value) < 2**63:

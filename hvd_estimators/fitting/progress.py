@@ -254,7 +254,7 @@ def show_learning_rates(rates: Sequence[float], scale: int) -> None:
     if scale > 1:
         used = ", ".join(f"{rate * scale:g}" for rate in known)
         product = f"{listed} x {scale} processes = {used}" if known else f"times {scale} processes"
-        kept = listed or "those of one process"
+        kept = listed or "the rates of one process"
         _write_line(f"{title} {product}; scale_learning_rate=False keeps {kept}.")
     elif known:
         _write_line(f"{title} {listed}.")
@@ -352,7 +352,7 @@ class _Display:
             _shown.discard(self)
 
     def launch(self, state: LaunchState) -> None:
-        """Show the stage of the launch. A stage before the last one is that of a relaunch."""
+        """Show the stage of the launch. An earlier stage than the last one means a relaunch."""
         with self._lock:
             if state.stage < self._state.stage:
                 self._waiting.restart(state.num_ranks)
@@ -568,6 +568,6 @@ class StepWaiting:
         return (
             f"Also the rank that waits least, rank {least.rank} on {least.host}, waits "
             f"{100 * share:.0f} %: the network between the hosts is probably slow. "
-            "'hvd-estimators doctor --cluster' checks it. Larger batches, gradient_compression and "
-            "backward_passes_per_step need less of it."
+            "'hvd-estimators doctor --cluster' checks it. To reduce traffic, use larger batches, "
+            "gradient_compression or backward_passes_per_step."
         )

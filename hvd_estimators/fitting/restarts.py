@@ -136,7 +136,7 @@ class Launch:
             raise
 
     def _rank_logs(self) -> RankLogs | None:
-        """Return the logs of a new launch, and delete those of the oldest launches."""
+        """Return the logs of a new launch, and delete the logs of the oldest launches."""
         store = self._run.store
         path = store.get_rank_logs_path(self._run.paths.run_id)
         if path is None:

@@ -186,7 +186,7 @@ class Run:
                 "one cannot load. To begin with some of its weights, load them into the model by "
                 f"load_checkpoint(store, run_id={self.paths.run_id!r}) and fit with another run_id."
             )
-        return f"To resume it all the same, delete {run_file(self.paths.run_path, 'metadata')!r}."
+        return f"To resume anyway, delete {run_file(self.paths.run_path, 'metadata')!r}."
 
     def check_reading(self, data: DataSpec) -> None:
         """Check that a run that was interrupted within an epoch reads rows in the same order.

@@ -342,7 +342,7 @@ def _comes_from_process(error: BaseException) -> bool:
 
 
 class _Muted:
-    """Stream that discards the output of one thread and forwards that of other threads."""
+    """Stream that discards the output of one thread and forwards other threads' output."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -147,7 +147,7 @@ class OutputType:
     def elements(self, values: Array, name: str) -> pa.Array:
         """Convert numbers to the elements' type; NaN becomes null if the type has no NaN.
 
-        The results equal those of Spark's casts. Integers lose the fraction. Decimals are rounded
+        The results equal Spark's casts. Integers lose the fraction. Decimals are rounded
         half up from the shortest text of the double. Text has Java's format.
 
         Parameters

@@ -167,7 +167,7 @@ class Pipeline:
 
 
 def read_pipeline(saved: Saved, load_model: Callable[[Saved], ModelPredictor]) -> Pipeline:
-    """Return the stages of a saved pipeline; those of pipelines in it take their place.
+    """Return the stages of a saved pipeline, with nested pipelines replaced by their stages.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ class SavedPredictor:
     Attributes
     ----------
     feature_columns : tuple of str
-        Columns that the predictor takes, in the order of the model's inputs; those of a matrix
+        Columns that the predictor takes, in the order of the model's inputs; columns of a matrix
         one after another. With ``apply_transformation``, these are the columns before the
         transformation.
     output_columns : tuple of str
@@ -164,7 +164,7 @@ class SavedPredictor:
         -------
         dict, list of dict, pandas.DataFrame or pyarrow.Table
             The columns that ``transform()`` adds, and no others. For single rows, a dict of values
-            for each row; None for a row that was given alone and is left out. For a data frame, a
+            for each row. None if a single row was skipped. For a data frame, a
             data frame with the same index. For a table, a table. Otherwise arrays by name, rows
             first.
 
@@ -423,7 +423,7 @@ def predictor_loader(class_name: str, load: Load, note: str = "") -> _LoadPredic
         predictor, text = load(saved, resources)
         if resources.gpu is not None and not getattr(predictor, "overlaps", False):
             raise GpuError(f"device: found {device!r}, and the framework sees no GPU. Set 'cpu'.")
-        # fit() stores the output shapes of forward(), which may differ from those of predict_step.
+        # fit() stores the output shapes of forward(), which predict_step may change.
         shapes = None if saved.get("use_predict_step") else saved.get("output_shapes")
         return SavedPredictor(
             saved,

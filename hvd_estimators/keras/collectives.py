@@ -104,7 +104,7 @@ class GradientAverager:
     compression : horovod compressor, optional
         For example ``horovod.tensorflow.Compression.fp16``.
     name : str
-        Distinguishes this averager's tensors from those of others.
+        Distinguishes this averager's tensors from others'.
 
     Attributes
     ----------

@@ -397,7 +397,7 @@ class DryRun:
             ) from error
 
     def _check_copy(self, x: Any, outputs: Any) -> None:
-        """Compare the outputs of the given model with those of the copy for training.
+        """Compare the given model's outputs with the outputs of the copy for training.
 
         Raises
         ------

@@ -79,9 +79,9 @@ class KerasEstimator(KerasEstimatorSignatures):
     returns a dict, or if its output layers are named after the labels. Otherwise labels and outputs
     pair by position. Outputs in a dict that are not labels are ignored.
 
-    An epoch trains on every row once. The learning rate is that of one rank. Training multiplies
-    the rate by the number of ranks, also if a callback or schedule sets the rate. The gradient of a
-    step is that of the loss over the rows of all ranks.
+    An epoch trains on every row once. Set the learning rate that you would use in a single process.
+    Training multiplies the rate by the number of ranks, also if a callback or schedule sets it.
+    Each step uses the gradient of the loss over the global batch.
 
     Callbacks run on every rank and see the metrics over all ranks. Callbacks that write files
     (TensorBoard, ModelCheckpoint, CSVLogger) run on rank 0, and so do your own callbacks with an

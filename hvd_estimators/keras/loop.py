@@ -443,7 +443,7 @@ class RankCallbacks(keras.callbacks.CallbackList):
         if step is None:
             return
         if self._micro_batches.passes > 1 and (self._step_end.checks_nan or self._batch_ends):
-            # The logs from Keras may be those of an empty micro-batch.
+            # The logs from Keras may belong to an empty micro-batch.
             logs = self.model.get_metrics_result()
         if self._step_end.checks_nan:
             # Checked before the callbacks: one may raise its own error on one rank only.

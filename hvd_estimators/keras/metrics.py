@@ -127,7 +127,7 @@ def capture_metrics(model: keras.Model) -> tuple[list[Array], list[list[Array]]]
 
 
 def merge_captured(model: keras.Model, parts: Sequence[tuple[list[Array], Any]]) -> None:
-    """Set a model's metrics to the merged states of copies that measured some of the rows.
+    """Merge the metric states of several copies into a model.
 
     Parameters
     ----------

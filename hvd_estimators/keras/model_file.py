@@ -51,7 +51,7 @@ def loads_plainly(layer: keras.Layer) -> bool:
 
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the variables of a layer without those of its sublayers."""
+    """Return a layer's own variables, without its sublayers'."""
     inner = {id(v) for part in all_layers(layer, include_self=False) for v in part.variables}
     return [variable for variable in layer.variables if id(variable) not in inner]
 
@@ -361,7 +361,7 @@ def read_content(
     file : file
         The checkpoint.
     safe : bool
-        Whether to reject code in the file, such as that of Lambda layers.
+        Whether to reject code in the file, such as Lambda layers.
     custom_objects : mapping
         Name to custom class or function of the model.
 
@@ -392,7 +392,7 @@ def read_content(
             raise StoreError(
                 f"Keras cannot create the model of the checkpoint ({error}). Set custom_objects if "
                 "the model has your own classes or functions. Set safe=False if the file contains "
-                "code, such as that of Lambda layers, and you trust its writer."
+                "code, such as Lambda layers, and you trust its writer."
             ) from error
 
 

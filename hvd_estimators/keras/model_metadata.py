@@ -161,7 +161,7 @@ def _check_layers(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
-    """Pair a model's variables with those of a copy, in the order of the copy.
+    """Pair a model's variables with a copy's, in the order of the copy.
 
     The order differs if variables were added after a layer was built.
     """

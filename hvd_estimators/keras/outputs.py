@@ -41,7 +41,7 @@ class Outputs:
     labels : tuple of (str or None)
         Label of each output, in flat order; None for an auxiliary output, which has no label.
     selected : tuple of int
-        Positions of the outputs that are predictions: those selected by ``outputs``, else those of
+        Positions of the outputs that are predictions: selected by ``outputs``, else outputs of
         the labels in label order, else all.
     """
 

@@ -331,7 +331,7 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
                 made.learning_rate = rate
             except (TypeError, AttributeError) as error:
                 raise ParamError(
-                    f"learning_rate: that of {type(made).__name__} cannot be set ({error}). Leave "
+                    f"learning_rate: {type(made).__name__} does not let it be set ({error}). Leave "
                     "learning_rate out, or give an optimizer with a number as its rate."
                 ) from error
         settings = CompileSettings(optimizer, compiled, params, get("label_cols"), rate)

@@ -221,7 +221,7 @@ def of_labels(
     compares: bool,
     selection: Sequence[int | str] | None = None,
 ) -> list[Any]:
-    """Return the selected outputs, else those of the labels, else all outputs.
+    """Return the selected outputs, else the labels' outputs, else all outputs.
 
     If the labels do not pair with the outputs, all outputs are returned or, if ``compares`` is set,
     an error is raised.
@@ -264,5 +264,5 @@ def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[
 load_predictor = predictor_loader(
     "KerasModel",
     _load,
-    "The model is not compiled. Loading sets Keras's float type to that of the training.",
+    "The model is not compiled. Loading sets Keras's float type as in training.",
 )

@@ -138,7 +138,7 @@ def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
 class ModelPayload:
     """A compiled model that is sent to the ranks.
 
-    The pickled content is the same as that of `dump` or `model_payload`, in separate parts. The
+    The pickled content is the same as from `dump` or `model_payload`, in separate parts. The
     parts are not kept in memory. Large parts are plain arrays, so that they can be copied from file
     to file.
 

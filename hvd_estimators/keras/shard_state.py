@@ -20,7 +20,7 @@ from hvd_estimators.training.shard_state import HostStreams, ShardStates
 class RandomStreams(HostStreams):
     """Independent random streams for each shard and epoch, for all generators.
 
-    The generators are those of the layers, the global ones of `keras.random` and ``tf.random``, and
+    The generators are the layers', the global ones of `keras.random` and ``tf.random``, and
     Python's and NumPy's. The numbers of an epoch depend only on the run's seed, the shard and the
     epoch. A resumed run therefore draws the same numbers as an uninterrupted run. The exception is
     ``tf.random.uniform`` and similar functions, whose state TensorFlow does not allow to set. These

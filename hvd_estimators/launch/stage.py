@@ -40,7 +40,7 @@ EXPLANATIONS = {
     ),
     Stage.IMPORTS: "the task imports this package",
     Stage.HOST_CHECKS: "the task checks its machine, its packages and its GPUs",
-    Stage.EXCHANGE: "the task has sent its address, and waits for those of the other tasks",
+    Stage.EXCHANGE: "the task has sent its address, and waits for the other tasks' addresses",
     Stage.ADDRESSES: (
         "the task connects to the other hosts; a firewall may be between them, or nics must be set"
     ),

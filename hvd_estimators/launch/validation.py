@@ -1,4 +1,4 @@
-"""Validation of backend arguments: explain those of ``horovod.spark``, reject unknown ones."""
+"""Validation of backend arguments: explain arguments of ``horovod.spark``, reject unknown ones."""
 
 from __future__ import annotations
 

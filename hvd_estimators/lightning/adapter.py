@@ -136,7 +136,7 @@ class ModuleAdapter(LightningModule):
         strategy.denominators.add(stated, share.rows)
         assert evaluation.step_loss is not None
         self.step_loss = evaluation.step_loss.detach()
-        # The value is the batch's own loss; the gradient is that of the batch's part of the step's
+        # The value is the batch's own loss; the gradient belongs to the batch's part of the step's
         # loss.
         return loss.detach() + evaluation.step_loss - evaluation.step_loss.detach()
 

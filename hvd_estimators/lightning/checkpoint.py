@@ -3,7 +3,7 @@
 Lightning's own checkpoint holds the module's parameters, optimizers, schedulers, and the states of
 callbacks and loops. It lacks the states of torchmetrics objects and the settings of the current
 epoch, which this module adds. Logged values of the epoch are not saved: a resumed epoch reports
-those of its second part.
+the values of its second part.
 
 `of_flavor` makes the callback for either Lightning package. Runs on every rank.
 """
@@ -173,7 +173,7 @@ class RunCheckpoint(Callback):
             yield
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Redirect checkpoints, including those of the module's ``configure_callbacks``."""
+        """Redirect checkpoints, including the ones from the module's ``configure_callbacks``."""
         # Callbacks of that hook were added at the end, but the recorder must be last.
         given: Any = trainer
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))

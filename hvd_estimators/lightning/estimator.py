@@ -57,7 +57,7 @@ _MIXED_PRECISIONS: dict[Any, str] = {
     **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
     **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
 }
-"""Trainer's precisions that compute with autocast, to those of the param ``precision``."""
+"""Trainer's precisions that compute with autocast, to values of the param ``precision``."""
 
 _ACCUMULATION_CALLBACK = "callbacks.GradientAccumulationScheduler"
 
@@ -89,8 +89,8 @@ class LightningEstimator(LightningEstimatorSignatures):
     with Lightning's callbacks and loggers.
 
     An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
-    number of ranks. In automatic and in manual optimization, the gradient of a step is that of the
-    mean over the rows of all ranks. A rank can have no rows in a step if it has fewer rows than
+    number of ranks. In automatic and in manual optimization, each step uses the gradient of the
+    mean over the global batch. A rank can have no rows in a step if it has fewer rows than
     steps. Such a rank takes part with two rows of its previous batch, which do not count.
 
     Values that are logged for an epoch are reduced over the ranks by rows, with or without

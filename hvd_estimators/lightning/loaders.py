@@ -173,7 +173,7 @@ class _Loader:
     ) -> TensorBatch:
         """Return a batch as tensors; replace an empty batch with rows of the previous one.
 
-        Thus every rank runs the same code in every step, which matters if a module reduces over the
+        So every rank runs the same code in every step, which matters if a module reduces over the
         ranks.
         """
         rows = 0 if batch is None else _rows(batch)

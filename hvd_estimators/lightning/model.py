@@ -91,7 +91,7 @@ class LightningModel(LightningModelSignatures):
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
         shapes = self.getOrDefault("output_shapes")
-        # fit() stores the output shapes of forward(), which may differ from those of predict_step.
+        # fit() stores the output shapes of forward(), which predict_step may change.
         if shapes is not None and not self.getOrDefault("use_predict_step"):
             return self._output_shapes()
         applied = self._plain_batch_predictor(dataset)

@@ -491,7 +491,7 @@ class HorovodStrategy(ParallelStrategy):
 class WeightedStrategy(HorovodStrategy):
     """Weight gradients and logged values by the weight of each rank's batch.
 
-    The gradient of a step is that of the mean over the rows of all ranks. Logged values are
+    Each step uses the gradient of the mean over the global batch. Logged values are
     weighted by rows. A rank without rows in a step takes part without effect on results or state.
 
     Parameters

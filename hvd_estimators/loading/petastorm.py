@@ -55,7 +55,7 @@ class PetastormDataModule(PlannedDataModule):
     """Data module on Petastorm: a worker pool reads row groups ahead of the training loop.
 
     Petastorm's own reader shards by whole row groups and chooses their order. This class gives
-    Petastorm's worker pools the planned row ranges instead. Each row is thus read once, and the
+    Petastorm's worker pools the planned row ranges instead. So each row is read once, and the
     order depends only on the seed.
 
     Parameters

@@ -173,7 +173,7 @@ class Transformed:
         Raises
         ------
         DataError
-            If the fields, types or shapes of the rows differ from those of the first rows.
+            If the fields, types or shapes of the rows differ from the first rows.
         """
         rows, start, step = num_rows(columns), 0, _FIRST_ROWS
         while start < rows:

@@ -1,7 +1,7 @@
 """Params of estimators, in one mixin for each purpose. Runs on the driver.
 
-All estimators have these params, except that `ClassWeightParams` and `LoggerParams` are those of
-`KerasEstimator` and `TorchEstimator`.
+All estimators have these params. Only `KerasEstimator` and `TorchEstimator` have
+`ClassWeightParams` and `LoggerParams`.
 """
 
 from __future__ import annotations
@@ -574,7 +574,7 @@ class ClassWeightParams(DeclaredParams):
 
     class_weight = param(
         "Dict of class number to weight, for a single label of class numbers or one-hot rows. "
-        "In training, a row's weight is its class's weight times that of sample_weight_col. "
+        "In training, a row's weight is its class's weight times sample_weight_col. "
         "Other classes have the weight 1.",
         convert=_class_weights,
     )

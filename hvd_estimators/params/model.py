@@ -112,7 +112,7 @@ class ClassificationParams(_ClassifierColumns):
         if labels[0].startswith(_ONE_VS_REST) and not self.getOrDefault("rawPredictionCol"):
             raise ParamError(
                 "rawPredictionCol: OneVsRest compares the scores that its classifiers put into "
-                "this column, found none. Set rawPredictionCol in the classifier to that of "
+                "this column, found none. Set rawPredictionCol in the classifier to the one of "
                 "OneVsRest, 'rawPrediction' by default, and outputs_are to what the model's "
                 "output is, 'logits' for example."
             )
@@ -136,7 +136,7 @@ class InferenceParams(DeclaredParams, HasHandleInvalid):
     )
     inference_batch_size = param(
         "Rows per forward pass. Default: an Arrow batch, which has "
-        "spark.sql.execution.arrow.maxRecordsPerBatch rows or 32 MiB, whichever is less.",
+        "spark.sql.execution.arrow.maxRecordsPerBatch rows or 32 MiB (the smaller one).",
         convert=integer(1),
     )
     inference_precision = param(

@@ -197,7 +197,9 @@ def keyword_arguments(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 def objects(name: str, value: Iterable[Any]) -> list[Any]:
     """Accept a list of objects, or another ordered iterable of objects."""
     if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
-        raise ParamError(f"{name}: expected a list, found {value!r}. Set [...], also for one.")
+        raise ParamError(
+            f"{name}: expected a list, found {value!r}. Wrap a single value: [{value!r}]."
+        )
     return list(value)
 
 

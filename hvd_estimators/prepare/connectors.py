@@ -182,7 +182,7 @@ def storage_errors(store: Store, url: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Spark's error contains those of executors as text, and over Connect its own one, too.
+        # Spark's error contains executors' errors as text, and over Connect its own one, too.
         found = _STORAGE_ERROR.search(str(error))
         if found is None:
             raise

@@ -196,7 +196,7 @@ def prepare_data(
 def _with_validation_rows(
     df: DataFrame, rows: DataFrame, names: Sequence[str]
 ) -> tuple[DataFrame, str]:
-    """Return the rows of two DataFrames, and the column that is true for those of the second.
+    """Return the rows of two DataFrames, and the column that is true for rows of the second.
 
     Raises
     ------

@@ -100,7 +100,7 @@ def _stored_datasets(store: Store) -> list[PreparedDataset]:
 
 
 def stored_indices(store: Store) -> list[str]:
-    """Return the indices of all datasets in a store, including those of killed writers."""
+    """Return the indices of all datasets in a store, including datasets of killed writers."""
     store.fs.invalidate_cache()
     parent, name = posixpath.split(store.get_train_data_path())
     # An index is 12 hexadecimal digits, so that no other file is mistaken for a dataset.
@@ -572,7 +572,7 @@ def clear_training_cache() -> None:
     """Delete this application's prepared datasets that are not in use, in all stores.
 
     `prepare_data` and ``fit`` delete their datasets themselves, so that this is rarely necessary.
-    The name is that of ``horovod.spark.common.util``. Runs on the driver.
+    ``horovod.spark.common.util`` has the same name. Runs on the driver.
     """
     _registry.sweep()
 

@@ -150,7 +150,7 @@ def _in_other_case(df: DataFrame, name: str) -> str:
     """Return a hint for a missing name that Spark itself would resolve, or a similar name."""
     alike = clashing(df, name, df.columns)
     if alike:
-        return f" Write {alike[0]!r}: upper and lower case must be those of the DataFrame."
+        return f" Write {alike[0]!r}: upper and lower case must be as in the DataFrame."
     return did_you_mean(name, df.columns)
 
 
@@ -503,7 +503,7 @@ def _cast(leaf: T.DataType) -> tuple[str | None, bool]:
 
 
 def _remedy(name: str, leaf: T.DataType) -> str:
-    # These have the same names as those of pyspark.ml. A thin client lacks pyspark.mllib.
+    # These have the same names as in pyspark.ml. A thin client lacks pyspark.mllib.
     if type(leaf).__module__.startswith("pyspark.mllib"):
         return _OLD_VECTORS.format(name=name)
     named = (_REMEDIES[kind.__name__] for kind in type(leaf).__mro__ if kind.__name__ in _REMEDIES)

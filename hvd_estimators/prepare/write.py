@@ -393,7 +393,7 @@ def _has_rows(observed: dict[str, Any]) -> bool:
 def _not_found(path: str) -> StoreError:
     return StoreError(
         f"Spark has written rows to {path!r}, and this process does not find them: they are on a "
-        "disk of another machine, with Spark Connect that of the server. Set the store's "
+        "disk of another machine, with Spark Connect the server's. Set the store's "
         "prefix_path to a folder that this process, the server and all executors share, or to a "
         "URL such as s3://bucket/experiments."
     )

@@ -311,7 +311,7 @@ class Files(ABC):
         for file, info in found.items():
             # Hadoop's connectors mark directories with empty objects.
             if not file.endswith("/"):
-                # A listing has the type of a link, not that of its target.
+                # A listing has the type of a link, not its target's type.
                 regular = info.get("type") != "other" or fs.info(file)["type"] == "file"
                 files.append(ListedFile(self.full_path(file), regular))
         return files

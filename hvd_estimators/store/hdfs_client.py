@@ -34,7 +34,7 @@ class ConfiguredHdfs(HdfsFileSystem):
     url : str
         Scheme and authority, as in ``hdfs://namenode:8020``.
     config : mapping
-        Hadoop settings. They override those of the configuration folder.
+        Hadoop settings. They override the configuration folder.
     user : str, optional
         User that reads and writes; with Kerberos, a principal.
     ticket_cache : str, optional

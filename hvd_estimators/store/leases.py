@@ -11,7 +11,7 @@ record of a run is ``runs/<run_id>/lease.json``. A `Heartbeat` rewrites the reco
   because it checks its ownership before each heartbeat (`Heartbeat.lost`).
 
 If the store records modification times, only the store's clock determines the age of a heartbeat.
-The age is then the difference between the record's time and that of a probe file written now.
+The age is then the difference between the times of the record and of a probe file written now.
 Otherwise the owner's clock is compared with the reader's clock (both UTC). A reader whose clock is
 fast then considers the owner dead too early by the difference. A reader whose clock is slow does so
 too late. The difference is harmless below `STALE_SECONDS` minus two heartbeats, which is four

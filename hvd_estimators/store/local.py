@@ -45,7 +45,7 @@ class LocalStore(Store):
         elif scheme_of(path):
             raise ParamError(
                 f"path: expected one of this machine's, found {path!r}. A store keeps everything "
-                "on one filesystem: set a prefix_path on that of the URL."
+                "on one filesystem: set a prefix_path on the URL's filesystem."
             )
         return str(Path(path).expanduser().absolute())
 

@@ -195,7 +195,7 @@ _FAILED_WRITE = re.compile(
 """Messages of failed writes that do not include the reason."""
 
 _FULL_BYTES = 2**26
-"""Free space below which a failed write without a reason counts as one for want of space."""
+"""Free space below which a failed write without a reason counts as a lack of space."""
 
 _MOST_ERROR_CHARACTERS = 500
 
@@ -334,7 +334,7 @@ def _kind_of_python_error(error: Exception) -> Kind:
 
 def kind_of_text(text: str) -> Kind:
     """Return the kind of an error from its text. Hadoop's clients give nothing else."""
-    # Frames of a stack trace have names such as those of the patterns.
+    # Frames of a stack trace have names like the patterns.
     text = _TRACE.split(text, maxsplit=1)[0]
     return next((kind for kind, pattern in _HADOOP if re.search(pattern, text)), Kind.OTHER)
 

@@ -161,7 +161,7 @@ class RunCheckpoints:
         Parameters
         ----------
         batches : int
-            Finished batches of the epoch after those of the history.
+            Finished batches of the epoch after the history's.
         history : tuple of EpochMetrics
             Records of the finished epochs.
         output_shapes : list or None

@@ -88,7 +88,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
+        """Overwrite tensors with rank 0's."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -345,7 +345,7 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
 
 
 def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
-    """Overwrite tensors with those of rank 0, for any dtypes and strides.
+    """Overwrite tensors with rank 0's, for any dtypes and strides.
 
     Called by all ranks.
 

@@ -1,6 +1,6 @@
 """Collectives of torch ranks over ``torch.distributed``: Gloo, and NCCL on GPUs.
 
-Ranks meet through the job's authenticated rendezvous. They have process groups of their own and no
+Ranks meet through the job's authenticated rendezvous. They have their own process groups and no
 default group, so that libraries which look for a default group train as with Horovod.
 
 An operation has no name in ``torch.distributed``. Therefore all ranks must start the same
@@ -160,7 +160,7 @@ class DistributedCollectives(Collectives):
         return self._gather_rows(tensor.detach(), rows, name), rows
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
+        """Overwrite tensors with rank 0's."""
         waits = [
             self._broadcast(tensor.detach(), 0, name)
             for name, tensor in tensors.items()

@@ -172,7 +172,7 @@ def check_modes(module: torch.nn.Module) -> None:
 
 
 def check_initialized(module: torch.nn.Module) -> None:
-    """Check that all parameters and buffers have shapes: those of a lazy layer may have none.
+    """Check that all parameters and buffers have shapes, which lazy layers may lack.
 
     Raises
     ------

@@ -66,10 +66,11 @@ class TorchEstimator(TorchEstimatorSignatures):
     The given module and optimizer are not modified. The ranks compile a ``torch.compile`` module
     again, and `TorchModel.transform` runs the module uncompiled. Runs on the driver.
 
-    An epoch trains on every row once. Set the learning rate for one rank: training multiplies it by
-    the number of ranks, and the returned optimizer has the original rate. A step's gradient is that
-    of the mean loss over the rows of all ranks. With ``sample_weight_col`` this loss is
-    ``sum(weight * loss) / rows``, in training and in validation. Metrics are not weighted.
+    An epoch trains on every row once. Set the learning rate that you would use in a single process:
+    training multiplies it by the number of ranks, and the returned optimizer has the original rate.
+    Each step uses the gradient of the mean loss over the global batch. With ``sample_weight_col``
+    this loss is ``sum(weight * loss) / rows``, in training and in validation. Metrics are not
+    weighted.
 
     Raises
     ------

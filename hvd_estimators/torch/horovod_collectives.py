@@ -57,7 +57,7 @@ class HorovodCollectives(Collectives):
         return gathered
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
+        """Overwrite tensors with rank 0's."""
         self._hvd.broadcast_parameters(tensors, root_rank=0)
 
     def barrier(self) -> None:

@@ -500,7 +500,7 @@ def ignored_class(function: LossFunction) -> int:
 
 
 def kind_of_outputs(function: LossFunction, shape: tuple[int | None, ...] | None) -> str | None:
-    """Return the kind of outputs that a loss of torch determines, a value of ``outputs_are``.
+    """Infer ``outputs_are`` from a torch loss.
 
     Parameters
     ----------

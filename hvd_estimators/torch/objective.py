@@ -43,7 +43,7 @@ class JointLoss(LossParts):
     Parameters
     ----------
     function : callable
-        Called with those of these keyword arguments that it takes:
+        Called with these keyword arguments, as far as it takes them:
 
         - ``outputs``: the module's return value;
         - ``labels``: a list with one tensor per label column;
@@ -102,7 +102,7 @@ def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss
     names = ", ".join(p.name for p in named) or "no names"
     if unknown or not (takes_all or any(p.name in _OFFERED for p in named)):
         raise ParamError(
-            f"{param}: a joint loss (loss_form='joint') is called by keyword with those of "
+            f"{param}: a joint loss (loss_form='joint') is called by keyword with any of "
             f"{', '.join(_OFFERED)} that it takes, found {names}. Wrap it, such as "
             "lambda outputs, labels: my_loss(outputs[0], labels[0], outputs[1])."
         )
@@ -151,7 +151,7 @@ class Objective:
     upstream_names : bool
         See `Metrics`.
     class_weight : mapping of int to float, or None
-        Weights by which training multiplies those of rows; see `class_weights`.
+        Factors by which training multiplies the weights of rows; see `class_weights`.
     """
 
     tensors: TensorSpec

@@ -110,7 +110,7 @@ def per_label(name: str, given: Any, labels: int) -> list[Any]:
     Raises
     ------
     ParamError
-        If the number of callables is neither 1 nor that of the labels.
+        If the number of callables is neither 1 nor the number of labels.
     """
     given = functions(name, given)
     if len(given) not in (1, labels):

@@ -54,7 +54,7 @@ class StatefulObjects:
     given : mapping
         Param name to the given object, or to a list of objects.
     module : torch.nn.Module
-        The trained module. Its attributes and those of its layers are searched.
+        The trained module. Its attributes and its layers' attributes are searched.
     library_objects : iterable of object
         Objects with a state that is saved elsewhere, such as the optimizer.
     ignored : iterable of str

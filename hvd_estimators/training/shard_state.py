@@ -167,7 +167,7 @@ def find_buffers(
 ) -> dict[str, str]:
     """Return the reduction of each buffer that the param names.
 
-    A name is that of a buffer, or its last parts. For example, ``running_max`` matches all buffers
+    A name is a buffer's name, or its last parts. For example, ``running_max`` matches all buffers
     of this name, in any layer. If two names match a buffer, the longer one applies.
 
     Parameters

@@ -88,7 +88,7 @@ class TrainSpec:
     run : RunPaths
         Paths of the run's artefacts.
     epochs : int
-        Epochs of the whole run, including those of earlier fits.
+        Epochs of the whole run, including earlier fits.
     random_seed : int or None
         Seed of the framework's random numbers.
     scale_learning_rate : bool
@@ -173,7 +173,7 @@ class EpochMetrics:
         return record
 
     def rows(self) -> list[HistoryRow]:
-        """Return one row per number, first those of training, then those of validation."""
+        """Return one row per number, first of training, then of validation."""
         return [
             (self.epoch, stage, name, value)
             for stage, values in (("train", self.train), ("validation", self.validation or {}))

@@ -1,4 +1,4 @@
-"""Stage-level scheduling: resources of the ranks' tasks, separate from those of other stages.
+"""Stage-level scheduling: resources of the ranks' tasks, separate from other stages.
 
 Runs on the driver, except for `rows_of_task`.
 """

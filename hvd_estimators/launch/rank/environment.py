@@ -258,8 +258,8 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
     - Secrets, because Spark writes the data that it sends to tasks to disks and over networks. They
       are recognised by their names (``TOKEN``, ``SECRET``, ``PASSWORD``, ``CREDENTIAL``, ``…_KEY``
       and similar) or by a password in a URL.
-    - Variables of the driver's machine or process: ``PATH``, ``HOME`` and other paths, those of
-      Python, Spark, Java and Hadoop, visible GPUs, and ranks.
+    - Variables of the driver's machine or process: ``PATH``, ``HOME`` and other paths, variables
+      of Python, Spark, Java and Hadoop, visible GPUs, and ranks.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ There are three cases, each with its own limit:
 
 - A signal has stopped a process (SIGSTOP, Ctrl-Z in a terminal). The rank's task reads the state of
   the process from ``/proc``, and the rank counts as failed after 60 s. Slow or debugged processes,
-  and those of sleeping machines or paused containers, have other states.
+  and processes of sleeping machines or paused containers, have other states.
 - One rank holds up the others, for example by a deadlock. It cannot be distinguished from a rank
   whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
   if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for

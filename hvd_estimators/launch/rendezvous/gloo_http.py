@@ -53,7 +53,7 @@ _MOST_BODY_BYTES = 16 * 2**20
 _END_OF_HEAD = b"\r\n\r\n"
 _METHODS = ("PUT", "GET", "DELETE")
 _PATH = re.compile(r"/([^/]+)/([^/]+)")
-# Kinds of requests of `RankClient`, whose keys do not mix with those of Horovod's Gloo.
+# Kinds of requests of `RankClient`, whose keys do not mix with the keys of Horovod's Gloo.
 _KEYS_KINDS = ("set", "get", "get_all", "add", "append", "compare_set", "wait", "delete", "count")
 # The scope that connects all ranks. Horovod connects it first.
 _GLOBAL_SCOPE = "global_"
@@ -262,7 +262,7 @@ class GlooKeys:
         PeerLostError
             If the rendezvous cannot be reached.
         MessageError
-            If it does not answer as Gloo needs, such as that of another version.
+            If it does not answer as Gloo needs, for example in another version.
         """
         if not key.isdecimal():
             return (_NOT_FOUND if method == "GET" else _OK), b""

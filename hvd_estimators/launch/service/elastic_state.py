@@ -217,7 +217,7 @@ def commit(address: str, state: int, value: Any) -> None:
 def fetch(address: str, state: int) -> Any:
     """Return a state's last commit before this launch, or None if there is none.
 
-    Runs in the rank. Parameters and errors are those of `commit`.
+    Runs in the rank. It has the parameters and errors of `commit`.
     """
 
     def receive(channel: Channel) -> Any:

@@ -119,12 +119,12 @@ def _used_by(names: Collection[str]) -> set[str]:
 
 
 def _is_searched(name: str) -> bool:
-    """Return whether a module's imports are searched: not those of packages with listed modules."""
+    """Return whether a module's imports are searched, unless its package has listed modules."""
     return name in sys.modules and name.partition(".")[0] not in _LISTED_PACKAGES
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function and its nested functions use, such as those of modules."""
+    """Yield the names that a function and its nested functions use, such as modules' names."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

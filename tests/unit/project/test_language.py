@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING for docstrings and file names that a program can check."""
+"""Rules of CONTRIBUTING for language and file names that a program can check."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import hvd_estimators
 
@@ -22,11 +24,21 @@ OPENINGS = re.compile(
 """Wrong first words: a docstring opens with an imperative or a noun."""
 
 BANNED = re.compile(
-    r"\b(mend(s|ed|ing)?|anew|nobody|gone on|for ever|of its own|as they are|who has it|none of|"
-    r"house|rooms?|road|take down|taken down|told)\b",
+    r"\b(mend(s|ed|ing)?|anew|nobody|gone on|for ever|that of|those of|told|of its own|who has it|"
+    r"at most so|all the same|for want of|whoever|hence|thus|take down|taken down)\b",
     re.IGNORECASE,
 )
-"""Banned words; see the vocabulary in ``docs/architecture.rst``."""
+"""Words that are banned on pages and in docstrings and messages."""
+
+BANNED_IN_CODE = re.compile(r"\b(as they are|none of|house|rooms?|road)\b", re.IGNORECASE)
+"""Words that are also banned in docstrings and comments; see ``docs/architecture.rst``."""
+
+ROOT = PACKAGE.parent
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.rst")),
+    *(ROOT / name for name in ("README.rst", "CONTRIBUTING.rst", "CHANGELOG.rst")),
+    *(ROOT / name / "README.rst" for name in ("benchmarks", "deploy", "examples")),
+]
 
 MOST_WORDS = 20
 """Maximum number of words in the first sentence of a docstring."""
@@ -53,8 +65,15 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def prose(text: str) -> str:
-    """Return a text without its literals, which are names rather than words."""
-    return re.sub(r"``[^`]*``|`[^`]*`", "", text)
+    """Return a text without its literals, which are names rather than words, in one line."""
+    return " ".join(re.sub(r"``[^`]*``|`[^`]*`", "", text).split())
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the strings in a file, docstrings included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
 
 
 def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
@@ -82,9 +101,40 @@ def test_docstrings_and_comments_avoid_banned_words() -> None:
         f"{path.relative_to(PACKAGE)}:{line} {match.group()}"
         for path in FILES
         for line, text in (*docstrings(path), *comments(path))
+        for banned in (BANNED, BANNED_IN_CODE)
+        if (match := banned.search(prose(text)))
+    ]
+    assert found == []
+
+
+def test_messages_avoid_banned_words() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {match.group()}"
+        for path in FILES
+        for line, text in messages(path)
         if (match := BANNED.search(prose(text)))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_avoid_banned_words(page: Path) -> None:
+    text = prose(page.read_text(encoding="utf-8"))
+    found = [text[max(match.start() - 60, 0) : match.end() + 30] for match in BANNED.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "better"),
+    [
+        ("The gradient is that of the loss.", "It is the gradient of the loss."),
+        ("Nobody is told of it.", "It is not reported."),
+        ("It starts anew,\nat most so often.", "It restarts up to 5 times."),
+    ],
+)
+def test_banned_words_are_found(wrong: str, better: str) -> None:
+    assert BANNED.search(prose(wrong))
+    assert not BANNED.search(prose(better))
 
 
 def test_file_names_are_consistent_between_frameworks() -> None:
