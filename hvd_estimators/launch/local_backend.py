@@ -45,7 +45,7 @@ from hvd_estimators.launch.validation import (
     environment_given,
     whole_number,
 )
-from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, idle_seconds
 from hvd_estimators.launch.warm.modules import modules_of
 
 
@@ -137,7 +137,7 @@ class LocalBackend(Backend):
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
         if self._warm_start and allows_warm_start(os.environ):
-            warm = WarmStart(modules_of(call), [os.getpid()])
+            warm = WarmStart(modules_of(call), [os.getpid()], idle_seconds(os.environ))
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)
         watch = LaunchWatch(self._num_proc, host)

@@ -127,6 +127,7 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
 
 def warm_start(job: Job) -> WarmStart | None:
     """Return the warm start that forks this rank, or None for a fresh process."""
-    if job.modules is None or not allows_warm_start({**os.environ, **job.driver_env}):
+    env = {**os.environ, **job.driver_env}
+    if job.modules is None or not allows_warm_start(env):
         return None
-    return WarmStart.of_executor(job.modules)
+    return WarmStart.of_executor(job.modules, env)
