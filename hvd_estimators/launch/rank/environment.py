@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,11 +77,7 @@ def reserved_port() -> Iterator[int]:
     Other systems do not allow this. There, the socket is closed at once, and the port is only
     unlikely to be taken.
     """
-    bound = None
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            bound = bound_socket("::", is_shared=True)
-    with bound or bound_socket("0.0.0.0", is_shared=True) as reserving:
+    with bound_socket("", is_shared=True) as reserving:
         port = int(reserving.getsockname()[1])
         if PLATFORM != "linux":
             reserving.close()
