@@ -108,8 +108,6 @@ class RankProcess:
     on_stage : callable
         Called with each stage that the process enters: by `poll` with RANK_PROCESS and FUNCTION,
         and by `outcome` with ENDED.
-    problem : callable
-        Returns the reason why the running process cannot continue; empty without a problem.
     """
 
     def __init__(
@@ -123,10 +121,8 @@ class RankProcess:
         on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
         on_stage: Callable[[Stage], None] = lambda stage: None,
-        problem: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank = rank
-        self.problem = problem
         self.host = host
         self._call = call
         self._env = {**env, **stall_environment(env)}
