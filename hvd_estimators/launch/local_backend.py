@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_estimators._util.import_path import python_path
 from hvd_estimators._util.system import available_cores
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
@@ -22,7 +23,6 @@ from hvd_estimators.launch.rank.environment import (
     SlotInfo,
     assign_ranks,
     child_environment,
-    python_path,
     reserved_port,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order

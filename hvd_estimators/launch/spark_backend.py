@@ -344,7 +344,7 @@ class SparkBackend(Backend):
             one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
-            driver_path=tuple(sys.path),
+            driver_path=tuple(map(os.path.abspath, sys.path)),
             executable=self._executable,
             verbose=self._verbose,
             streams=self._outlets.streams,

@@ -6,7 +6,6 @@ With the ranks' places in their job, and the port that programs for ``torchrun``
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -280,9 +279,3 @@ def child_environment(
     for overlay in overlays:
         env.update(overlay or {})
     return {name: str(value) for name, value in env.items() if value is not None}
-
-
-def python_path(*paths: Sequence[str]) -> str:
-    """Join import paths for ``PYTHONPATH``, without duplicates."""
-    merged = dict.fromkeys(path for group in paths for path in group if path)
-    return os.pathsep.join(merged)

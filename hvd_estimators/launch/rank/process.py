@@ -19,6 +19,7 @@ from typing import IO, Any
 import cloudpickle
 from typing_extensions import Self
 
+from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.system import memory_file
 from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.exceptions import ParamError
@@ -244,10 +245,10 @@ class RankProcess:
             )
 
     def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:
-        command = ["-u", "-m", "hvd_estimators.launch.rank.worker", self._directory, str(lifeline)]
+        command = python_module("hvd_estimators.launch.rank.worker", self._executable)
         try:
             self._process = subprocess.Popen(
-                [self._executable, *command],
+                [*command, self._directory, str(lifeline)],
                 env=self._env,
                 # The worker reads its standard input and then replaces it by the null device.
                 stdin=call,

@@ -2,8 +2,9 @@
 
 The function arrives through standard input, because it may contain secrets, which must not be
 written to a disk. `RankProcess` starts the program as
-``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``. With ``--warm`` the process
-forks ranks (`hvd_estimators.launch.warm.server`). Imports neither PySpark nor a framework.
+``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``, by `python_module`. With
+``--warm`` the process forks ranks (`hvd_estimators.launch.warm.server`). Imports neither PySpark
+nor a framework.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators._util.system import has_warm_start_calls
 from hvd_estimators.exceptions import ParamError
@@ -323,7 +324,7 @@ class WarmStart:
                 raise ProcessLookupError("its owner has ended")
             printed = os.memfd_create("hvd-estimators-warm-output")
             stack.callback(os.close, printed)
-            command = [executable, "-u", "-m", "hvd_estimators.launch.rank.worker", "--warm"]
+            command = python_module("hvd_estimators.launch.rank.worker", executable)
             settings = {
                 "listening": listening.fileno(),
                 "folder": folder,
@@ -333,7 +334,7 @@ class WarmStart:
                 "modules": list(self.modules),
             }
             process = subprocess.Popen(
-                [*command, json.dumps(settings)],
+                [*command, "--warm", json.dumps(settings)],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
