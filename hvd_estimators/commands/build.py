@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
+from hvd_estimators._util.import_path import python_code, python_module
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.commands.finished_wheel import (
     finish_wheel,
@@ -239,7 +240,7 @@ def build_wheel(
     *,
     jobs: int | None = None,
     report: Report = print,
-    pip: Sequence[str] = (sys.executable, "-m", "pip"),
+    pip: Sequence[str] = tuple(python_module("pip")),
 ) -> Path:
     """Build the recipe's wheel and move it into `folder` atomically.
 
@@ -308,7 +309,7 @@ def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -
         report("already installed")
         return
     report(f"installing into {sys.prefix}")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command = [*python_module("pip"), "install", "--quiet", "--no-deps"]
     done = subprocess.run(
         [*command, "--force-reinstall", str(wheel)], text=True, capture_output=True
     )
@@ -408,7 +409,5 @@ def _is_installed(wheel: Path) -> bool:
 def _import_error(recipe: BuildRecipe) -> str | None:
     """Import Horovod in a separate process and return the end of its error, if any."""
     modules = ", ".join(f"horovod.{name}" for name in recipe.frameworks)
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {modules}"], text=True, capture_output=True
-    )
+    done = subprocess.run(python_code(f"import {modules}"), text=True, capture_output=True)
     return done.stderr.strip()[-2000:] if done.returncode else None

@@ -178,9 +178,13 @@ def _batch(facts: Mapping[str, Any]) -> Any:
 
 def _program(function: str) -> tuple[list[str], dict[str, str]]:
     """Return the command and environment of another process that calls a function."""
+    from pyspark import SparkFiles
+
+    from hvd_estimators._util.import_path import python_code, python_path
+
     code = f"from hvd_estimators.commands import cluster_probe; cluster_probe.{function}()"
-    path = os.pathsep.join(filter(None, sys.path))
-    return [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
+    path = python_path(sys.path, trusted=[SparkFiles.getRootDirectory()])
+    return python_code(code), {**os.environ, "PYTHONPATH": path}
 
 
 def _call(function: str, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:

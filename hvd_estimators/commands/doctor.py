@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from packaging.version import Version
 
+from hvd_estimators._util.import_path import python_code
 from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
 from hvd_estimators.commands.finished_wheel import installed_horovod_spark
 from hvd_estimators.exceptions import HvdEstimatorsError, WorkerFailedError
@@ -88,13 +89,13 @@ class ProbeError(HvdEstimatorsError):
     """A failed check of this machine; the message ends with the last line of its output."""
 
 
-def run_python(*arguments: str, seconds: float, what: str = "process") -> str:
+def run_python(code: str, *, seconds: float, what: str = "process") -> str:
     """Run a Python program and return the last line of its output.
 
     Parameters
     ----------
-    *arguments : str
-        Arguments of the interpreter, such as ``"-c", code``.
+    code : str
+        The program.
     seconds : float
         Time limit.
     what : str
@@ -106,7 +107,7 @@ def run_python(*arguments: str, seconds: float, what: str = "process") -> str:
         If the program failed or did not end in time. The message has the last line of its output.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        with _process(arguments, output, errors) as process:
+        with _process(python_code(code), output, errors) as process:
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -134,7 +135,7 @@ def two_rank_allreduce(module: str, *, seconds: float) -> float:
     started = time.monotonic()
     # A separate program, which can be killed after the timeout.
     script = f"from hvd_estimators.commands import doctor; doctor.print_sums({module!r})"
-    sums = run_python("-c", script, seconds=seconds, what=f"an allreduce with {module}")
+    sums = run_python(script, seconds=seconds, what=f"an allreduce with {module}")
     if sums.split() != _SUMS:
         raise ProbeError(f"two ranks that gave 1 and 2 to {module} got the sums {sums}")
     return time.monotonic() - started
@@ -183,11 +184,11 @@ def _sum_with_torch(meeting_point: str) -> float:
 
 @contextlib.contextmanager
 def _process(
-    arguments: Sequence[str], output: IO[str], errors: IO[str]
+    command: Sequence[str], output: IO[str], errors: IO[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run Python in a separate process group, which is killed when the block ends."""
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        command,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdin=subprocess.DEVNULL,
         stdout=output,
@@ -323,7 +324,7 @@ def collect(*, with_allreduce: bool = True) -> Facts:
 def _torch_backends() -> tuple[str, ...]:
     what = "import torch.distributed"
     try:
-        names = run_python("-c", _TORCH_SCRIPT, seconds=_IMPORT_SECONDS, what=what)
+        names = run_python(_TORCH_SCRIPT, seconds=_IMPORT_SECONDS, what=what)
     except ProbeError:
         return ()
     return tuple(json.loads(names))
@@ -338,7 +339,7 @@ def _try_allreduce(module: str) -> float | ProbeError:
 
 def _import_error(module: str) -> str | None:
     try:
-        run_python("-c", f"import {module}", seconds=_IMPORT_SECONDS, what=f"import {module}")
+        run_python(f"import {module}", seconds=_IMPORT_SECONDS, what=f"import {module}")
     except ProbeError as error:
         return str(error)
     return None
@@ -348,7 +349,7 @@ def _horovod_facts(framework: str) -> HorovodFacts:
     script = _HOROVOD_SCRIPT.format(framework=framework, features=_HOROVOD_FEATURES)
     try:
         what = f"import horovod.{framework}"
-        output = run_python("-c", script, seconds=_IMPORT_SECONDS, what=what)
+        output = run_python(script, seconds=_IMPORT_SECONDS, what=what)
     except ProbeError as error:
         return HorovodFacts(error=str(error))
     features = json.loads(output)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_estimators._util.import_path import python_path
 from hvd_estimators._util.system import available_cores
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.gpus import rank_gpus
@@ -22,7 +23,6 @@ from hvd_estimators.launch.rank.environment import (
     SlotInfo,
     assign_ranks,
     child_environment,
-    python_path,
     reserved_port,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order
@@ -45,7 +45,7 @@ from hvd_estimators.launch.validation import (
     environment_given,
     whole_number,
 )
-from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
+from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start, idle_seconds
 from hvd_estimators.launch.warm.modules import modules_of
 
 
@@ -137,7 +137,7 @@ class LocalBackend(Backend):
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
         if self._warm_start and allows_warm_start(os.environ):
-            warm = WarmStart(modules_of(call), [os.getpid()])
+            warm = WarmStart(modules_of(call), [os.getpid()], idle_seconds(os.environ))
         host = socket.gethostname()
         slots = assign_ranks([host] * self._num_proc)
         watch = LaunchWatch(self._num_proc, host)

@@ -95,9 +95,9 @@ class SparkBackend(Backend):
         Whether ranks may be forked from a process on their executor that has already imported the
         framework (`hvd_estimators.launch.warm.client`). From the second launch on, this saves the
         seconds that the imports take. The process starts with the first launch. It ends with the
-        executor, or after 10 minutes without another launch, and takes the memory of the imports
-        once. Default: True on Linux, unless the environment variable ``HVD_ESTIMATORS_WARM_START``
-        is ``0``.
+        executor, or a minute after its last rank (``HVD_ESTIMATORS_WARM_SECONDS``), and takes the
+        memory of the imports once. Default: True on Linux, unless the environment variable
+        ``HVD_ESTIMATORS_WARM_START`` is ``0``.
     nics : str or iterable of str, optional
         Names of the network interfaces through which ranks on several hosts may connect, such as
         ``"eth1"`` or ``["eth1", "ib0"]``. A host needs one of them. Ranks on one host always
@@ -344,7 +344,7 @@ class SparkBackend(Backend):
             one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
-            driver_path=tuple(sys.path),
+            driver_path=tuple(map(os.path.abspath, sys.path)),
             executable=self._executable,
             verbose=self._verbose,
             streams=self._outlets.streams,

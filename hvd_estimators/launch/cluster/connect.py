@@ -18,10 +18,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pyspark import InheritableThread
+from pyspark.errors import PySparkException
 
 from hvd_estimators._util.spark_session import current_session, is_connect
 from hvd_estimators._util.temp_files import folder_prefix
-from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.exceptions import DependencyError, SlotsError
 from hvd_estimators.launch.cluster.application import (
     DYNAMIC_ALLOCATION,
     Cluster,
@@ -78,18 +79,32 @@ class ConnectCluster(Cluster):
     @property
     def application(self) -> str:
         """The application's id, which changes with a restart of the server."""
-        return self.conf["spark.app.id"]
+        return self._setting("spark.app.id")
 
     @property
     def master(self) -> str:
         """Spark's master URL."""
-        return self.conf["spark.master"]
+        return self._setting("spark.master")
 
     @cached_property
     def conf(self) -> dict[str, str]:
         """The application's settings that launching uses."""
-        settings = {name: self._session.conf.get(name, None) for name in _SETTINGS}
+        settings = {}
+        for name in _SETTINGS:
+            # Managed servers answer some names with an error.
+            with contextlib.suppress(PySparkException):
+                settings[name] = self._session.conf.get(name, None)
         return {name: str(value) for name, value in settings.items() if value is not None}
+
+    def _setting(self, name: str) -> str:
+        if name not in self.conf:
+            raise DependencyError(
+                f"The Spark Connect server does not show the setting {name}, as a managed or "
+                "serverless service may not. Launching ranks there is not supported. Use a cluster "
+                "with executors of your own, or train on this machine with "
+                "backend=LocalBackend(num_proc)."
+            )
+        return self.conf[name]
 
     @property
     def is_local(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import threading
 import time
@@ -26,7 +27,7 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.spark_errors import typed_failure
 from hvd_estimators.launch.task.entry import import_task
-from hvd_estimators.launch.warm.client import IDLE_SECONDS
+from hvd_estimators.launch.warm.client import idle_seconds
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -272,7 +273,7 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
     key = (cluster.application, job.modules, job.executable, tuple(sorted(job.env.items())))
     now = time.monotonic()
     with _lock:
-        is_new = now - _requested.get(key, float("-inf")) > IDLE_SECONDS / 2
+        is_new = now - _requested.get(key, float("-inf")) > idle_seconds(os.environ) / 2
         _requested[key] = now
     if not is_new:
         yield

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 
+from hvd_estimators._util.spark_session import NO_JVM
 from hvd_estimators.exceptions import (
     DependencyError,
     HvdEstimatorsError,
@@ -38,6 +39,7 @@ _KINDS: list[tuple[str, type[HvdEstimatorsError], str]] = [
         "ended the application. Start it again; a fit with the same run_id resumes the run.",
     ),
     (r"Job \S+ cancelled|OPERATION_CANCEL", JobCancelledError, "The Spark job was cancelled."),
+    (r"Py4JSecurityException", DependencyError, NO_JVM),
     (
         r"spark\.driver\.maxResultSize",
         ResultsError,
@@ -87,7 +89,7 @@ _LOST = [
     (r"ExecutorLostFailure[^\n]*[Dd]ecommission", "The machine of an executor was decommissioned"),
     (r"ExecutorLostFailure[^\n]*[Ww]orker lost", "The machine of an executor was lost"),
     (
-        r"ExecutorLostFailure[^\n]*(exceeding (physical|virtual) memory|\b137\b)",
+        r"ExecutorLostFailure[^\n]*(exceeding (physical|virtual) memory|(code|status):? 137\b)",
         "An executor was killed; it may have used too much memory",
     ),
     (

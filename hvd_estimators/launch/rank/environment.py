@@ -6,9 +6,7 @@ With the ranks' places in their job, and the port that programs for ``torchrun``
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,11 +76,7 @@ def reserved_port() -> Iterator[int]:
     Other systems do not allow this. There, the socket is closed at once, and the port is only
     unlikely to be taken.
     """
-    bound = None
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            bound = bound_socket("::", is_shared=True)
-    with bound or bound_socket("0.0.0.0", is_shared=True) as reserving:
+    with bound_socket("", is_shared=True) as reserving:
         port = int(reserving.getsockname()[1])
         if PLATFORM != "linux":
             reserving.close()
@@ -285,9 +279,3 @@ def child_environment(
     for overlay in overlays:
         env.update(overlay or {})
     return {name: str(value) for name, value in env.items() if value is not None}
-
-
-def python_path(*paths: Sequence[str]) -> str:
-    """Join import paths for ``PYTHONPATH``, without duplicates."""
-    merged = dict.fromkeys(path for group in paths for path in group if path)
-    return os.pathsep.join(merged)

@@ -31,6 +31,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.process_identity import descendants, process_stat, related_processes
 from hvd_estimators._util.system import adopt_orphans, die_with_parent, forks_are_safe
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, grace_asked
@@ -110,7 +111,7 @@ def split_off_guardian(
 def _start_rank(directory: str, lifeline: int) -> int:
     """Start the rank as a new program, which reads the same standard input; return its ID."""
     os.set_inheritable(lifeline, False)
-    command = [sys.executable, "-u", "-m", "hvd_estimators.launch.rank.worker"]
+    command = python_module("hvd_estimators.launch.rank.worker")
     return os.posix_spawn(
         sys.executable, [*command, RANK_ARGUMENT, directory, str(os.getpid())], os.environ
     )

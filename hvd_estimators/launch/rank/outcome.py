@@ -42,6 +42,10 @@ _FOLDED = tuple(f"{path}/{name}/" for path in _LIBRARIES for name in ("pyspark",
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
 
+class UnusableHorovodError(DependencyError):
+    """Call of ``hvd.init()`` on a rank whose Horovod cannot be used. The driver raises its base."""
+
+
 @dataclass(frozen=True)
 class ErrorReport:
     """An exception as text, sent from a rank to the driver.
@@ -188,6 +192,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     first = min(failed, key=_blame)
     if first.error_type == NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
+    if first.report is not None and first.error_type == UnusableHorovodError.__name__:
+        raise DependencyError(first.report.headline.removeprefix(f"{first.error_type}: "))
     for kind in (DependencyError, GpuError, UnreachableError):
         # The user's function may raise the first two.
         is_reported = first.report is None or kind is UnreachableError

@@ -18,6 +18,7 @@ from typing import IO, Any, Self
 
 import cloudpickle
 
+from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.system import memory_file
 from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.exceptions import ParamError
@@ -107,8 +108,6 @@ class RankProcess:
     on_stage : callable
         Called with each stage that the process enters: by `poll` with RANK_PROCESS and FUNCTION,
         and by `outcome` with ENDED.
-    problem : callable
-        Returns the reason why the running process cannot continue; empty without a problem.
     """
 
     def __init__(
@@ -122,10 +121,8 @@ class RankProcess:
         on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
         on_stage: Callable[[Stage], None] = lambda stage: None,
-        problem: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank = rank
-        self.problem = problem
         self.host = host
         self._call = call
         self._env = {**env, **stall_environment(env)}
@@ -247,10 +244,10 @@ class RankProcess:
             )
 
     def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:
-        command = ["-u", "-m", "hvd_estimators.launch.rank.worker", self._directory, str(lifeline)]
+        command = python_module("hvd_estimators.launch.rank.worker", self._executable)
         try:
             self._process = subprocess.Popen(
-                [self._executable, *command],
+                [*command, self._directory, str(lifeline)],
                 env=self._env,
                 # The worker reads its standard input and then replaces it by the null device.
                 stdin=call,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE
 from hvd_estimators.launch.rank.environment import (
     Master,
@@ -23,6 +22,7 @@ from hvd_estimators.launch.rank.environment import (
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler
 from hvd_estimators.launch.rank.process import RankProcess
+from hvd_estimators.launch.rank.worker import HOROVOD_PROBLEM_VARIABLE
 from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
@@ -52,7 +52,7 @@ class RankLauncher:
         The job's meeting point for programs that do not use Horovod.
     horovod_problem : str
         Reason why ranks cannot use Horovod; empty without a problem. A rank that calls
-        ``hvd.init()`` then ends with a `DependencyError`.
+        ``hvd.init()`` then raises it.
     executable : str, optional
         The Python executable. Default: the executable of this process.
     warm : WarmStart, optional
@@ -101,7 +101,6 @@ class RankLauncher:
             slot.size,
             functools.partial(on_stage, Stage.HOROVOD_INIT),
             functools.partial(on_stage, Stage.HOROVOD_JOINED),
-            bool(self.horovod_problem),
         ) as proxy:
             # The user's variables may show a rank other GPUs, too.
             visible = self.environment(gpus).get(VISIBLE_VARIABLE)
@@ -112,6 +111,7 @@ class RankLauncher:
                 listening_environment(address),
                 proxy.environment(),
                 ranks_key(self.secret),
+                {HOROVOD_PROBLEM_VARIABLE: self.horovod_problem or None},
                 gpus,
             )
             on_lines, on_error_lines = line_handlers
@@ -121,7 +121,6 @@ class RankLauncher:
                 on_error_lines=on_error_lines,
                 warm=self.warm,
                 on_stage=on_stage,
-                problem=lambda: self.horovod_problem if proxy.was_rejected else "",
             ) as process:
                 yield process
 
@@ -166,8 +165,6 @@ def _supervise(
                 outcome = process.outcome()
             elif failed_before is not None and now > deadline:
                 outcome = _ended_by(failed_before, process.abort())
-            elif problem := process.problem():
-                outcome = process.abort(DependencyError.__name__, problem)
             elif stall := process.poll():
                 outcome = process.abort("stalled", f"{stall}{_waiting(ranks)}")
             else:

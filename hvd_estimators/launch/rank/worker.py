@@ -2,8 +2,9 @@
 
 The function arrives through standard input, because it may contain secrets, which must not be
 written to a disk. `RankProcess` starts the program as
-``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``. With ``--warm`` the process
-forks ranks (`hvd_estimators.launch.warm.server`). Imports neither PySpark nor a framework.
+``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``, by `python_module`. With
+``--warm`` the process forks ranks (`hvd_estimators.launch.warm.server`). Imports neither PySpark
+nor a framework.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import cloudpickle
 from hvd_estimators._util.lazy_imports import after_import
 from hvd_estimators._util.system import die_with_parent
 from hvd_estimators.launch.rank.guardian import RANK_ARGUMENT, empty_stdin, split_off_guardian
-from hvd_estimators.launch.rank.outcome import ErrorReport, report_error
+from hvd_estimators.launch.rank.outcome import ErrorReport, UnusableHorovodError, report_error
 
 OUTCOME_FILE = "outcome.pkl"
 CALLED_FILE = "called"
 """Name of the empty file in the rank's directory that exists once the function was called."""
+
+HOROVOD_PROBLEM_VARIABLE = "HVD_ESTIMATORS_HOROVOD_PROBLEM"
+"""Environment variable of ranks: the reason why they cannot use Horovod, if there is one."""
 
 _RESERVED_BYTES = 2**18
 """Space that a rank reserves at its start, so that it can report an error if the disk is full."""
@@ -53,7 +57,8 @@ def main(directory: str) -> int:
         *_, sys.argv, fn, args, kwargs = cloudpickle.loads(call)
         del call
         Path(directory, CALLED_FILE).touch()
-        outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
+        with after_import("horovod.common.basics", _reject_unusable_horovod):
+            outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
         outcome = ("error", report_error(error))
     try:
@@ -63,6 +68,17 @@ def main(directory: str) -> int:
         _overwrite(partial, pickle.dumps(outcome))
     os.replace(partial, Path(directory) / OUTCOME_FILE)
     return 0 if outcome[0] == "result" else 1
+
+
+def _reject_unusable_horovod(basics: Any) -> None:
+    """Let ``hvd.init()`` of any framework raise the reason why this rank cannot use Horovod."""
+    problem = os.environ.get(HOROVOD_PROBLEM_VARIABLE)
+
+    def init(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnusableHorovodError(problem)
+
+    if problem:
+        basics.HorovodBasics.init = init
 
 
 def _overwrite(file: Path, content: bytes) -> None:

@@ -283,32 +283,33 @@ _MAX_STRANGERS = 256
 logger = logging.getLogger(__name__)
 
 
-def bound_socket(
-    address: str, is_ipv6: bool | None = None, *, is_shared: bool = False
-) -> socket.socket:
+def bound_socket(address: str, *, is_shared: bool = False) -> socket.socket:
     """Return a TCP socket that is bound to a free port of an address of this machine.
 
     Parameters
     ----------
     address : str
-        A numeric address; an empty string means all addresses.
-    is_ipv6 : bool, optional
-        Whether to use IPv6. Default: determined by the address.
+        A numeric address. An empty string means all addresses, of IPv6 and IPv4 where the machine
+        has both.
     is_shared : bool
-        Whether another process may listen on the port meanwhile. An IPv6 socket then also has the
-        port of IPv4.
+        Whether another process may listen on the port meanwhile.
 
     Raises
     ------
     OSError
         If this machine does not have the address, or if the address cannot be bound.
     """
-    is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
+    if not address:
+        if socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):
+                return bound_socket("::", is_shared=is_shared)
+        address = "0.0.0.0"
+    is_ipv6 = ":" in address
     bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if is_shared:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared and is_ipv6:
+        if address == "::":
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind((address, 0))
     except OSError:
@@ -332,8 +333,6 @@ class Listener:
     num_clients : int
         Number of clients, which may all connect at once. At most 256 more connections may be
         unauthenticated; beyond that, the oldest of them is closed.
-    is_ipv6 : bool, optional
-        Whether to use IPv6. Default: determined by the address.
 
     Attributes
     ----------
@@ -346,11 +345,10 @@ class Listener:
         address: str,
         serve: Callable[[socket.socket, Callable[[], None]], None],
         num_clients: int = 1,
-        is_ipv6: bool | None = None,
     ) -> None:
         self._serve = serve
         self._max_unauthenticated = num_clients + _MAX_STRANGERS
-        self._socket = bound_socket(address, is_ipv6)
+        self._socket = bound_socket(address)
         self.address = address
         self.port = int(self._socket.getsockname()[1])
         self.client_address = f"{address}:{self.port}"
@@ -370,11 +368,11 @@ class Listener:
     ) -> Self:
         """Return a listener that clients reach at a host name or address.
 
-        It listens on that address. If the host is not an address of this machine, it listens on
-        all addresses.
+        It listens on that address. If the host is a name, or not an address of this machine, it
+        listens on all addresses: ranks may resolve a name to IPv4 or IPv6.
         """
         host = host.strip("[]")  # Spark writes IPv6 addresses in brackets
-        listener = cls(_own_address(host), serve, num_clients, is_ipv6=":" in host)
+        listener = cls(_own_address(host), serve, num_clients)
         listener.client_address = f"{host}:{listener.port}"
         return listener
 

@@ -14,7 +14,6 @@ import logging
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Self
@@ -79,13 +78,6 @@ class GlooProxy:
         Called with each request of a rank that connects to the others.
     on_joined : callable
         Called when the rank is connected.
-    rejects : bool
-        Whether the rank cannot use Horovod. Its requests are then not answered.
-
-    Attributes
-    ----------
-    was_rejected : bool
-        Whether a request was not answered for this reason.
     """
 
     def __init__(
@@ -94,11 +86,7 @@ class GlooProxy:
         size: int,
         on_init: Callable[[], None] = lambda: None,
         on_joined: Callable[[], None] = lambda: None,
-        rejects: bool = False,
     ) -> None:
-        self.was_rejected = False
-        self._rejects = rejects
-        self._ended = threading.Event()
         self._client = client
         self._gloo_keys = GlooKeys(client, size)
         self._on_init = on_init
@@ -119,17 +107,11 @@ class GlooProxy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._ended.set()
         self._listener.close()
 
     def _serve(self, connection: socket.socket, mark_authenticated: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeouts.GLOO_REQUEST
         method, path, headers, begun = _head(connection, deadline)
-        if self._rejects and not path.startswith(f"/{KEYS_SCOPE}/"):
-            # An answer could end the rank with an error that does not name the reason.
-            self.was_rejected = True
-            self._ended.wait()
-            return
         given = headers.get("authorization", "")
         body = b""
         # Check the token before any data of the job is read or sent.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from pyspark import Broadcast, SparkFiles
 
-from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
+from hvd_estimators._util.import_path import python_path
+from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
 
@@ -114,11 +115,12 @@ def broadcast(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[
 
 def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment of a rank, including the rank's own variables."""
+    added = SparkFiles.getRootDirectory()
     return child_environment(
         DEFAULTS,
         os.environ,
         job.driver_env,
-        {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+        {"PYTHONPATH": python_path(sys.path, job.driver_path, trusted=[added])},
         *own,
         {SERVICE_VARIABLE: job.service or None},
         job.env,
@@ -127,6 +129,7 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
 
 def warm_start(job: Job) -> WarmStart | None:
     """Return the warm start that forks this rank, or None for a fresh process."""
-    if job.modules is None or not allows_warm_start({**os.environ, **job.driver_env}):
+    env = {**os.environ, **job.driver_env}
+    if job.modules is None or not allows_warm_start(env):
         return None
-    return WarmStart.of_executor(job.modules)
+    return WarmStart.of_executor(job.modules, env)

@@ -1,9 +1,9 @@
 """Client of warm processes, which have imported a framework and fork ranks.
 
 A warm process belongs to a Spark executor's Python, or to a process that uses `LocalBackend`. It
-ends with its owner, or after some idle minutes. Clients find it by a socket in a directory that
-only this user can access. The socket's name contains the owner and a digest of everything that may
-affect imports: Python, environment, working directory, limits and modules.
+ends with its owner, or a minute after its last rank. Clients find it by a socket in a directory
+that only this user can access. The socket's name contains the owner and a digest of everything that
+may affect imports: Python, environment, working directory, limits and modules.
 
 The server is in `hvd_estimators.launch.warm.server`. Both use calls of Linux, see
 `has_warm_start_calls`. If anything fails, the rank starts in a fresh process.
@@ -28,14 +28,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_estimators._util.import_path import python_module
 from hvd_estimators._util.process_identity import process_stat
 from hvd_estimators._util.system import has_warm_start_calls
+from hvd_estimators.exceptions import ParamError
 
 WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
 """Environment variable; ``0`` starts every rank in a fresh process."""
 
-IDLE_SECONDS = 600.0
-"""Seconds without requests after which a warm process ends."""
+IDLE_VARIABLE = "HVD_ESTIMATORS_WARM_SECONDS"
+"""Environment variable: the seconds without a rank after which a warm process ends; 0 for none."""
+
+# An executor's memory limit counts the process, so it stays little longer than it takes to start
+# the next fit of a loop.
+_IDLE_SECONDS = 60.0
 
 ANSWER_SECONDS = 10.0
 """Maximum seconds for answers that require at most a fork."""
@@ -166,7 +172,22 @@ class ForkedRank:
 
 def allows_warm_start(env: Mapping[str, str]) -> bool:
     """Return whether the system and the given environment allow warm starts."""
-    return has_warm_start_calls() and env.get(WARM_START_VARIABLE, "1") != "0"
+    is_allowed = env.get(WARM_START_VARIABLE, "1") != "0" and idle_seconds(env) > 0
+    return has_warm_start_calls() and is_allowed
+
+
+def idle_seconds(env: Mapping[str, str]) -> float:
+    """Return the seconds after which idle warm processes end, for ranks with an environment.
+
+    Raises
+    ------
+    ParamError
+        If the variable is not a number of seconds.
+    """
+    text = env.get(IDLE_VARIABLE) or str(_IDLE_SECONDS)
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise ParamError(f"{IDLE_VARIABLE}: expected seconds, such as 600, found {text!r}.")
+    return float(text)
 
 
 def warm_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -185,20 +206,21 @@ class WarmStart:
     owners : sequence of int
         Process IDs of the owners. The warm process ends when any of them ends.
     idle_seconds : float
-        Seconds without requests after which the warm process ends.
+        Seconds without ranks and requests after which the warm process ends.
     """
 
     modules: Sequence[str]
     owners: Sequence[int]
-    idle_seconds: float = IDLE_SECONDS
+    idle_seconds: float = _IDLE_SECONDS
 
     @classmethod
-    def of_executor(cls, modules: Sequence[str]) -> WarmStart:
+    def of_executor(cls, modules: Sequence[str], env: Mapping[str, str]) -> WarmStart:
         """Return a warm start owned by Spark's Python daemon and the executor's JVM."""
         parent = os.getppid()
         above = process_stat(parent)
         # Without a daemon, the JVM starts Python itself.
-        return cls(modules, [parent] if above.name == "java" else [parent, above.parent])
+        owners = [parent] if above.name == "java" else [parent, above.parent]
+        return cls(modules, owners, idle_seconds(env))
 
     def prepare(self, executable: str, env: Mapping[str, str]) -> None:
         """Start the warm process, if none exists, so that it imports modules in advance."""
@@ -302,7 +324,7 @@ class WarmStart:
                 raise ProcessLookupError("its owner has ended")
             printed = os.memfd_create("hvd-estimators-warm-output")
             stack.callback(os.close, printed)
-            command = [executable, "-u", "-m", "hvd_estimators.launch.rank.worker", "--warm"]
+            command = python_module("hvd_estimators.launch.rank.worker", executable)
             settings = {
                 "listening": listening.fileno(),
                 "folder": folder,
@@ -312,7 +334,7 @@ class WarmStart:
                 "modules": list(self.modules),
             }
             process = subprocess.Popen(
-                [*command, json.dumps(settings)],
+                [*command, "--warm", json.dumps(settings)],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,

@@ -130,10 +130,12 @@ class _Server:
         poller = select.poll()
         for descriptor in (self._listening.fileno(), *self._watched):
             poller.register(descriptor, select.POLLIN)
-        last_request = time.monotonic()
-        while time.monotonic() - last_request < self._idle_seconds and self._is_listed():
+        last_use = time.monotonic()
+        while time.monotonic() - last_use < self._idle_seconds and self._is_listed():
             seconds = min(_LOOK_SECONDS, self._idle_seconds)
             ready = {descriptor for descriptor, _ in poller.poll(seconds * 1000)}
+            if _has_children():
+                last_use = time.monotonic()
             if ready & set(self._watched):
                 break
             if self._listening.fileno() not in ready:
@@ -143,7 +145,7 @@ class _Server:
                 rank = self._answer(connection)
                 if rank is not None:
                     return rank
-            last_request = time.monotonic()
+            last_use = time.monotonic()
             if self._refusal == STALE:
                 break
         return None
@@ -267,6 +269,14 @@ def _threads_after_a_fork() -> list[str]:
             with contextlib.suppress(OSError):
                 names.append((task / "comm").read_text().strip())
     return [name for name in names if name not in _SURVIVORS]
+
+
+def _has_children() -> bool:
+    """Return whether a guardian, and so its rank, still runs."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+        return True
+    return False
 
 
 def _version(path: str) -> tuple[int, int]:

@@ -31,6 +31,11 @@ print(batch.to_pylist()[0]["facts"])
 REQUEST = {"id": "1", "packages": ["numpy", "absent"], "seconds": 0, "nics": [], "store": None}
 
 
+@pytest.fixture(autouse=True)
+def like_a_task(monkeypatch):
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "/files")
+
+
 def test_a_host_without_this_package_reports_that_and_its_other_packages():
     task = functools.partial(cluster_probe.task_of("survey"), request=REQUEST)
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

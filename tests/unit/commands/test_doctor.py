@@ -309,11 +309,11 @@ def test_this_environment_is_healthy(capsys):
 
 class TestRunPython:
     def test_the_last_line_is_returned(self):
-        assert run_python("-c", "print('noise')\nprint('end')\nprint()", seconds=60) == "end"
+        assert run_python("print('noise')\nprint('end')\nprint()", seconds=60) == "end"
 
     def test_a_failure_is_reported_with_its_last_line(self):
         with pytest.raises(ProbeError, match=r"a trial failed: ValueError: the cause$"):
-            run_python("-c", "raise ValueError('the cause')", seconds=60, what="a trial")
+            run_python("raise ValueError('the cause')", seconds=60, what="a trial")
 
     def test_child_processes_end_on_timeout(self, tmp_path):
         pid_file = tmp_path / "pid"
@@ -321,7 +321,7 @@ class TestRunPython:
         script += f"open({str(pid_file)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
 
         with pytest.raises(ProbeError, match="did not end in 2 s"):
-            run_python("-c", script, seconds=2)
+            run_python(script, seconds=2)
 
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int(pid_file.read_text())).wait(timeout=10)
@@ -329,4 +329,4 @@ class TestRunPython:
     def test_large_output_does_not_block(self):
         script = "import sys\nfor _ in range(20000): print('x' * 50, file=sys.stderr)\nprint('end')"
 
-        assert run_python("-c", script, seconds=60) == "end"
+        assert run_python(script, seconds=60) == "end"

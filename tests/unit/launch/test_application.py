@@ -9,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 
 from hvd_estimators import launch
+from hvd_estimators._util.spark_session import using_session
 from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.spark_errors import failed_on
 
@@ -75,6 +79,40 @@ def test_the_first_of_several_failed_tasks_counts() -> None:
     tasks = [(30, "a", "1"), (20, "b", "9"), (20, "b", "8")]
 
     assert failed_on(SimpleNamespace(failed_tasks=lambda tag: tasks), "tag") == ("b", "8")
+
+
+def test_a_cluster_with_py4j_security_is_named() -> None:
+    def sc() -> None:
+        raise Py4JError(
+            "An error occurred while calling o22.sc. Trace: py4j.security.Py4JSecurityException: "
+            "Method public JavaSparkContext.sc() is not whitelisted on class JavaSparkContext"
+        )
+
+    session: Any = SimpleNamespace(
+        sparkContext=SimpleNamespace(_jsc=SimpleNamespace(sc=sc), master="spark://host:7077")
+    )
+    with using_session(session), pytest.raises(DependencyError, match=r"JVM.*not whitelisted"):
+        SparkBackend().num_processes()
+
+
+@pytest.mark.parametrize("name", ["spark.app.id", "spark.master"])
+def test_a_connect_server_that_hides_its_settings_is_named(name: str) -> None:
+    settings = {"spark.app.id": "app-1", "spark.master": "spark://host:7077"}
+
+    def get(asked: str, default: None) -> str | None:
+        if asked == name:
+            raise PySparkException(f"[CONFIG_NOT_AVAILABLE] Configuration {asked} is not available")
+        return settings.get(asked, default)
+
+    session: Any = SimpleNamespace(
+        conf=SimpleNamespace(get=get), client=SimpleNamespace(host="managed.example")
+    )
+    session.registerProgressHandler = print
+    with (
+        using_session(session),
+        pytest.raises(DependencyError, match=rf"{name}.*not supported.*LocalBackend"),
+    ):
+        SparkBackend().num_processes()
 
 
 def test_only_the_application_module_accesses_sparks_jvm() -> None:

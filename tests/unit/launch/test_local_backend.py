@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -107,9 +108,29 @@ def test_an_unpatched_horovod_is_an_error_only_for_programs_that_use_it(monkeypa
     backend = LocalBackend(2)
 
     assert backend.run(rank) == [0, 1]
-    for call in (backend.check_horovod, functools.partial(backend.run, init)):
+    # The second run forks ranks of processes that have imported Horovod.
+    for call in (backend.check_horovod, *[functools.partial(backend.run, init)] * 2):
         with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
             call()
+
+
+def test_strangers_cannot_end_ranks_whose_horovod_is_unpatched(monkeypatch):
+    """Neither requests without the token, nor with a wrong one, nor what is not HTTP."""
+
+    def work():
+        port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        answers = []
+        for authorization in ("", "Authorization: Bearer 0\r\n"):
+            with socket.create_connection(("127.0.0.1", port), 10) as stranger:
+                stranger.sendall(f"PUT /global_/0 HTTP/1.1\r\n{authorization}\r\n".encode())
+                answers.append(stranger.recv(12))
+        with socket.create_connection(("127.0.0.1", port), 10) as stranger:
+            stranger.sendall(b"\r\n\r\n")
+        time.sleep(1)  # the parent looks for problems every 50 ms
+        return answers
+
+    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
+    assert LocalBackend(2).run(work) == [[b"HTTP/1.1 401"] * 2] * 2
 
 
 def test_ranks_get_torchruns_variables_but_not_those_of_the_drivers_launcher(monkeypatch):

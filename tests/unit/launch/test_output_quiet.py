@@ -89,6 +89,7 @@ def test_the_users_log_level_wins(monkeypatch, executor, driver, given, level):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if executor:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", executor)
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "/files")
     job = SimpleNamespace(driver_env=driver, driver_path=[], service="", env=given)
     assert task_environment(job).get("TF_CPP_MIN_LOG_LEVEL") == level
     if not driver:

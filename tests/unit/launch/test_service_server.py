@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -47,6 +48,27 @@ def test_events_exchanges_and_commits_share_a_port_and_a_secret() -> None:
 def listening_ports() -> set[int]:
     connections = psutil.Process().net_connections()
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_reach_a_driver_by_a_name_of_either_family(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *given, **named: resolve(
+            address if host == "driver.example" else host, *given, **named
+        ),
+    )
+    with DriverService("driver.example") as service:
+        assert service.address.startswith("driver.example:")
+        service.add_handler("echo", lambda channel, message, body: channel.send(message, body))
+        with connect_to_driver(service.address) as channel:
+            channel.send({"kind": "echo"}, b"body")
+            assert channel.receive(5) == ({"kind": "echo"}, b"body")
+        assert service.drain(5)
 
 
 def test_an_unknown_request_ends_only_its_own_connection(

@@ -115,6 +115,23 @@ BARRIER = (
             WorkerFailedError,
             "An executor has not answered.*127104 ms",
         ),
+        (
+            BARRIER.format(
+                "ExecutorLostFailure (executor 137 exited caused by one of the running tasks) "
+                "Reason: Command exited with code 52"
+            ),
+            WorkerFailedError,
+            "An executor was lost; .*code 52",
+        ),
+        (
+            BARRIER.format(
+                "org.apache.spark.SparkException: An error occurred while calling o137.collect. "
+                "Trace: py4j.security.Py4JSecurityException: Method public int size() is not "
+                "whitelisted on class java.util.HashMap"
+            ),
+            DependencyError,
+            "py4j security.*java.util.HashMap",
+        ),
         # The reasons are those of YarnAllocator, CoarseGrainedSchedulerBackend and
         # StandaloneSchedulerBackend in Spark.
         *(
@@ -142,6 +159,16 @@ BARRIER = (
                 (
                     "caused by one of the running tasks",
                     "Container killed by YARN for exceeding physical memory limits. 1.5 GB used",
+                    "An executor was killed; it may have used too much memory",
+                ),
+                (
+                    "caused by one of the running tasks",
+                    "The executor with id 1 exited with exit code 137(SIGKILL, possible OOM).",
+                    "An executor was killed; it may have used too much memory",
+                ),
+                (
+                    "caused by one of the running tasks",
+                    "Container from a bad node: container_1_2_3 on host: node-2. Exit status: 137.",
                     "An executor was killed; it may have used too much memory",
                 ),
                 (

@@ -51,9 +51,6 @@ class Process:
             return RankOutcome(self.rank, "here", None, "ValueError", f"a\nb: {self._error}\n")
         return RankOutcome(self.rank, "here", b"result")
 
-    def problem(self) -> str:
-        return ""
-
     def poll(self) -> str | None:
         return "stands still" if self._clock.now > self.stalls_at else None
 

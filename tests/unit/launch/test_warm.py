@@ -21,6 +21,8 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.environment import (
     IDENTITY_VARIABLES,
     Master,
@@ -37,7 +39,7 @@ from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_envi
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.launch.warm import client
-from hvd_estimators.launch.warm.client import WarmStart, warm_environment
+from hvd_estimators.launch.warm.client import WarmStart, idle_seconds, warm_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -233,6 +235,27 @@ def test_an_idle_warm_process_ends(folder: Path) -> None:
     assert value(lambda: 1, start=WarmStart([], [os.getpid()], idle_seconds=0.3)) == 1
     wait_until(lambda: not warm_processes())
     assert os.listdir(folder) == ["lock"]
+
+
+def test_a_warm_process_is_idle_from_the_end_of_its_last_rank_on() -> None:
+    start = WarmStart([], [os.getpid()], idle_seconds=0.3)
+    with rank(pickle_call(time.sleep, (60,), {}), start):
+        wait_until(warm_processes)
+        time.sleep(1.5)
+        assert warm_processes()
+    wait_until(lambda: not warm_processes())
+
+
+def test_a_warm_process_is_idle_for_a_minute_unless_the_environment_sets_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert WarmStart([], []).idle_seconds == idle_seconds({}) == 60
+    start = WarmStart.of_executor([], {"HVD_ESTIMATORS_WARM_SECONDS": "600"})
+    assert start.idle_seconds == 600
+    assert not client.allows_warm_start({"HVD_ESTIMATORS_WARM_SECONDS": "0"})
+    monkeypatch.setenv("HVD_ESTIMATORS_WARM_SECONDS", "ten minutes")
+    with pytest.raises(ParamError, match="HVD_ESTIMATORS_WARM_SECONDS: expected seconds, such as"):
+        LocalBackend(1).run(int)
 
 
 def test_the_warm_environment_excludes_variables_of_a_rank() -> None:
