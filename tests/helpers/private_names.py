@@ -85,11 +85,6 @@ TABLE = (
     ),
     Private("keras.Model", "_compile_loss", "It has the means of the outputs' losses."),
     Private(
-        "keras.Function",
-        "_nodes",
-        "It is the graph of a functional model in files of earlier versions.",
-    ),
-    Private(
         "keras.Optimizer",
         "_learning_rate",
         "It contains a schedule; the public property gives the current value.",
