@@ -55,8 +55,8 @@ TABLE = (
     Private(
         "pyspark.SparkContext",
         "_jsc _jvm",
-        "They give Hadoop's filesystems, task slots, jobs by tag, failed tasks and weak "
-        "references.",
+        "They give Hadoop's filesystems, task slots, jobs by tag, failed tasks, and the deletion "
+        "of a broadcast variable's file.",
     ),
     Private(
         "pyspark.Broadcast",
