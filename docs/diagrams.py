@@ -17,7 +17,8 @@ LARGE = ".head { font-size: 20px; } .line { font-size: 17px; } .port { font-size
 """Sizes of a picture that is also shown on phones, where it cannot scroll."""
 
 STYLE = """\
-text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24; }
+text { fill: #1b1f24; }
+text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
 .head { font-size: 16px; font-weight: 600; }
 .line { font-size: 14px; }
 .port { font-size: 13px; fill: #57606a; }
@@ -62,8 +63,8 @@ def svg(width: int, height: int, title: str, parts: Sequence[str], style: str = 
     """Return a picture of its parts."""
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-            f' height="{height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}" role="img">',
             f"<title>{escape(title)}</title>",
             f"<style>\n{style}</style>",
             TIP,
@@ -85,7 +86,7 @@ def overview() -> str:
         box(460, 24, 170, 60, "process 0", "a part of the rows", kind="process"),
         box(460, 104, 170, 60, "process 1", "a part of the rows", kind="process"),
         label(545, 186, "…", "head"),
-        box(460, 200, 170, 60, "process N−1", "a part of the rows", kind="process"),
+        box(460, 200, 170, 60, "process N-1", "a part of the rows", kind="process"),
         arrow("M545 86V102", both=True),
         label(450, 134, "gradients of each", "port", "end"),
         label(450, 155, "step are averaged", "port", "end"),
@@ -153,9 +154,9 @@ TOPOLOGIES: Mapping[str, Topology] = {
         ("master", "requests the executors"),
         "7077",
         ("your machine", "submit.sh, with the driver"),
-        "7100–7136 to the driver, 7140–7156 back",
+        "7100-7136 to the driver, 7140-7156 back",
         "worker",
-        "40000–44999",
+        "40000-44999",
         ("store", "a mounted folder or a URL"),
         "",
     ),
@@ -165,7 +166,7 @@ TOPOLOGIES: Mapping[str, Topology] = {
         ("driver pod", "the image's Spark"),
         "7078, 7079",
         "executor pod",
-        "40000–44999",
+        "40000-44999",
         ("store", "a volume, or S3"),
         "443",
     ),

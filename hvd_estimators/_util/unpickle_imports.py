@@ -49,41 +49,6 @@ def first_imports() -> tuple[Any, ...]:
     return tuple(map(_Import, _modules))
 
 
-_MOVED = {
-    "hvd_estimators.keras.learning_rate": "hvd_estimators.keras.callbacks",
-    "hvd_estimators.keras.optimizer_state": "hvd_estimators.keras.serialization",
-    "hvd_estimators.keras.states": "hvd_estimators.keras.serialization",
-    "hvd_estimators.keras.traits": "hvd_estimators.keras.model_metadata",
-    "hvd_estimators.launch.foreign": "hvd_estimators.launch.backend",
-    "hvd_estimators.launch.foreign_backends": "hvd_estimators.launch.backend",
-    "hvd_estimators.launch.local": "hvd_estimators.launch.local_backend",
-    "hvd_estimators.launch.spark": "hvd_estimators.launch.spark_backend",
-    "hvd_estimators.lightning.exact": "hvd_estimators.lightning.strategy",
-    "hvd_estimators.lightning.flavor": "hvd_estimators.lightning.package",
-    "hvd_estimators.lightning.undecided": "hvd_estimators.lightning.package",
-    "hvd_estimators.lightning.weighted_strategy": "hvd_estimators.lightning.strategy",
-    "hvd_estimators.loading.arrow": "hvd_estimators.loading.readers",
-    "hvd_estimators.loading.reader": "hvd_estimators.loading.readers",
-    "hvd_estimators.loading.readers.arrow": "hvd_estimators.loading.readers",
-    "hvd_estimators.loading.readers.base": "hvd_estimators.loading.readers",
-    "hvd_estimators.loading.readers.petastorm": "hvd_estimators.loading.petastorm",
-    "hvd_estimators.loading.readers.planned": "hvd_estimators.loading.readers",
-    "hvd_estimators.loading.transformation": "hvd_estimators.loading.transform",
-    "hvd_estimators.parquet.manifest": "hvd_estimators.data.manifest",
-    "hvd_estimators.store.dbfs": "hvd_estimators.store.local",
-    "hvd_estimators.torch.joint_loss": "hvd_estimators.torch.objective",
-    "hvd_estimators.torch.outputs": "hvd_estimators.torch.tensors",
-    "hvd_estimators.torch.pickling": "hvd_estimators.torch.serialization",
-}
-"""Former modules of classes in saved estimators and models, to their modules now (2026-11-25)."""
-
-_RENAMED = {
-    ("hvd_estimators.keras.model_metadata", "Traits"): "ModelMetadata",
-    ("hvd_estimators.keras.serialization", "OptimizerDocument"): "OptimizerPayload",
-    ("hvd_estimators.keras.serialization", "ModelDocument"): "ModelPayload",
-}
-"""Their modules now and former names, to their names now."""
-
 _recorded: ContextVar[set[str] | None] = ContextVar("_recorded", default=None)
 
 
@@ -117,8 +82,6 @@ class Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a class or function by its name; called by pickle."""
-        module = _MOVED.get(module, module)
-        name = _RENAMED.get((module, name), name)
         _record(module)
         value = super().find_class(module, name)
         if value is cloudpickle.subimport:

@@ -18,19 +18,24 @@ from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
 from hvd_estimators.inference.classification import resolve_kind
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.estimator import WritingParams
-from hvd_estimators.params.grids import GridParams
 from hvd_estimators.params.model import (
     ClassificationParams,
     InferenceParams,
     TransformationParams,
 )
+from hvd_estimators.saving.save import FileReadable, FileWritable
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 from hvd_estimators.training.value_limits import check_ids, check_labels
 
 
 class EstimatorHooks(
-    TrainPlanning, WritingParams, InferenceParams, ClassificationParams, GridParams
+    TrainPlanning,
+    WritingParams,
+    InferenceParams,
+    ClassificationParams,
+    FileWritable,
+    FileReadable,
 ):
     """Params and hooks of all estimators, in the order in which a fit calls the hooks.
 

@@ -137,10 +137,7 @@ class Run:
 
     @property
     def row_order(self) -> ReadOrder | None:
-        """Row order of a resumed run; None for a new run.
-
-        Also None if the run comes from a version that did not record the row order.
-        """
+        """Row order of a resumed run; None for a new run, and if its record was deleted."""
         order = (self.metadata or {}).get("row_order")
         if order is None:
             return None
@@ -150,8 +147,7 @@ class Run:
     def check_fingerprint(self) -> None:
         """Check that the run's checkpoints, if any, have the fingerprint of this fit.
 
-        Checkpoints without a record come from an earlier version. Such a run is resumed with a
-        warning, because the user named the run explicitly.
+        A run whose record the user has deleted is resumed with a warning.
 
         Raises
         ------

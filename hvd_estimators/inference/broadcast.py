@@ -3,24 +3,19 @@
 Each executor joins the parts of a large model in one file. Its Python workers map the file into
 memory, so they share one copy if the framework can load from mapped memory.
 
-PySpark makes a new broadcast variable each time it sends a function above 1 MiB. The variable's
-file stays on the driver's disk until the application ends. Here, equal bytes share one broadcast
-variable as long as a model or a DataFrame's plan needs it. Plans live in the JVM, so a weak
-reference in the JVM shows whether a plan needs the variable. Files of unused variables are deleted.
+A model holds its broadcast variables, and so do the plans of the DataFrames that it has made. Plans
+live in the JVM. When both are gone, Spark frees the variable's memory, and its file is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import io
 import os
 import tempfile
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Union, cast
@@ -109,12 +104,6 @@ PART_BYTES = 64 * 2**20
 _INLINE_BYTES = 2**18
 
 
-# The JVM notices unused plans only when it collects garbage, which may be hours apart. `sweep`
-# requests a collection when files of this many bytes may be unused. After that, it requests the
-# next one only when twice as many bytes may be unused as the last collection left.
-_WAITING_BYTES = 64 * 2**20
-
-
 @dataclass(frozen=True)
 class Parts:
     """Bytes that are sent in several broadcast variables.
@@ -192,7 +181,7 @@ class SharedBytes:
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, Sent] = {}
+        self._last: dict[str, tuple[tuple[str, ...], Sent]] = {}
 
     def send(self, dataset: DataFrame, role: str, hashed: Hashed) -> Sent:
         """Broadcast bytes, and return the form in which a UDF carries them; see `received`.
@@ -212,90 +201,29 @@ class SharedBytes:
         if hashed.size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
             return as_bytes(hashed.document)
         context = dataset.sparkSession.sparkContext
-        parts = tuple(
-            _registry.get(context, digest, functools.partial(hashed.part, index))
-            for index, digest in enumerate(hashed.digests)
-        )
-        sent: Sent = parts[0] if len(parts) == 1 else Parts(hashed.digest, parts)
-        self._last[role] = sent
+        content = (str(context.applicationId), *hashed.digests)
+        last, sent = self._last.get(role, ((), b""))
+        if last != content:
+            parts = tuple(
+                _broadcast(context, hashed.part(index)) for index in range(len(hashed.digests))
+            )
+            sent = parts[0] if len(parts) == 1 else Parts(hashed.digest, parts)
+            self._last[role] = (content, sent)
         return sent
 
     def __reduce__(self) -> Any:
         return SharedBytes, ()
 
 
-@dataclass(frozen=True)
-class _File:
-    """File of a broadcast variable, and a weak reference in the JVM to the variable."""
-
-    key: tuple[str, str]
-    path: str
-    size: int
-    reference: Any
-    context: SparkContext
-
-    def is_needed(self) -> bool:
-        if self.context._jsc is None:
-            return False
-        return self.reference.get() is not None
-
-
-class _Registry:
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        # A model holds the Python variable; a plan in the JVM holds the variable's counterpart.
-        self._sent: weakref.WeakValueDictionary[tuple[str, str], Broadcast[bytes]] = (
-            weakref.WeakValueDictionary()
-        )
-        self._files: list[_File] = []
-        self._left_bytes = 0
-
-    def get(
-        self, context: SparkContext, digest: str, read: Callable[[], bytes]
-    ) -> Broadcast[bytes]:
-        """Return the variable for a digest; read and broadcast the bytes if none exists yet."""
-        key = (str(context.applicationId), digest)
-        with self._lock:
-            sent = self._sent.get(key)
-            if sent is not None:
-                return sent
-            self.sweep(context)
-            document = read()
-            broadcast = context.broadcast(document)
-            assert context._jvm is not None
-            reference = context._jvm.java.lang.ref.WeakReference(broadcast._jbroadcast)
-            path = broadcast._path
-            self._sent[key] = broadcast
-            self._files.append(_File(key, path, len(document), reference, context))
-            return broadcast
-
-    def sweep(self, context: SparkContext, *, collect: bool = False) -> None:
-        """Delete the files of variables that are no longer needed."""
-        with self._lock:
-            waiting = self._waiting_bytes()
-            if collect or waiting > max(_WAITING_BYTES, 2 * self._left_bytes):
-                assert context._jvm is not None
-                context._jvm.java.lang.System.gc()
-                self._delete()
-                self._left_bytes = self._waiting_bytes()
-            else:
-                self._delete()
-
-    def _waiting_bytes(self) -> int:
-        return sum(file.size for file in self._files if file.key not in self._sent)
-
-    def _delete(self) -> None:
-        needed = []
-        for file in self._files:
-            if file.key in self._sent or file.is_needed():
-                needed.append(file)
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.path)
-        self._files = needed
-
-
-_registry = _Registry()
+def _broadcast(context: SparkContext, data: bytes) -> Broadcast[bytes]:
+    """Return a variable whose file is deleted when neither Python nor a plan needs it."""
+    variable = context.broadcast(data)
+    assert context._jvm is not None
+    # PySpark would keep the file until the application ends.
+    tracker = context._jvm.org.apache.commons.io.FileCleaningTracker()
+    tracker.track(variable._path, variable._jbroadcast)
+    tracker.exitWhenFinished()
+    return variable
 
 
 _READ_BYTES = 2**20

@@ -32,7 +32,7 @@ from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
-from hvd_estimators.keras.tensors import id_limits, input_keys, input_structure
+from hvd_estimators.keras.tensors import id_limits, input_keys
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.keras.user_callbacks import adds_no_logs, selects_by_metric
 from hvd_estimators.summary import as_keras_history
@@ -193,10 +193,6 @@ class KerasEstimator(KerasEstimatorSignatures):
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None
         identity = model_fingerprint(trial.dry_run.model, other_rate)
-        model, columns = trial.dry_run.model, self._input_columns().names
-        if input_structure(model, columns) != input_structure(model, columns, by_name=False):
-            # Runs of an earlier version recorded no names and paired inputs by position.
-            identity["columns of the inputs"] = [tensor.name for tensor in model.inputs]
         return {**identity, "loss": named(trial.settings.loss)}
 
     def _check_checkpoint(self, path: str, trial: Any) -> None:

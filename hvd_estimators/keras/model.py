@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -79,11 +79,6 @@ class KerasModel(KerasModelSignatures):
     _input_keys = param(
         "Keys of the feature columns in the dict that the model takes. Default: the keys that "
         "the model defines."
-    )
-    _input_pairing = param(
-        "How inputs of a functional model pair with feature columns, unless they are in a dict: "
-        "by 'name', if each input has the name of a column, or always by 'position'.",
-        default="name",
     )
     _floatx = param("Keras's float type during training.", default="float32")
 
@@ -193,8 +188,8 @@ class KerasModel(KerasModelSignatures):
         if given is None or len(given) != len(labels):
             raise ParamError(
                 f"label_shapes: expected a shape for each of {', '.join(labels)}, found {given}. "
-                "An earlier version saved this model, or it was not fitted. Set label_shapes (the "
-                "shape of one row of each label), and sample_weight_col if training used it."
+                "The model was not fitted. Set label_shapes (the shape of one row of each label), "
+                "and sample_weight_col if training used it."
             )
         fields = {n: Field(n, tuple(shape[1:])) for n, shape in zip(labels, given, strict=True)}
         model = self.getOrDefault("model")
@@ -229,11 +224,6 @@ class KerasModel(KerasModelSignatures):
 
     def _inputs(self) -> Any:
         return inputs_of(self.getOrDefault("model"), self.getOrDefault)
-
-    def _adapt(self, saved: Collection[str]) -> None:
-        if "_input_pairing" not in saved:
-            # Models saved without this param paired their inputs by position in training.
-            self._set(_input_pairing="position")
 
     def _text_features(self) -> tuple[str, ...]:
         return tuple(text_columns(self._inputs()))

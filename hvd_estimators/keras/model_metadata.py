@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -34,7 +34,7 @@ class ModelMetadata:
         Dtype policies of the layers. Layers created in a model's constructor get the global policy
         of their process, such as ``mixed_float16``.
     trainable : list of bool
-        Whether each variable is trainable. Files of earlier versions have an empty list.
+        Whether each variable is trainable.
     values : mapping
         Values, by position, of the variables that Keras's files change. A ``.keras`` file stores a
         layer's kernel with the product of its LoRA adapters added, and omits the adapters.
@@ -42,15 +42,14 @@ class ModelMetadata:
         Data attributes of custom layers, by position.
     layers : list of bool
         Whether each layer is trainable. Keras's config of a `keras.Sequential` does not contain it.
-        Files of earlier versions have an empty list.
     """
 
     paths: list[str]
     policies: list[Any]
-    trainable: list[bool] = field(default_factory=list)
-    values: Mapping[int, Array] = field(default_factory=dict)
-    attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    layers: list[bool] = field(default_factory=list)
+    trainable: list[bool]
+    values: Mapping[int, Array]
+    attributes: Mapping[int, Mapping[str, Any]]
+    layers: list[bool]
 
     @staticmethod
     def of(model: keras.Model) -> ModelMetadata:
@@ -130,10 +129,6 @@ class ModelMetadata:
                 variable.trainable = trainable
         for number, value in self.values.items():
             variables[number].assign(value)
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Accept the state of earlier versions, too."""
-        vars(self).update({"trainable": [], "values": {}, "attributes": {}, "layers": [], **state})
 
 
 def _set_trainable(model: keras.Model, trainable: Sequence[bool]) -> None:

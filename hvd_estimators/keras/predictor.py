@@ -194,9 +194,7 @@ def inputs_of(model: keras.Model, get: Callable[[str], Any]) -> Any:
         Function from the name of a param to its value.
     """
     columns = InputColumns.of(get("feature_columns") or []).names
-    # Models of earlier versions, without this param, paired their inputs by position in training.
-    by_name = get("_input_pairing") == "name"
-    return input_structure(model, columns, get("_input_keys"), by_name)
+    return input_structure(model, columns, get("_input_keys"))
 
 
 def predictor_settings(

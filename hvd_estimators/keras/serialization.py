@@ -22,7 +22,6 @@ from typing import Any
 import cloudpickle
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import Unpickler, loads
@@ -456,15 +455,12 @@ class OptimizerPayload:
         Values of its variables, by their position.
     custom_objects : mapping
         Classes and other objects that the config names.
-    document : bytes or None
-        The pickled optimizer, in files of earlier versions, if its config was incomplete.
     """
 
     cls: type[keras.optimizers.Optimizer]
     config: Mapping[str, Any]
     state: Mapping[str, Array | Zeros]
     custom_objects: Mapping[str, Any]
-    document: bytes | None = None
 
     @staticmethod
     def of(
@@ -484,8 +480,6 @@ class OptimizerPayload:
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return a new optimizer without state."""
-        if self.document is not None:
-            return OptimizerPayload.of(loads(self.document)).make()
         optimizer: keras.optimizers.Optimizer = make_object(
             self.cls, self.config, self.custom_objects
         )
@@ -502,48 +496,3 @@ class OptimizerPayload:
 
 def _make_optimizer(document: OptimizerPayload) -> keras.optimizers.Optimizer:
     return document.make()
-
-
-# The functions below read files of earlier versions, which pickled Keras objects by attributes.
-
-
-def _new(cls: Any) -> Any:
-    return cls.__new__(cls)
-
-
-def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
-    nodes = state.get("_nodes")
-    if isinstance(obj, keras.Model) and isinstance(nodes, list):
-        # Keras names the nodes of a graph by the memory addresses of its operations.
-        state["_nodes"] = {f"{id(operation)}_{rest}" for operation, rest in nodes}
-    vars(obj).update(state)
-
-
-def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
-    vars(tracker).update(state)
-    # Keras identifies tracked objects by their memory addresses.
-    tracker.stored_ids = {
-        name: {id(entry) for entry in entries} for name, (_, entries) in tracker.config.items()
-    }
-
-
-def _fill(tracked: Any, state: tuple[Any, Any]) -> None:
-    # The tracker already knows the contents.
-    tracked.tracker = None
-    (tracked.extend if isinstance(tracked, list) else tracked.update)(state[1])
-    tracked.tracker = state[0]
-
-
-def _make_variable(value: Any, trainable: bool, name: str) -> tf.Variable:
-    return tf.Variable(value, trainable=trainable, name=name)
-
-
-def _load_layer(cls: Any, config: dict[str, Any], assets: Mapping[str, bytes]) -> Any:
-    layer = cls.from_config(config)
-    with tempfile.TemporaryDirectory() as directory:
-        for name, content in assets.items():
-            with open(os.path.join(directory, name), "wb") as file:
-                file.write(content)
-        if assets:
-            layer.load_assets(directory)
-    return layer

@@ -267,7 +267,6 @@ def input_structure(
     model: keras.Model,
     feature_cols: Sequence[str],
     keys: Sequence[str] | None = None,
-    by_name: bool = True,
 ) -> Any:
     """Return a model's inputs as fields in the model's structure.
 
@@ -284,8 +283,6 @@ def input_structure(
         One column per input.
     keys : sequence of str, optional
         Keys of the columns in the dict that a subclassed model takes, if known.
-    by_name : bool
-        False for saved models of an earlier version, which used only keys of dicts as names.
 
     Raises
     ------
@@ -312,7 +309,7 @@ def input_structure(
         _check_names(structure, feature_cols)
         return {name: _input_field(name, structure[name]) for name in structure}
     names = [tensor.name for tensor in inputs]
-    columns = names if by_name and set(names) == set(feature_cols) else feature_cols
+    columns = names if set(names) == set(feature_cols) else feature_cols
     flat = [_input_field(n, t) for n, t in zip(columns, inputs, strict=True)]
     return keras.tree.pack_sequence_as(structure, flat)
 

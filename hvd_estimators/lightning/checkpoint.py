@@ -419,12 +419,8 @@ class RunCheckpoint(Callback):
         # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
         own = partials[self._shards.rank :: self._shards.size]
         self._recorder.on_train_epoch_start(trainer, module)
-        if "callback_metrics" in first:
-            metrics = first["callback_metrics"]
-        else:  # Checkpoints of earlier versions also hold the sums of logged values.
-            metrics = first["logged"]["seen"]["callback_metrics"]
         # A validation may have been earlier in the epoch; callbacks and schedulers monitor it.
-        trainer.callback_metrics.update(metrics)
+        trainer.callback_metrics.update(first["callback_metrics"])
         restore_metrics(module, [partial["metrics"] for partial in own])
         if self._loader is not None:
             rows = (partial["stand_in"] for partial in (*own, *partials))

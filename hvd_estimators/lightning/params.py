@@ -160,8 +160,6 @@ class LightningParams(TorchEstimator):
                     "configure_model(), as in self.net = torch.compile(self.net)."
                 )
             super()._check_training()
-            for callback in get("callbacks"):
-                self._check_monitored_name(getattr(callback, "monitor", None))
             return
         for name in (
             "optimizer",
@@ -189,16 +187,6 @@ class LightningParams(TorchEstimator):
                 "backward_passes_per_step: the module optimizes manually and accumulates gradients "
                 "itself. Leave it out."
             )
-
-    def _check_monitored_name(self, monitor: Any) -> None:
-        """Reject metric names of plain modules from earlier versions."""
-        for old, new in self._named_metrics().renamed.items():
-            for stage in ("train_", "val_"):
-                if monitor == f"{stage}{old}":
-                    raise ParamError(
-                        f"callbacks: found the monitor {monitor!r}, whose name is now "
-                        f"{stage + new!r}. Set that."
-                    )
 
     def _transformation(self) -> Transformation | None:
         transformation = super()._transformation()

@@ -366,6 +366,8 @@ class DeclaredParams(Params):
     def __init__(self) -> None:
         super().__init__()
         self._setDefault(**{name: to_python(d.default) for name, d in self._declarations.items()})
+        for name in self._declarations:
+            self.getParam(name).typeConverter = functools.partial(_in_grid, type(self), name)
 
     def setParams(self, **kwargs: Any) -> Self:
         """Set several params by name.
@@ -410,7 +412,7 @@ class DeclaredParams(Params):
 
     def _store_value(self, name: str, value: Any) -> None:
         """Set a param to a value that was converted before."""
-        # Spark would call the param's own converter, which is the one for values of a grid.
+        # Spark would call the param's converter, which is for values of a grid.
         super().set(Param(self, name, self.getParam(name).doc), value)
 
     def _values(self) -> dict[str, Any]:
@@ -521,6 +523,15 @@ class DeclaredParams(Params):
                 if values.get(name) is not None and other not in values:
                     copied.clear(copied.getParam(other))
         return copied._set(**values)
+
+
+def _in_grid(cls: type[DeclaredParams], name: str, value: Any) -> Any:
+    """Check a value of a grid when ``ParamGridBuilder`` builds it, before the first fit."""
+    value = to_python(value)
+    convert = cls._declarations[name].convert
+    if convert is not None and value is not None:
+        convert(name, value)
+    return value
 
 
 class _Annotation(str):

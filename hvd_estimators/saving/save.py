@@ -16,7 +16,6 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Collection
 from typing import Any, Self, TypeVar
 
 import cloudpickle
@@ -75,15 +74,6 @@ class FileReadable(MLReadable[Any]):
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         """Return the values of the documents that `_dump_param` wrote, by name."""
         return {name: loads(document) for name, document in documents.items()}
-
-    def _adapt(self, saved: Collection[str]) -> None:
-        """Adapt an instance that was saved by an earlier version with fewer params.
-
-        Parameters
-        ----------
-        saved : collection of str
-            Names of the params that were saved, with their defaults.
-        """
 
 
 class _Writer(MLWriter):
@@ -273,8 +263,6 @@ class _Reader(MLReader[Any]):
         }
         for name, value in instance._load_params(documents).items():
             instance._store_value(name, value)
-        saved = {*metadata["paramMap"], *metadata.get("defaultParamMap", {}), *documents}
-        instance._adapt(saved)
         for name in metadata.get("leftOutParams", ()):
             logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance

@@ -262,8 +262,7 @@ def read_metadata(contents: Mapping[str, bytes], path: str) -> dict[str, Any]:
     Raises
     ------
     StoreError
-        If there is no metadata, if it cannot be read, or if a later version saved it in a newer
-        format.
+        If there is no metadata, if it cannot be read, or if it has another format.
     """
     if not any(content.strip() for content in contents.values()):
         raise StoreError(f"path: found no saved model at {path!r}. Set the path given to save().")
@@ -280,10 +279,10 @@ def read_metadata(contents: Mapping[str, bytes], path: str) -> dict[str, Any]:
             f"({type(error).__name__}: {error}). Save the model again, or restore the file."
         ) from error
     version = metadata.get("formatVersion", FORMAT_VERSION)
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise StoreError(
-            f"{path!r} is of format {version}, and this version of hvd_estimators reads up to "
-            f"{FORMAT_VERSION}: a later version saved it. Install that version, or a newer one."
+            f"{path!r} is of format {version}, and this version of hvd_estimators reads "
+            f"{FORMAT_VERSION}. Install the version that saved it, or save it again."
         )
     return metadata
 

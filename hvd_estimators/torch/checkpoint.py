@@ -110,14 +110,12 @@ class RunCheckpoints:
             return
         if "model" in saved:
             self._module.load_state_dict(saved["model"])
-        # Earlier versions saved only the states of callbacks.
-        old = {f"callbacks[{n}]": s for n, s in enumerate(saved.get("callbacks", ())) if s}
         # Training may have added groups and made parameters trainable.
         if "optimizer" in saved:
             restore_optimizer(self._optimizer, self._module, saved)
         self._trainable.restore(saved.get("requires_grad", {}))
         self.gradients = saved.get("gradients", {})
-        self._stateful.restore({**old, **saved.get("held", {})})
+        self._stateful.restore(saved.get("held", {}))
         # Schedulers that are created when training begins set the learning rates of the first
         # epoch.
         groups = self._optimizer.param_groups

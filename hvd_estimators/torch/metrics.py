@@ -21,7 +21,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import current, exchange
 from hvd_estimators.torch.loss import Evaluation
 from hvd_estimators.torch.tensors import snapshot
-from hvd_estimators.training.spec import EpochMetrics
 
 Metric = Callable[..., Any]
 
@@ -242,9 +241,6 @@ class Metrics:
         label_cols: Sequence[str],
         upstream_names: bool = False,
     ) -> None:
-        self._upstream = [
-            [f"group_{number}_{label}" for label in label_cols] for number in range(len(groups))
-        ]
         self._used_names = {_LOSS}
         self._groups: list[dict[str, _Member]] = []
         for number, group in enumerate(groups):
@@ -254,7 +250,7 @@ class Metrics:
                 prefix = f"{label}_" if len(label_cols) > 1 else ""
                 member_name = prefix + (_name_of(metric) or f"metric_{number}")
                 if upstream_names:
-                    member_name = self._upstream[number][index]
+                    member_name = f"group_{number}_{label}"
                     prefix = f"{member_name}_"
                 keys = None
                 if isinstance(metric, torch.nn.ModuleDict):
@@ -277,16 +273,6 @@ class Metrics:
                 return None
             names += [name] if member.keys is None else member.keys.values()
         return names
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Names of ``horovod.spark`` and of earlier versions, mapped to current names."""
-        return {
-            old: new
-            for olds, group in zip(self._upstream, self._groups, strict=True)
-            for old, (new, member) in zip(olds, group.items(), strict=True)
-            if member.keys is None and old != new
-        }
 
     def __call__(self, evaluation: Evaluation) -> dict[str, torch.Tensor]:
         """Return the value of each function for a batch, by name.
@@ -347,21 +333,6 @@ class Metrics:
                     named_values[known or _unused(member.prefix + key, used)] = entry
             groups.append(named_values)
         return groups
-
-    def with_names_of_today(self, record: EpochMetrics) -> EpochMetrics:
-        """Convert an epoch's record from an earlier version to current metric names."""
-        train, validation = (
-            None if stage is None else self._renamed_stage(stage)
-            for stage in (record.train, record.validation)
-        )
-        return EpochMetrics(record.epoch, train or {}, validation)
-
-    def _renamed_stage(self, stage: Mapping[str, Any]) -> dict[str, Any]:
-        groups = [
-            {self.renamed.get(name, name): value for name, value in group.items()}
-            for group in stage.get("all_metrics", ())
-        ]
-        return {**stage, "all_metrics": groups}
 
     def _members(self) -> Iterator[tuple[str, _Member]]:
         return ((name, member) for group in self._groups for name, member in group.items())

@@ -58,9 +58,8 @@ def objective_of(get: Callable[[str], Any], tensors: TensorSpec) -> Objective:
     """
     if get("metrics") is None:
         raise ParamError(
-            "metrics is not set: an earlier version saved this model, or it was not fitted. Set "
-            "metrics ([] for the loss alone) and loss, and loss_weights, sample_weight_col and "
-            "label_shapes if training used them."
+            "metrics is not set: the model was not fitted. Set metrics ([] for the loss alone) and "
+            "loss, and loss_weights, sample_weight_col and label_shapes if training used them."
         )
     shapes = get("label_shapes")
     tensors = replace(

@@ -580,20 +580,6 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         columns = self.getOrDefault("label_cols")
         return Metrics(self._metric_groups(), columns, self._upstream_names)
 
-    def _monitor(self) -> str | None:
-        """Return the monitored metric by its current name."""
-        monitor = super()._monitor()
-        for old, new in self._named_metrics().renamed.items():
-            for stage in ("", "val_"):
-                if monitor == f"{stage}{old}":
-                    logger.warning(
-                        "checkpoint_monitor: the name of %r is now %r. Set that.",
-                        monitor,
-                        f"{stage}{new}",
-                    )
-                    return f"{stage}{new}"
-        return monitor
-
 
 def _check_extra_state(model: torch.nn.Module) -> None:
     """Reject a module if a checkpoint could not restore its ``get_extra_state()``."""

@@ -336,9 +336,7 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
-    # Earlier versions refer to parameters by name.
-    names = dict(plain_module(module).named_parameters())
-    optimizer: torch.optim.Optimizer = _load(document, {**names, **_referents(module, None)})
+    optimizer: torch.optim.Optimizer = _load(document, _referents(module, None))
     return optimizer
 
 

@@ -1,234 +1,51 @@
 # Generated from the declarations of params by tests/helpers/signature_stubs.py.
-# Frameworks narrow params of the base classes.
 # mypy: disable-error-code="override"
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from os import PathLike
 from typing import Any, Literal, Self, overload
 
 import torch
 from numpy.typing import NDArray
 from pyspark.ml._typing import ParamMap
-from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
-from pyspark.sql.types import DataType
+from typing_extensions import Unpack
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.loggers import Logger
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.store import Store
+from hvd_estimators.params.signatures import (
+    HorovodEstimatorKeywords,
+    HorovodModelKeywords,
+    getter,
+    setter,
+)
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.params import TorchParams
 
+class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
+    model: torch.nn.Module | Callable[..., torch.nn.Module] | None
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
+    loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None
+    loss_weights: float | Sequence[float] | NDArray[Any] | None
+    loggers: Iterable[Logger] | None
+    class_weight: Mapping[int, float] | None
+    input_shapes: Iterable[Iterable[int]] | None
+    input_form: Literal["positional", "keyword", "dict"] | None
+    loss_form: Literal["per_label", "joint"] | None
+    loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None
+    train_minibatch_fn: Callable[..., Any] | None
+    stateful: Iterable[Any] | None
+    column_dtypes: Mapping[str, str | torch.dtype] | None
+    gradient_clip_norm: float | None
+    gradient_clip_value: float | None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    lr_scheduler_interval: Literal["epoch", "step"] | None
+    precision: Literal["32", "bf16", "fp16"] | None
+    collectives: Literal["auto", "horovod", "torch"] | None
+
 class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
-    def __init__(
-        self,
-        *,
-        predictionCol: str | None = None,
-        probabilityCol: str | None = None,
-        rawPredictionCol: str | None = None,
-        outputs_are: Literal[
-            "logits",
-            "probabilities",
-            "log_probabilities",
-            "multilabel_logits",
-            "multilabel_probabilities",
-            "values",
-        ]
-        | None = None,
-        outputs: int | str | Iterable[int | str] | None = None,
-        inference_batch_size: int | None = None,
-        inference_precision: Literal["float32", "bfloat16", "float16"] | None = "float32",
-        handleInvalid: Literal["keep", "skip", "error"] | None = "keep",
-        validation: float | str | DataFrame | None = None,
-        shuffle_on_write: bool | None = True,
-        partitions_per_process: int | None = 10,
-        compress_sparse_cols: bool | None = False,
-        check_finite: bool | None = False,
-        transformation_fn: Callable[..., Any] | None = None,
-        transformation_batch_fn: Callable[..., Any] | None = None,
-        transformation_edit_fields: Sequence[Any] | None = None,
-        transformation_removed_fields: str | Iterable[str] | None = None,
-        apply_transformation: bool | None = False,
-        shuffle_buffer_size: int | None = None,
-        shuffle: bool | None = True,
-        train_reader_num_workers: int | None = 2,
-        val_reader_num_workers: int | None = 2,
-        reader_pool_type: Literal["thread", "dummy"] | None = "thread",
-        inmemory_cache_all: bool | None = False,
-        cache_type: Literal["null", "local-disk"] | None = "null",
-        cache_location: str | None = None,
-        cache_size_limit: int | None = 10737418240,
-        data_module: str | type[Any] | None = None,
-        num_proc: int | None = None,
-        max_restarts: int | None = 0,
-        min_num_proc: int | None = None,
-        backend: Any = None,
-        resource_profile: ResourceProfile | None = None,
-        gpus_per_task: int | None = None,
-        cpus_per_task: int | None = None,
-        use_gpu: bool | None = True,
-        mp_start_method: Literal["fork", "forkserver", "spawn"] | None = None,
-        verbose: int | None = 1,
-        model: torch.nn.Module | Callable[..., torch.nn.Module] | None = None,
-        model_args: Mapping[str, Any] | None = ...,
-        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
-        learning_rate: float | None = None,
-        scale_learning_rate: bool | None = True,
-        loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
-        loss_weights: float | Sequence[float] | NDArray[Any] | None = None,
-        metrics: Any = ...,
-        callbacks: Iterable[Any] | None = ...,
-        buffer_reduction: Mapping[str, str] | None = ...,
-        gradient_compression: Any = None,
-        batch_size: int | None = 32,
-        val_batch_size: int | None = None,
-        epochs: int | None = 1,
-        resume_stopped: bool | None = False,
-        train_steps_per_epoch: int | None = None,
-        validation_steps_per_epoch: int | None = None,
-        backward_passes_per_step: int | None = 1,
-        terminate_on_nan: bool | None = False,
-        random_seed: int | None = None,
-        dry_run: bool | None = True,
-        feature_cols: str
-        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
-        | None = ...,
-        label_cols: str | Iterable[str] | None = ...,
-        sample_weight_col: str | None = None,
-        featuresCol: str | None = "features",
-        labelCol: str | None = "label",
-        weightCol: str | None = None,
-        label_shapes: Iterable[Iterable[int]] | None = None,
-        continuous_cols: str | Iterable[str] | None = None,
-        categorical_cols: str | Iterable[str] | None = None,
-        checkpoint_every_n_steps: int | None = None,
-        keep_checkpoints: int | None = 2,
-        checkpoint_monitor: str | None = None,
-        checkpoint_mode: Literal["auto", "min", "max"] | None = "auto",
-        store: Store | str | PathLike[str] | None = None,
-        run_id: str | None = None,
-        log_to_mlflow: bool | None = True,
-        loggers: Iterable[Logger] | None = ...,
-        class_weight: Mapping[int, float] | None = None,
-        input_shapes: Iterable[Iterable[int]] | None = None,
-        input_form: Literal["positional", "keyword", "dict"] | None = "positional",
-        loss_form: Literal["per_label", "joint"] | None = "per_label",
-        loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
-        train_minibatch_fn: Callable[..., Any] | None = None,
-        stateful: Iterable[Any] | None = None,
-        column_dtypes: Mapping[str, str | torch.dtype] | None = ...,
-        gradient_clip_norm: float | None = None,
-        gradient_clip_value: float | None = None,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        lr_scheduler_interval: Literal["epoch", "step"] | None = "epoch",
-        precision: Literal["32", "bf16", "fp16"] | None = "32",
-        collectives: Literal["auto", "horovod", "torch"] | None = "auto",
-    ) -> None: ...
-    def setParams(
-        self,
-        *,
-        predictionCol: str | None = ...,
-        probabilityCol: str | None = ...,
-        rawPredictionCol: str | None = ...,
-        outputs_are: Literal[
-            "logits",
-            "probabilities",
-            "log_probabilities",
-            "multilabel_logits",
-            "multilabel_probabilities",
-            "values",
-        ]
-        | None = ...,
-        outputs: int | str | Iterable[int | str] | None = ...,
-        inference_batch_size: int | None = ...,
-        inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
-        handleInvalid: Literal["keep", "skip", "error"] | None = ...,
-        validation: float | str | DataFrame | None = ...,
-        shuffle_on_write: bool | None = ...,
-        partitions_per_process: int | None = ...,
-        compress_sparse_cols: bool | None = ...,
-        check_finite: bool | None = ...,
-        transformation_fn: Callable[..., Any] | None = ...,
-        transformation_batch_fn: Callable[..., Any] | None = ...,
-        transformation_edit_fields: Sequence[Any] | None = ...,
-        transformation_removed_fields: str | Iterable[str] | None = ...,
-        apply_transformation: bool | None = ...,
-        shuffle_buffer_size: int | None = ...,
-        shuffle: bool | None = ...,
-        train_reader_num_workers: int | None = ...,
-        val_reader_num_workers: int | None = ...,
-        reader_pool_type: Literal["thread", "dummy"] | None = ...,
-        inmemory_cache_all: bool | None = ...,
-        cache_type: Literal["null", "local-disk"] | None = ...,
-        cache_location: str | None = ...,
-        cache_size_limit: int | None = ...,
-        data_module: str | type[Any] | None = ...,
-        num_proc: int | None = ...,
-        max_restarts: int | None = ...,
-        min_num_proc: int | None = ...,
-        backend: Any = ...,
-        resource_profile: ResourceProfile | None = ...,
-        gpus_per_task: int | None = ...,
-        cpus_per_task: int | None = ...,
-        use_gpu: bool | None = ...,
-        mp_start_method: Literal["fork", "forkserver", "spawn"] | None = ...,
-        verbose: int | None = ...,
-        model: torch.nn.Module | Callable[..., torch.nn.Module] | None = ...,
-        model_args: Mapping[str, Any] | None = ...,
-        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = ...,
-        learning_rate: float | None = ...,
-        scale_learning_rate: bool | None = ...,
-        loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = ...,
-        loss_weights: float | Sequence[float] | NDArray[Any] | None = ...,
-        metrics: Any = ...,
-        callbacks: Iterable[Any] | None = ...,
-        buffer_reduction: Mapping[str, str] | None = ...,
-        gradient_compression: Any = ...,
-        batch_size: int | None = ...,
-        val_batch_size: int | None = ...,
-        epochs: int | None = ...,
-        resume_stopped: bool | None = ...,
-        train_steps_per_epoch: int | None = ...,
-        validation_steps_per_epoch: int | None = ...,
-        backward_passes_per_step: int | None = ...,
-        terminate_on_nan: bool | None = ...,
-        random_seed: int | None = ...,
-        dry_run: bool | None = ...,
-        feature_cols: str
-        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
-        | None = ...,
-        label_cols: str | Iterable[str] | None = ...,
-        sample_weight_col: str | None = ...,
-        featuresCol: str | None = ...,
-        labelCol: str | None = ...,
-        weightCol: str | None = ...,
-        label_shapes: Iterable[Iterable[int]] | None = ...,
-        continuous_cols: str | Iterable[str] | None = ...,
-        categorical_cols: str | Iterable[str] | None = ...,
-        checkpoint_every_n_steps: int | None = ...,
-        keep_checkpoints: int | None = ...,
-        checkpoint_monitor: str | None = ...,
-        checkpoint_mode: Literal["auto", "min", "max"] | None = ...,
-        store: Store | str | PathLike[str] | None = ...,
-        run_id: str | None = ...,
-        log_to_mlflow: bool | None = ...,
-        loggers: Iterable[Logger] | None = ...,
-        class_weight: Mapping[int, float] | None = ...,
-        input_shapes: Iterable[Iterable[int]] | None = ...,
-        input_form: Literal["positional", "keyword", "dict"] | None = ...,
-        loss_form: Literal["per_label", "joint"] | None = ...,
-        loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = ...,
-        train_minibatch_fn: Callable[..., Any] | None = ...,
-        stateful: Iterable[Any] | None = ...,
-        column_dtypes: Mapping[str, str | torch.dtype] | None = ...,
-        gradient_clip_norm: float | None = ...,
-        gradient_clip_value: float | None = ...,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = ...,
-        lr_scheduler_interval: Literal["epoch", "step"] | None = ...,
-        precision: Literal["32", "bf16", "fp16"] | None = ...,
-        collectives: Literal["auto", "horovod", "torch"] | None = ...,
-    ) -> Self: ...
+    def __init__(self, **params: Unpack[TorchEstimatorKeywords]) -> None: ...
+    def setParams(self, **params: Unpack[TorchEstimatorKeywords]) -> Self: ...
     @overload
     def fit(self, dataset: DataFrame, params: ParamMap | None = None) -> TorchModel: ...
     @overload
@@ -246,173 +63,49 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         validation_path: Paths | None = None,
         params: Mapping[Any, Any] | None = None,
     ) -> TorchModel: ...
-    def getModel(self) -> torch.nn.Module | Callable[..., torch.nn.Module] | None: ...
-    def setModel(self, value: torch.nn.Module | Callable[..., torch.nn.Module] | None) -> Self: ...
-    def getOptimizer(
-        self,
-    ) -> torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None: ...
-    def setOptimizer(
-        self, value: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
-    ) -> Self: ...
-    def getLoss(self) -> Callable[..., Any] | Sequence[Callable[..., Any]] | None: ...
-    def setLoss(self, value: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> Self: ...
-    def getLoggers(self) -> list[Logger]: ...
-    def setLoggers(self, value: Iterable[Logger] | None) -> Self: ...
-    def getClassWeight(self) -> dict[int, float] | None: ...
-    def setClassWeight(self, value: Mapping[int, float] | None) -> Self: ...
-    def getInputShapes(self) -> list[list[int]] | None: ...
-    def setInputShapes(self, value: Iterable[Iterable[int]] | None) -> Self: ...
-    def getInputForm(self) -> Literal["positional", "keyword", "dict"]: ...
-    def setInputForm(self, value: Literal["positional", "keyword", "dict"] | None) -> Self: ...
-    def getLossForm(self) -> Literal["per_label", "joint"]: ...
-    def setLossForm(self, value: Literal["per_label", "joint"] | None) -> Self: ...
-    def getLossConstructors(self) -> list[Callable[..., Any]] | None: ...
-    def setLossConstructors(
-        self, value: Callable[..., Any] | Sequence[Callable[..., Any]] | None
-    ) -> Self: ...
-    def getTrainMinibatchFn(self) -> Callable[..., Any] | None: ...
-    def setTrainMinibatchFn(self, value: Callable[..., Any] | None) -> Self: ...
-    def getStateful(self) -> list[Any] | None: ...
-    def setStateful(self, value: Iterable[Any] | None) -> Self: ...
-    def getColumnDtypes(self) -> dict[str, str]: ...
-    def setColumnDtypes(self, value: Mapping[str, str | torch.dtype] | None) -> Self: ...
-    def getGradientClipNorm(self) -> float | None: ...
-    def setGradientClipNorm(self, value: float | None) -> Self: ...
-    def getGradientClipValue(self) -> float | None: ...
-    def setGradientClipValue(self, value: float | None) -> Self: ...
-    def getLrScheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None: ...
-    def setLrScheduler(self, value: Callable[[torch.optim.Optimizer], Any] | None) -> Self: ...
-    def getLrSchedulerInterval(self) -> Literal["epoch", "step"]: ...
-    def setLrSchedulerInterval(self, value: Literal["epoch", "step"] | None) -> Self: ...
-    def getPrecision(self) -> Literal["32", "bf16", "fp16"]: ...
-    def setPrecision(self, value: Literal["32", "bf16", "fp16"] | None) -> Self: ...
-    def getCollectives(self) -> Literal["auto", "horovod", "torch"]: ...
-    def setCollectives(self, value: Literal["auto", "horovod", "torch"] | None) -> Self: ...
+
+    getLoggers = getClassWeight = getInputShapes = getter
+    getInputForm = getLossForm = getLossConstructors = getter
+    getTrainMinibatchFn = getStateful = getColumnDtypes = getter
+    getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
+    getLrSchedulerInterval = getPrecision = getCollectives = getter
+    setLoggers = setClassWeight = setInputShapes = setter
+    setInputForm = setLossForm = setLossConstructors = setter
+    setTrainMinibatchFn = setStateful = setColumnDtypes = setter
+    setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
+    setLrSchedulerInterval = setPrecision = setCollectives = setter
+
+class TorchModelKeywords(HorovodModelKeywords, total=False):
+    history: list[dict[str, Any]] | None
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    loss: Any
+    loss_constructors: Any
+    loss_form: Literal["per_label", "joint"] | None
+    loss_weights: float | Sequence[float] | NDArray[Any] | None
+    metrics: Any
+    label_shapes: Iterable[Iterable[int]] | None
+    precision: Literal["32", "bf16", "fp16"] | None
+    input_shapes: Iterable[Iterable[int]] | None
+    column_dtypes: dict[str, str] | None
+    input_form: Literal["positional", "keyword", "dict"] | None
 
 class TorchModelSignatures(HorovodModel, metaclass=ABCMeta):
-    def __init__(
-        self,
-        *,
-        history: list[dict[str, Any]] | None = None,
-        predictionCol: str | None = None,
-        probabilityCol: str | None = None,
-        rawPredictionCol: str | None = None,
-        outputs_are: Literal[
-            "logits",
-            "probabilities",
-            "log_probabilities",
-            "multilabel_logits",
-            "multilabel_probabilities",
-            "values",
-        ]
-        | None = None,
-        outputs: int | str | Iterable[int | str] | None = None,
-        inference_batch_size: int | None = None,
-        inference_precision: Literal["float32", "bfloat16", "float16"] | None = "float32",
-        handleInvalid: Literal["keep", "skip", "error"] | None = "keep",
-        transformation_fn: Callable[..., Any] | None = None,
-        transformation_batch_fn: Callable[..., Any] | None = None,
-        transformation_edit_fields: Sequence[Any] | None = None,
-        transformation_removed_fields: str | Iterable[str] | None = None,
-        apply_transformation: bool | None = False,
-        model: torch.nn.Module | None = None,
-        run_id: str | None = None,
-        feature_columns: str
-        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
-        | None = None,
-        label_columns: str | Iterable[str] | None = None,
-        outputCols: str | Iterable[str] | None = None,
-        output_shapes: Sequence[Sequence[int | None]] | None = None,
-        sample_weight_col: str | None = None,
-        output_types: str
-        | DataType
-        | type[DataType]
-        | Sequence[str | DataType | type[DataType] | None]
-        | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        loss: Any = None,
-        loss_constructors: Any = None,
-        loss_form: Literal["per_label", "joint"] | None = "per_label",
-        loss_weights: float | Sequence[float] | NDArray[Any] | None = None,
-        metrics: Any = None,
-        label_shapes: Iterable[Iterable[int]] | None = None,
-        precision: Literal["32", "bf16", "fp16"] | None = "32",
-        input_shapes: Iterable[Iterable[int]] | None = None,
-        column_dtypes: dict[str, str] | None = ...,
-        input_form: Literal["positional", "keyword", "dict"] | None = "positional",
-    ) -> None: ...
-    def setParams(
-        self,
-        *,
-        history: list[dict[str, Any]] | None = ...,
-        predictionCol: str | None = ...,
-        probabilityCol: str | None = ...,
-        rawPredictionCol: str | None = ...,
-        outputs_are: Literal[
-            "logits",
-            "probabilities",
-            "log_probabilities",
-            "multilabel_logits",
-            "multilabel_probabilities",
-            "values",
-        ]
-        | None = ...,
-        outputs: int | str | Iterable[int | str] | None = ...,
-        inference_batch_size: int | None = ...,
-        inference_precision: Literal["float32", "bfloat16", "float16"] | None = ...,
-        handleInvalid: Literal["keep", "skip", "error"] | None = ...,
-        transformation_fn: Callable[..., Any] | None = ...,
-        transformation_batch_fn: Callable[..., Any] | None = ...,
-        transformation_edit_fields: Sequence[Any] | None = ...,
-        transformation_removed_fields: str | Iterable[str] | None = ...,
-        apply_transformation: bool | None = ...,
-        model: torch.nn.Module | None = ...,
-        run_id: str | None = ...,
-        feature_columns: str
-        | Iterable[str | Iterable[str] | Mapping[str, Iterable[str]]]
-        | None = ...,
-        label_columns: str | Iterable[str] | None = ...,
-        outputCols: str | Iterable[str] | None = ...,
-        output_shapes: Sequence[Sequence[int | None]] | None = ...,
-        sample_weight_col: str | None = ...,
-        output_types: str
-        | DataType
-        | type[DataType]
-        | Sequence[str | DataType | type[DataType] | None]
-        | None = ...,
-        optimizer: torch.optim.Optimizer | None = ...,
-        loss: Any = ...,
-        loss_constructors: Any = ...,
-        loss_form: Literal["per_label", "joint"] | None = ...,
-        loss_weights: float | Sequence[float] | NDArray[Any] | None = ...,
-        metrics: Any = ...,
-        label_shapes: Iterable[Iterable[int]] | None = ...,
-        precision: Literal["32", "bf16", "fp16"] | None = ...,
-        input_shapes: Iterable[Iterable[int]] | None = ...,
-        column_dtypes: dict[str, str] | None = ...,
-        input_form: Literal["positional", "keyword", "dict"] | None = ...,
-    ) -> Self: ...
+    def __init__(self, **params: Unpack[TorchModelKeywords]) -> None: ...
+    def setParams(self, **params: Unpack[TorchModelKeywords]) -> Self: ...
     def getModel(self) -> torch.nn.Module: ...
-    def setModel(self, value: torch.nn.Module | None) -> Self: ...
     def getOptimizer(self) -> torch.optim.Optimizer | None: ...
-    def setOptimizer(self, value: torch.optim.Optimizer | None) -> Self: ...
     def getLoss(self) -> Any: ...
-    def setLoss(self, value: Any) -> Self: ...
     def getLossConstructors(self) -> Any: ...
-    def setLossConstructors(self, value: Any) -> Self: ...
     def getLossForm(self) -> Literal["per_label", "joint"]: ...
-    def setLossForm(self, value: Literal["per_label", "joint"] | None) -> Self: ...
     def getLossWeights(self) -> list[float] | None: ...
-    def setLossWeights(self, value: float | Sequence[float] | NDArray[Any] | None) -> Self: ...
     def getMetrics(self) -> Any: ...
-    def setMetrics(self, value: Any) -> Self: ...
     def getLabelShapes(self) -> list[list[int]] | None: ...
-    def setLabelShapes(self, value: Iterable[Iterable[int]] | None) -> Self: ...
     def getPrecision(self) -> Literal["32", "bf16", "fp16"]: ...
-    def setPrecision(self, value: Literal["32", "bf16", "fp16"] | None) -> Self: ...
     def getInputShapes(self) -> list[list[int]] | None: ...
-    def setInputShapes(self, value: Iterable[Iterable[int]] | None) -> Self: ...
     def getColumnDtypes(self) -> dict[str, str]: ...
-    def setColumnDtypes(self, value: dict[str, str] | None) -> Self: ...
     def getInputForm(self) -> Literal["positional", "keyword", "dict"]: ...
-    def setInputForm(self, value: Literal["positional", "keyword", "dict"] | None) -> Self: ...
+    setOptimizer = setLoss = setLossConstructors = setter
+    setLossForm = setLossWeights = setMetrics = setter
+    setLabelShapes = setPrecision = setInputShapes = setter
+    setColumnDtypes = setInputForm = setter

@@ -147,10 +147,7 @@ class _Trainer:
         self.output_shapes: list[list[int]] | None = None
         self.restored = self.checkpoints.state
         if self.restored is not None:
-            self.history = [
-                self.given_objective.named_metrics.with_names_of_today(record)
-                for record in self.restored.history
-            ]
+            self.history = list(self.restored.history)
             self.output_shapes = self.restored.parts["output_shapes"]
         self.stopped = stopped_before(spec, self.restored)
         self.spec = spec = without_further_epochs(spec, self.restored)

@@ -55,8 +55,8 @@ TABLE = (
     Private(
         "pyspark.SparkContext",
         "_jsc _jvm",
-        "They give Hadoop's filesystems, task slots, jobs by tag, failed tasks and weak "
-        "references.",
+        "They give Hadoop's filesystems, task slots, jobs by tag, failed tasks, and the deletion "
+        "of a broadcast variable's file.",
     ),
     Private(
         "pyspark.Broadcast",
@@ -84,11 +84,6 @@ TABLE = (
         "The logs of a model's own steps are kept as the steps return them.",
     ),
     Private("keras.Model", "_compile_loss", "It has the means of the outputs' losses."),
-    Private(
-        "keras.Function",
-        "_nodes",
-        "It is the graph of a functional model in files of earlier versions.",
-    ),
     Private(
         "keras.Optimizer",
         "_learning_rate",

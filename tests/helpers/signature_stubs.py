@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.keras import KerasEstimator, KerasModel
@@ -30,6 +29,7 @@ IMPORTS = {
     "Callable": "from collections.abc import Callable",
     "DataFrame": "from pyspark.sql import DataFrame",
     "DataType": "from pyspark.sql.types import DataType",
+    "DeclaredParams": "from hvd_estimators.params.param import DeclaredParams",
     "Iterable": "from collections.abc import Iterable",
     "Iterator": "from collections.abc import Iterator",
     "Literal": "from typing import Literal",
@@ -43,130 +43,175 @@ IMPORTS = {
     "Self": "from typing_extensions import Self",
     "Sequence": "from collections.abc import Sequence",
     "Store": "from hvd_estimators.store import Store",
+    "TypeVar": "from typing import TypeVar",
+    "TypedDict": "from typing import TypedDict",
+    "Unpack": "from typing_extensions import Unpack",
+    "getter": "from hvd_estimators.params.signatures import getter",
     "keras": "import keras",
     "overload": "from typing import overload",
+    "setter": "from hvd_estimators.params.signatures import setter",
     "torch": "import torch",
 }
 """Names in annotations and their imports."""
 
 
 FRAMEWORKS = (
-    ("keras", KerasEstimator, KerasParams, HorovodEstimator, KerasModel, HorovodModel),
     ("torch", TorchEstimator, TorchParams, HorovodEstimator, TorchModel, HorovodModel),
+    ("keras", KerasEstimator, KerasParams, HorovodEstimator, KerasModel, HorovodModel),
     ("lightning", LightningEstimator, LightningParams, TorchEstimator, LightningModel, TorchModel),
 )
-"""For each framework: estimator and its params, model, and the classes with inherited accessors."""
+"""For each framework: estimator and its params, model, and the classes that these inherit from."""
+
+FITS = """\
+    @overload
+    def fit(self, dataset: DataFrame, params: ParamMap | None = None) -> Fitted: ...
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap, ...]
+    ) -> list[Fitted]: ...
+    def fitMultiple(
+        self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
+    ) -> Iterator[tuple[int, Fitted]]: ...
+    def fit_on_parquet(
+        self,
+        path: Paths | Mapping[Any, Any] | None = None,
+        dataset_idx: str | None = None,
+        *,
+        validation_path: Paths | None = None,
+        params: Mapping[Any, Any] | None = None,
+    ) -> Fitted: ...
+"""
+"""The methods that return the framework's model, as pyspark declares them."""
+
+ACCESSORS = """\
+T = TypeVar("T")
+
+def getter(self: object) -> Any: ...
+def setter(self: T, value: Any) -> T: ...
+"""
 
 
 def stubs() -> dict[Path, str]:
     """Return the text of each stub file."""
     common = [
-        _class("EstimatorSignatures", DeclaredParams, _accessors(HorovodEstimator)),
-        _class("ModelSignatures", DeclaredParams, _accessors(HorovodModel)),
+        ACCESSORS,
+        _keywords(HorovodEstimator),
+        _class("EstimatorSignatures", "DeclaredParams", _accessors(HorovodEstimator)),
+        _keywords(HorovodModel),
+        _class("ModelSignatures", "DeclaredParams", _accessors(HorovodModel)),
     ]
     return {
         PACKAGE / "params" / "signatures.pyi": _file(common),
         **{
             PACKAGE / framework / "signatures.pyi": _file(
                 [
+                    _keywords(estimator, base),
                     _class(
                         f"{estimator.__name__}Signatures",
-                        params,
-                        [
-                            *_constructor(estimator),
-                            *_fits(estimator, model),
-                            *_accessors(estimator, estimator_base),
-                        ],
+                        params.__name__,
+                        _constructor(estimator),
+                        FITS.replace("Fitted", model.__name__),
+                        _accessors(estimator, base),
                     ),
+                    _keywords(model, model_base),
                     _class(
                         f"{model.__name__}Signatures",
-                        model_base,
-                        [*_constructor(model), *_accessors(model, model_base)],
+                        model_base.__name__,
+                        _constructor(model),
+                        _accessors(model, model_base),
                     ),
                 ]
             )
-            for framework, estimator, params, estimator_base, model, model_base in FRAMEWORKS
+            for framework, estimator, params, base, model, model_base in FRAMEWORKS
         },
     }
 
 
-def _class(name: str, base: type, members: list[str]) -> str:
-    head = f"class {name}({base.__name__}, metaclass=ABCMeta):"
-    return "\n".join([head, *(f"    {line}" for line in members), ""])
+def _class(name: str, bases: str, *members: str) -> str:
+    return "\n".join([f"class {name}({bases}, metaclass=ABCMeta):", *members])
 
 
-def _constructor(cls: type[DeclaredParams]) -> list[str]:
-    """Return the constructor, and ``setParams`` with the same params."""
-    public = {name: d for name, d in cls._declarations.items() if not name.startswith("_")}
-    shown = [f"{name}: {d.setter_type} = {_literal(d.default)}," for name, d in public.items()]
-    unset = [f"{name}: {d.setter_type} = ...," for name, d in public.items()]
-    return [
-        *("def __init__(self, *,", *shown, ") -> None: ..."),
-        *("def setParams(", "self, *,", *unset, ") -> Self: ..."),
-    ]
+def _keywords(cls: type[DeclaredParams], base: type[DeclaredParams] | None = None) -> str:
+    """Return the dict of keywords that the constructor and ``setParams`` accept."""
+    inherited = {} if base is None else _keyword_types(base)
+    own = {name: each for name, each in _keyword_types(cls).items() if name not in inherited}
+    parent = "TypedDict" if base is None else f"{base.__name__}Keywords"
+    head = f"class {cls.__name__}Keywords({parent}, total=False):"
+    return "\n".join([head, *(f"    {name}: {each}" for name, each in own.items()), ""])
 
 
-def _literal(default: Any) -> str:
-    simple = default is None or isinstance(default, (bool, int, float, str))
-    return repr(default) if simple else "..."
+def _keyword_types(cls: type[DeclaredParams]) -> dict[str, str]:
+    """Return the types of the keywords; a derived dict cannot narrow a keyword of its base."""
+    subclasses = [each for row in FRAMEWORKS for each in (row[1], row[4]) if issubclass(each, cls)]
+    return {
+        name: declaration.setter_type
+        for name, declaration in cls._declarations.items()
+        if not name.startswith("_")
+        and {each._declarations[name].setter_type for each in subclasses}
+        <= {declaration.setter_type}
+    }
 
 
-def _fits(estimator: type[HorovodEstimator], model: type[HorovodModel]) -> list[str]:
-    """Return the methods that return the framework's model, as pyspark declares them."""
-    lists = "list[ParamMap] | tuple[ParamMap, ...]"
-    name = model.__name__
-    return [
-        "@overload",
-        f"def fit(self, dataset: DataFrame, params: ParamMap | None = None) -> {name}: ...",
-        "@overload",
-        f"def fit(self, dataset: DataFrame, params: {lists}) -> list[{name}]: ...",
-        "def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]) -> "
-        f"Iterator[tuple[int, {name}]]: ...",
-        "def fit_on_parquet(self, path: Paths | Mapping[Any, Any] | None = None, "
-        "dataset_idx: str | None = None, *, validation_path: Paths | None = None, "
-        f"params: Mapping[Any, Any] | None = None) -> {name}: ...",
-    ]
+def _constructor(cls: type[DeclaredParams]) -> str:
+    return (
+        f"    def __init__(self, **params: Unpack[{cls.__name__}Keywords]) -> None: ...\n"
+        f"    def setParams(self, **params: Unpack[{cls.__name__}Keywords]) -> Self: ...\n"
+    )
 
 
-def _accessors(cls: type[DeclaredParams], base: type[DeclaredParams] | None = None) -> list[str]:
-    """Return the getters and setters whose types differ from those of a base class."""
-    lines = []
+def _accessors(cls: type[DeclaredParams], base: type[DeclaredParams] | None = None) -> str:
+    """Return the getters and setters that a base class lacks; models' getters have types."""
+    getters, setters, typed = [], [], []
     for name, declaration in cls._declarations.items():
         inherited = None if base is None else base._declarations.get(name)
-        types = (declaration.getter_type, declaration.setter_type)
-        if name.startswith("_") or (
-            inherited and types == (inherited.getter_type, inherited.setter_type)
-        ):
-            continue
-        for suffix in declaration.accessors(name):
+        for suffix in () if name.startswith("_") else declaration.accessors(name):
             # The source has the signatures of methods that a class defines itself.
-            if getattr(getattr(cls, f"get{suffix}"), "is_declared", False):
-                lines.append(f"def get{suffix}(self) -> {types[0]}: ...")
-            if getattr(getattr(cls, f"set{suffix}"), "is_declared", False):
-                lines.append(f"def set{suffix}(self, value: {types[1]}) -> Self: ...")
-    return lines
+            has_getter, has_setter = (
+                getattr(getattr(cls, f"{prefix}{suffix}"), "is_declared", False)
+                for prefix in ("get", "set")
+            )
+            kind = declaration.getter_type
+            if has_getter and issubclass(cls, HorovodModel):
+                if inherited is None or kind != inherited.getter_type:
+                    typed.append(f"    def get{suffix}(self) -> {kind}: ...")
+            elif has_getter and inherited is None:
+                getters.append(f"get{suffix}")
+            if has_setter and inherited is None:
+                setters.append(f"set{suffix}")
+    return "\n".join([*_same(getters, "getter"), *typed, *_same(setters, "setter")])
+
+
+def _same(names: list[str], method: str) -> list[str]:
+    chunks = (names[start : start + 3] for start in range(0, len(names), 3))
+    return [f"    {' = '.join([*chunk, method])}" for chunk in chunks]
 
 
 def _file(classes: list[str]) -> str:
     text = "\n".join(classes)
-    names = {*re.findall(r"\w+", text)}
-    own = {*re.findall(r"^class \w+\((\w+)", text, re.M), *re.findall(r"-> (\w+Model)\b", text)}
+    names = {*re.findall(r"\w+", text)} - {*re.findall(r"^(?:class|def) (\w+)", text, re.M)}
+    known = {each.__name__: each for row in FRAMEWORKS for each in row[1:]}
+    keywords = {f"{name}Keywords": cls for name, cls in known.items()}
     return _formatted(
         "\n".join(
             [
                 "# Generated from the declarations of params by tests/helpers/signature_stubs.py.",
-                "# Frameworks narrow params of the base classes.",
                 '# mypy: disable-error-code="override"',
-                *sorted({IMPORTS[name] for name in names & IMPORTS.keys()}),
-                *sorted(map(_import_of, own)),
+                *(IMPORTS[name] for name in sorted(names & IMPORTS.keys())),
+                *(f"from {known[n].__module__} import {n}" for n in sorted(names & known.keys())),
+                *(
+                    f"from {_stub_module(keywords[name])} import {name}"
+                    for name in sorted(names & keywords.keys())
+                ),
                 text,
             ]
         )
     )
 
 
-def _import_of(name: str) -> str:
-    return f"from {globals()[name].__module__} import {name}"
+def _stub_module(cls: type[DeclaredParams]) -> str:
+    package = cls.__module__.split(".")[1]
+    framework = package if package in (row[0] for row in FRAMEWORKS) else "params"
+    return f"hvd_estimators.{framework}.signatures"
 
 
 def _formatted(text: str) -> str:

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.integration]
 PAGES = documented.pages()
 
 FIRST = ("README", "quickstart", "text_models")
-"""Pages that run in each test run: those of newcomers, and one with another library. Others run in soak runs, and are type-checked in each run."""
+"""Pages that run in each test run: those of newcomers, and one with another library.
+
+Others run in soak runs, and are type-checked in each run.
+"""
 
 
 PROGRAM = documented.blocks_of(documented.ROOT / "docs" / "programs.rst")

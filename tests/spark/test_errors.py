@@ -123,7 +123,12 @@ DEEP = "x array<array<array<double>>>, y double"
         ("x array<double>, y double", ([1.0], 1.0), (None, 1.0), "'x' holds 1 nulls"),
         ("x array<double>, y double", ([1.0], 1.0), ([None], 1.0), "'x' holds 1 nulls"),
         ("x array<double>, y double", ([1.0], 1.0), ([1.0, 2.0], 1.0), "'x' is ragged.*1 to 2"),
-        (DEEP, ([[[1.0] * 2] * 2], 1.0), ([[[1.0] * 3, [1.0]]], 1.0), "'x' .* inner .* from 1 to 3"),
+        (
+            DEEP,
+            ([[[1.0] * 2] * 2], 1.0),
+            ([[[1.0] * 3, [1.0]]], 1.0),
+            "'x' .* inner .* from 1 to 3",
+        ),
         (DEEP, ([[[1.0]] * 2] * 2, 1.0), ([[[1.0]] * 3, [[1.0]]], 1.0), "inner .* from 1 to 3"),
         (DEEP, ([[[1.0]] * 2], 1.0), ([[[1.0], None]], 1.0), "'x' holds 1 nulls"),
     ],

@@ -21,7 +21,6 @@ from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
 
-SAVED = Path(__file__).with_name("saved")
 CLASSES = 3
 CLASS_WEIGHT = torch.tensor([0.5, 1.0, 3.0])
 ROWS = 90
@@ -212,12 +211,3 @@ def test_keras_losses_and_metrics_equal_those_of_validation_and_of_one_process(
         return_dict=True,
     )
     assert dict(all_rows.metrics) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "param"), [(TorchModel, "metrics"), (KerasModel, "label_shapes")])
-def test_a_model_of_an_earlier_version_names_what_to_set(
-    spark: Any, frame: Any, kind: Any, param: str
-) -> None:
-    model = kind.load(f"{SAVED / kind.__name__.removesuffix('Model').lower()}")
-    with pytest.raises(ParamError, match=rf"{param}.*earlier version.*Set {param}"):
-        model.evaluate(frame)

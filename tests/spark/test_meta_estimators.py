@@ -88,6 +88,14 @@ def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_p
     np.testing.assert_allclose(raw, scores, atol=1e-5)
 
 
+def linear(bias: bool) -> torch.nn.Linear:
+    return torch.nn.Linear(1, 1, bias=bias)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 @pytest.mark.soak
 def test_train_validation_split_over_pipelines_and_columns(
     spark: Any, store: Any, tmp_path: Path
@@ -95,21 +103,18 @@ def test_train_validation_split_over_pipelines_and_columns(
     frame = spark.range(40).selectExpr("id / 40 AS `Größe m`", "-id / 40 AS b", "id / 20 AS y")
     frame.write.parquet(str(tmp_path / "rows"))
     frame = spark.read.parquet(str(tmp_path / "rows"))
-    estimator = make_estimator(store, feature_cols=["b"], label_cols=["y"])
+    estimator = make_estimator(
+        store, feature_cols=["b"], label_cols=["y"], model=linear, optimizer=sgd
+    )
     columns = [["v"], ["Größe m"]]
-    nets = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
     assembler = VectorAssembler(inputCols=["b"], outputCol="v")
     pipeline = Pipeline(stages=[Pipeline(stages=[assembler]), Pipeline(stages=[estimator])])
-    # Each model needs its optimizer.
-    grid = [
-        point
-        for chosen in columns
-        for net in nets
-        for point in ParamGridBuilder()
-        .baseOn({estimator.feature_cols: chosen, estimator.model: net})
-        .baseOn({estimator.optimizer: torch.optim.SGD(net.parameters(), lr=0.1)})
+    grid = (
+        ParamGridBuilder()
+        .addGrid(estimator.feature_cols, columns)
+        .addGrid(estimator.model_args, [{"bias": True}, {"bias": False}])
         .build()
-    ]
+    )
     evaluator = RegressionEvaluator(predictionCol="y__output", labelCol="y")
     split = TrainValidationSplit(
         estimator=pipeline,
@@ -129,7 +134,8 @@ def test_train_validation_split_over_pipelines_and_columns(
     assert last.getFeatureColumns() == best[estimator.feature_cols]
 
     split.save(str(tmp_path / "split"))
-    assert len(TrainValidationSplit.load(str(tmp_path / "split")).getEstimatorParamMaps()) == 4
+    loaded_grid = TrainValidationSplit.load(str(tmp_path / "split")).getEstimatorParamMaps()
+    assert [list(point.values()) for point in loaded_grid] == [list(p.values()) for p in grid]
     found.write().option("persistSubModels", "true").save(str(tmp_path / "found"))
     found.bestModel.save(str(tmp_path / "best"))
     loaded = TrainValidationSplitModel.load(str(tmp_path / "found"))

@@ -112,7 +112,7 @@ def test_streams_keep_models_that_the_driver_has_deleted(
     predicted = CrossValidatorModel(best, [0.0]).transform(stream).drop("features")
     del best, model
     gc.collect()
-    broadcast._registry.sweep(spark.sparkContext, collect=True)
+    spark.sparkContext._jvm.System.gc()
     assert run(predicted, tmp_path) == [ROWS] * FILES
     assert len(broadcast_files(spark) - before) == 3
     assert {row.id: row.y__output for row in written(spark, tmp_path)} == expected()

@@ -17,7 +17,6 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from variants import others_in_soak
 
-from hvd_estimators.inference import broadcast
 from hvd_estimators.inference import frame as frames_of_udfs
 from hvd_estimators.torch import TorchModel
 
@@ -195,7 +194,11 @@ class Large(torch.nn.Module):
 def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None:
     def collected() -> None:
         gc.collect()
-        broadcast._registry.sweep(spark.sparkContext, collect=True)
+        spark.sparkContext._jvm.System.gc()
+
+    def is_in_memory(number: int) -> bool:
+        block = spark.sparkContext._jvm.org.apache.spark.storage.BroadcastBlockId(number, "")
+        return bool(spark.sparkContext._jsc.sc().env().blockManager().getStatus(block).isDefined())
 
     def make(value: float) -> TorchModel:
         return TorchModel(
@@ -216,6 +219,8 @@ def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None
     frames = [model.transform(spark.range(3)) for _ in range(3)]
     frames.append(model.copy({"outputCols": ["other"]}).transform(spark.range(4)))
     assert new_files() == 1
+    number = model._shared._last["model"][1]._jbroadcast.id()
+    assert is_in_memory(number)
 
     # Plans need the file after the model is deleted, and so do derived plans.
     derived = frames[0].select(F.sum("y__output").alias("sum"))
@@ -230,7 +235,8 @@ def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None
     del derived, other
     deadline = time.monotonic() + 30
     # Threads of Spark keep references to the last query until they handle another one.
-    while new_files() and time.monotonic() < deadline:
+    while (new_files() or is_in_memory(number)) and time.monotonic() < deadline:
         spark.range(1).count()
         collected()
     assert new_files() == 0
+    assert not is_in_memory(number)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib
-import importlib.util
 import io
 import pickle
 import subprocess
@@ -97,41 +95,6 @@ def test_other_objects_load_as_with_the_standard_library() -> None:
     data = pickle.PickleBuffer(bytearray(b"abc"))
     document = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     assert bytes(unpickle_imports.loads(document, buffers=buffers)) == b"abc"
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        ("keras.traits.Traits", "keras.model_metadata.ModelMetadata"),
-        ("keras.optimizer_state.OptimizerDocument", "keras.serialization.OptimizerPayload"),
-        ("keras.serialization.ModelDocument", "keras.serialization.ModelPayload"),
-        ("keras.learning_rate.LearningRateWarmupCallback", "keras.callbacks"),
-        ("launch.local.LocalBackend", "launch.local_backend"),
-        ("launch.spark.SparkBackend", "launch.spark_backend"),
-        ("loading.readers.base.DataModule", "loading.readers"),
-        ("loading.readers.arrow.ArrowDataModule", "loading.readers"),
-        ("loading.reader.PlannedDataModule", "loading.readers"),
-        ("loading.arrow.ArrowDataModule", "loading.readers"),
-        ("loading.transformation.EditedField", "loading.transform"),
-        ("parquet.manifest.ColumnSpec", "data.manifest"),
-        ("store.dbfs.DBFSLocalStore", "store.local"),
-        ("torch.joint_loss.JointLoss", "torch.objective"),
-        ("torch.outputs.Selected", "torch.tensors"),
-    ],
-)
-def test_names_in_pickles_of_earlier_versions_are_found(former: str, now: str) -> None:
-    module, name = f"hvd_estimators.{former}".rsplit(".", 1)
-    # https://github.com/python/cpython/blob/3.11/Lib/pickletools.py: GLOBAL, STOP
-    found = unpickle_imports.loads(f"c{module}\n{name}\n.".encode())
-    expected = f"hvd_estimators.{now}" if now.rsplit(".", 1)[-1][0].isupper() else ""
-    assert f"{found.__module__}.{found.__name__}" == (expected or f"hvd_estimators.{now}.{name}")
-
-
-def test_moved_modules_exist_only_under_their_new_names() -> None:
-    for former, now in unpickle_imports._MOVED.items():
-        assert importlib.util.find_spec(now) is not None
-        with pytest.raises(ImportError):
-            importlib.import_module(former)
 
 
 def test_modules_that_pickles_import_are_recorded() -> None:

@@ -89,10 +89,8 @@ def test_torch_validates_the_monitored_metric_before_training(
     params = {"metrics": [torch.nn.L1Loss()], "checkpoint_mode": "min"}
     with pytest.raises(ParamError, match=r"'group_0_x', which is not measured.*'L1Loss', 'loss'"):
         start(store, "torch", monkeypatch, checkpoint_monitor="group_0_x", **params)
-    # The second name is that of horovod.spark and of earlier versions.
-    for name in ("L1Loss", "group_0_y"):
-        told = start(store, "torch", monkeypatch, checkpoint_monitor=name, **params)
-        assert told.monitor == "L1Loss"
+    told = start(store, "torch", monkeypatch, checkpoint_monitor="L1Loss", **params)
+    assert told.monitor == "L1Loss"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_other_files_with_the_same_rows_keep_the_order() -> None:
     reading = as_json(reading_identity(data()))
     for same in (data(), data("s3://b"), data(data_module="arrow"), data(cache_size_limit=3)):
         interrupted(Position(2, 16), reading=reading).check_reading(same)
-    # Earlier versions noted nothing.
+    # The user has deleted the record.
     interrupted(Position(2, 16)).check_reading(data(stop=6))
     assert data(shuffle=False, shuffle_buffer_size=3) != data(shuffle=False)
     assert reading_identity(data(shuffle=False, shuffle_buffer_size=3)) == reading_identity(

@@ -212,7 +212,7 @@ def test_a_dict_is_one_row_if_its_values_have_the_dimensions_of_a_row() -> None:
             read_table({"b": value}, InputColumns.of(["b"]), [], (), {"b": dimensions}).count
             == count
         )
-    # Without training metadata, values are columns, as in earlier versions.
+    # Without training metadata, values are columns.
     assert read_table({"b": B[0]}, InputColumns.of(["b"]), [], ()).count == 2
 
 

@@ -202,7 +202,7 @@ def test_models_without_a_measured_value_are_rejected(kind: Any, message: str) -
 
 def test_what_is_not_known_is_named() -> None:
     net = two_outputs(loss="mse")
-    with pytest.raises(ParamError, match=r"label_shapes: .*y, z.*earlier version.*Set label_shap"):
+    with pytest.raises(ParamError, match=r"label_shapes: .*y, z.*not fitted.*Set label_shap"):
         make_model(net, label_shapes=None)._make_evaluator()
     inputs = keras.Input((3,))
     with pytest.raises(ParamError, match="model: expected a compiled model"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,9 +179,7 @@ def test_inputs_pair_by_name_if_all_names_are_columns(form: str) -> None:
 
 
 @pytest.mark.usefixtures("spark")
-def test_saved_models_pair_by_name_and_earlier_versions_by_position(
-    tmp_path: Path,
-) -> None:
+def test_saved_models_pair_by_name(tmp_path: Path) -> None:
     model = KerasModel(
         model=titled(STRUCTURES["list"]),
         feature_columns=["body", "title"],
@@ -197,19 +194,9 @@ def test_saved_models_pair_by_name_and_earlier_versions_by_position(
         (second, *_) = np.ravel(load_predictor(path).predict(rows)["y__output"])
         return [float(first), float(second)]
 
-    path, again = f"{tmp_path / 'model'}", f"{tmp_path / 'again'}"
+    path = f"{tmp_path / 'model'}"
     model.save(path)
     assert predicted(model, path) == predicted(KerasModel.load(path), path) == [15.0, 15.0]
-    # Earlier versions saved no input pairing.
-    (part,) = (tmp_path / "model" / "metadata").glob("part-*")
-    metadata = json.loads(part.read_text())
-    del metadata["defaultParamMap"]["_input_pairing"]
-    part.write_text(json.dumps(metadata))
-    (tmp_path / "model" / "metadata" / f".{part.name}.crc").unlink(missing_ok=True)
-    earlier = KerasModel.load(path)
-    assert predicted(earlier, path) == [51.0, 51.0]
-    earlier.save(again)
-    assert predicted(KerasModel.load(again), again) == [51.0, 51.0]
 
 
 def test_the_dry_run_finds_undeclared_output_sizes() -> None:

@@ -323,20 +323,6 @@ def test_estimator_errors_name_the_param_that_lost_a_setting() -> None:
             KerasEstimator(**common, **params)._compile_settings()
 
 
-def test_files_with_pickled_attributes_load() -> None:
-    """Earlier versions pickled losses, metrics and incomplete optimizers by their attributes."""
-    document = Path(__file__).with_name("saved").joinpath("attributes.pkl").read_bytes()
-    assert b"hvd_estimators.keras.states" in document
-    model = load(document)
-    metric = model._compile_config.config["metrics"][0]
-    assert (model.loss.power, metric.limit, model.optimizer.sign) == (3.0, 0.5, -1.0)
-    assert len(metric.variables) == 2
-    assert int(model.optimizer.iterations) == 1
-    assert model.optimizer.momentum == 0.5
-    model.fit(ROWS, ROWS[:, :1], verbose=0)
-    assert load(dump(model)).optimizer.sign == -1.0
-
-
 def test_deep_models_with_a_part_without_config_are_restored() -> None:
     x = y = keras.Input((2,))
     for _ in range(150):

@@ -13,7 +13,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.keras.model_metadata import ModelMetadata
 from hvd_estimators.keras.serialization import copy_model, dump, load
 
 COLUMNS = {
@@ -55,12 +54,6 @@ def test_frozen_layers_stay_frozen() -> None:
         assert len(copy.trainable_variables) == len(model.trainable_variables) == 4
         frozen.trainable = True
         assert len(copy.trainable_variables) == 6
-    # Files of earlier versions store no flags of layers.
-    state = {name: v for name, v in vars(ModelMetadata.of(model)).items() if name != "layers"}
-    metadata = ModelMetadata.__new__(ModelMetadata)
-    metadata.__setstate__(state)
-    metadata.apply(copy)
-    assert len(copy.trainable_variables) == 4
 
 
 def run(*layers: Any) -> None:

@@ -1,9 +1,8 @@
-"""Grid values that JSON cannot hold, and params with two names."""
+"""Values of grids, and params with two names."""
 
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,83 +17,33 @@ from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.params.grids import GridValue
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.serialization import load_optimizer
 
 pytestmark = pytest.mark.versions
 
 
-def test_grid_values_that_json_cannot_hold_are_wrapped() -> None:
+def test_grids_hold_plain_values_and_objects() -> None:
     net = torch.nn.Linear(1, 1)
-    assert json.dumps(TorchEstimator().epochs.typeConverter(np.int64(3))) == "3"
     slow, fast = (torch.optim.SGD(net.parameters(), lr=rate) for rate in (0.1, 0.2))
     estimator = TorchEstimator(model=net)
 
     grid = (
         ParamGridBuilder()
         .addGrid(estimator.optimizer, [slow, fast])
-        .addGrid(estimator.learning_rate, [0.5])
+        .addGrid(estimator.epochs, list(np.array([3])))
+        .addGrid(estimator.model_args, [{"hidden": np.float32(2)}])
         .build()
     )
 
-    assert [values[estimator.learning_rate] for values in grid] == [0.5, 0.5]
-    assert [values[estimator.optimizer].value for values in grid] == [slow, fast]
-    assert all(isinstance(values[estimator.optimizer], GridValue) for values in grid)
-    json.dumps([0.5 for _ in grid])
+    assert [values[estimator.optimizer] for values in grid] == [slow, fast]
+    assert json.dumps([values[estimator.epochs] for values in grid]) == "[3, 3]"
+    assert json.dumps(grid[0][estimator.model_args]) == '{"hidden": 2.0}'
     copied = estimator.copy(grid[1])
     assert copied.getOptimizer() is fast
-    assert copied.getLearningRate() == 0.5
+    assert copied.getEpochs() == 3
     estimator.set(estimator.optimizer, slow)
     assert estimator.getOptimizer() is slow
-
-
-def test_saved_values_are_bound_to_the_model_of_their_estimator() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    estimator = TorchEstimator(model=net)
-    second = torch.optim.Adam(net[1].parameters(), lr=0.2)
-    value = estimator.optimizer.typeConverter(second)
-    document = estimator._dump_param("optimizer", value.value)
-    loaded = GridValue(name="optimizer")._set(document=document)
-
-    other = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    # The order of the params does not matter.
-    optimizer = TorchEstimator(optimizer=loaded, model=other).getOptimizer()
-
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
-        id(p) for p in other[1].parameters()
-    ]
-    assert optimizer.param_groups[0]["lr"] == 0.2
-
-
-def test_grid_values_without_their_estimator_cannot_be_saved() -> None:
-    value = TorchEstimator().optimizer.typeConverter(object())
-
-    with pytest.raises(ParamError, match="optimizer: the estimator for which the grid was built"):
-        value.write()
-
-
-def test_copies_and_pickles_of_the_estimator_can_save_grid_values() -> None:
-    def copied() -> Any:
-        net = torch.nn.Linear(1, 1)
-        estimator = TorchEstimator(model=net)
-        value = estimator.optimizer.typeConverter(torch.optim.SGD(net.parameters(), lr=0.2))
-        # A copy with another model does not own the optimizer.
-        other = estimator.copy({estimator.model: torch.nn.Linear(2, 2)})
-        return other, estimator.copy(), value
-
-    def of_two_models() -> Any:
-        net = torch.nn.Linear(1, 1)
-        estimator = TorchEstimator(model=torch.nn.Linear(2, 2))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-        values = [estimator.model.typeConverter(net), estimator.optimizer.typeConverter(optimizer)]
-        return estimator, *values
-
-    pickled = pickle.dumps([copied(), of_two_models()])
-    for *owners, value in [copied(), of_two_models(), *pickle.loads(pickled)]:
-        document = value.write()._instance.getOrDefault("document")
-        assert load_optimizer(document, torch.nn.Linear(1, 1)).param_groups[0]["lr"] == 0.2
-        del owners
 
 
 def test_wrong_grids_are_rejected_when_built() -> None:

@@ -21,4 +21,7 @@ def test_every_deployment_page_shows_its_diagram() -> None:
     for page in (DOCS / "deploy").glob("*.rst"):
         if page.stem != "index":
             text = page.read_text(encoding="utf-8")
-            assert f".. container:: diagram\n\n   .. image:: ../_static/topology_{page.stem}.svg" in text, page.stem
+            assert (
+                f".. container:: diagram\n\n   .. image:: ../_static/topology_{page.stem}.svg"
+                in text
+            ), page.stem

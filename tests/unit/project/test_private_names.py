@@ -33,7 +33,7 @@ PUBLIC = {
 
 SHARED = {
     *("_declarations", "_defaults", "_load_params", "_metadata", "_store_value", "_values"),
-    *("_floatx", "_input_keys", "_input_pairing", "_upstream_names"),  # params of saved models
+    *("_floatx", "_input_keys", "_upstream_names"),  # params of saved models
     *("_from", "_hidden", "_is_row"),  # columns of `transform`
     "_loss",  # a loss in Lightning's loggers
     *("_PYTORCH", "_TENSORFLOW"),  # suffixes of Horovod's environment variables

@@ -71,9 +71,7 @@ def train(df: DataFrame) -> None:
     reveal_type(estimator.fit_on_parquet("/shared/rows"))  # TorchModel
     reveal_type(estimator.setBatchSize(64).setParams(epochs=3))  # TorchEstimator
     reveal_type(estimator.copy())  # TorchEstimator
-    reveal_type(estimator.getBatchSize())  # int
-    reveal_type(estimator.getValBatchSize())  # int | None
-    reveal_type(estimator.getLossForm())  # Literal['per_label'] | Literal['joint']
+    reveal_type(estimator.getBatchSize())  # Any
     model = TorchModel.load("/shared/models/one")
     reveal_type(model)  # TorchModel
     reveal_type(model.getModel())  # Module
@@ -81,14 +79,22 @@ def train(df: DataFrame) -> None:
     reveal_type(KerasEstimator(class_weight={0: 1, 1: 2.5}).fit(df))  # KerasModel
     reveal_type(KerasEstimator().fit(df).getHistory())  # dict[str, list[Any]]
     reveal_type(LightningEstimator(model=net, logger=False).fit(df))  # LightningModel
+    reveal_type(LightningEstimator().setLoss(None).setLogger(False))  # LightningEstimator
     reveal_type(LightningEstimator().fit(df, grid))  # list[LightningModel]
+    reveal_type(Doubled().setEpochs(2).fit(df))  # TorchModel
+    reveal_type(Doubled().getBatchSize())  # int
+
+
+class Doubled(TorchEstimator):
+    def getBatchSize(self) -> int:
+        return 2 * int(super().getBatchSize())
 
 
 TorchEstimator(batchsize=64)  # error: did you mean "batch_size"
 TorchEstimator(batch_size="64")  # error: expected "int | None"
 TorchEstimator(precision="bf61")  # error: expected "Literal['32', 'bf16', 'fp16'] | None"
 TorchEstimator(model="net")  # error: expected Module | Callable[..., Module] | None
-TorchEstimator().setBatchSize("64")  # error: expected "int | None"
+TorchEstimator().setParams(batch_size="64")  # error: expected "int | None"
 TorchEstimator().setBatchsize(64)  # error: has no attribute "setBatchsize"
 TorchEstimator().setParams(epoch=2)  # error: did you mean "epochs"
 KerasEstimator(precision="bf16")  # error: Unexpected keyword argument "precision"

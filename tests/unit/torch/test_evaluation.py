@@ -166,7 +166,7 @@ def test_the_precision_of_training_applies() -> None:
 
 
 def test_params_that_are_not_known_are_named() -> None:
-    with pytest.raises(ParamError, match=r"metrics is not set: an earlier version.*Set metrics"):
+    with pytest.raises(ParamError, match=r"metrics is not set: .*not fitted.*Set metrics"):
         make_model(metrics=None)._make_evaluator()
     with pytest.raises(ParamError, match=r"loss is not set: .*train_minibatch_fn.*Set loss"):
         make_model(loss=None)._make_evaluator()

@@ -21,7 +21,6 @@ from hvd_estimators.torch.metrics import (
     metric_states,
     restore_metrics,
 )
-from hvd_estimators.training.spec import EpochMetrics
 
 CLASSES = 4
 # The batches of three ranks, one of which has no rows.
@@ -85,7 +84,7 @@ def test_metrics_are_named_after_their_function_or_class(
     assert Metrics(groups, labels).names == names
 
 
-def test_metric_names_of_horovod_spark_and_of_earlier_runs() -> None:
+def test_metric_names_of_horovod_spark() -> None:
     groups = [[my_mae], [collection()]]
     upstream = Metrics(groups, ["y"], upstream_names=True)
     assert upstream.names == [
@@ -93,13 +92,6 @@ def test_metric_names_of_horovod_spark_and_of_earlier_runs() -> None:
         "group_1_y_MulticlassF1Score",
         "group_1_y_MulticlassPrecision",
     ]
-    assert not upstream.renamed
-
-    earlier = EpochMetrics(0, {"loss": 1.0, "all_metrics": [{"group_0_y": 0.5}]})
-    today = Metrics(groups, ["y"]).with_names_of_today(earlier)
-    assert today == EpochMetrics(0, {"loss": 1.0, "all_metrics": [{"my_mae": 0.5}]})
-    assert Metrics(groups, ["y"]).with_names_of_today(today) == today
-    assert upstream.with_names_of_today(earlier) == earlier
 
 
 def rows(rng: np.random.Generator, size: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:

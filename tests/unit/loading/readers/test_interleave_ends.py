@@ -97,7 +97,7 @@ def test_files_damaged_since_the_plan_raise(tmp_path, pool, damage):
     ("footer", "told"), [(None, "was replaced"), (0, "does not hold the planned rows")]
 )
 def test_row_groups_shortened_since_the_plan_raise(tmp_path, footer, told):
-    """Manifests of earlier versions have no checksums of footers."""
+    """A manifest may have no checksums of footers."""
     dataset = Dataset(tmp_path / "train", 20, files=2, row_group_size=10)
     if footer is not None:
         train = dataset.manifest.train
