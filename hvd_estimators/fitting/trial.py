@@ -36,7 +36,7 @@ def check_sendable(
 ) -> None:
     """Check that an object can be pickled and loaded, without spending time on its arrays.
 
-    Another process loads objects whose classes have pickling of their own.
+    Another process loads objects whose classes define their pickling.
 
     Parameters
     ----------

@@ -494,7 +494,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     before = optimizer.param_groups
     optimizer.load_state_dict(state)
     for inner in sharing:
-        # Loading gives each of them groups of its own, or only the inner one.
+        # Loading gives both new groups, or only the inner one.
         if optimizer.param_groups is before:
             optimizer.param_groups = inner.param_groups
         else:
