@@ -4,12 +4,13 @@
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
+from typing_extensions import Self
 
 from hvd_estimators.params.param import DeclaredParams
 from hvd_estimators.store import Store

@@ -4,7 +4,7 @@
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import torch
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from pyspark.ml._typing import ParamMap
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
+from typing_extensions import Self
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.loggers import Logger
