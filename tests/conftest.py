@@ -18,8 +18,8 @@ import hvd_estimators  # noqa: F401  lets test modules import TensorFlow and tor
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "helpers" / "spark_conf")
-# All processes that these tests start inherit it, even orphans.
-os.environ["TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
+# All processes that these tests start inherit it, even orphans; ranks do by the prefix TORCH_.
+os.environ["TORCH_TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
 
 pytest_plugins = ("servers.fixtures",)
 

@@ -30,7 +30,7 @@ from hvd_estimators.fitting.record import now
 from hvd_estimators.fitting.run import Run
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import describing
-from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE, STALL_VARIABLE
+from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.launch.rank.rank_logs import RankLogs, logging_ranks
 from hvd_estimators.launch.relaunch import (
     available,
@@ -331,11 +331,7 @@ class Restarts:
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for the ranks that enable the detection of hangs."""
-        given = os.environ.get(HANG_VARIABLE)
-        return {
-            **({STALL_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}),
-            **({} if given is None else {HANG_VARIABLE: given}),
-        }
+        return {STALL_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}
 
     def _add(self, error: WorkerFailedError) -> None:
         """Record a failed launch; raise its error if no restart may follow."""

@@ -70,10 +70,9 @@ def run(
         Accepted for compatibility with ``horovod.spark.run``. Gloo is always the controller; a
         warning says so if these arguments request another one.
     env : mapping, optional
-        Environment variables of the ranks, on top of the executor's; None deletes a variable.
-        Default: none. As in ``horovod.spark.run``, and unlike in `SparkBackend`, the driver's
-        environment is not passed on. The file that ``HOROVOD_TIMELINE`` names is written on rank
-        0's machine. Variables that differ between ranks, such as ``RANK``, can only be deleted.
+        Environment variables to add to those of the ranks, as in `SparkBackend`; None deletes a
+        variable. The file that ``HOROVOD_TIMELINE`` names is written on rank 0's machine. Variables
+        that differ between ranks, such as ``RANK``, can only be deleted.
     stdout, stderr
         Destinations of the ranks' output on the driver; see `SparkBackend`.
     verbose : int
@@ -120,7 +119,7 @@ def run(
 
     backend = SparkBackend(
         num_proc=num_proc,
-        env=env or {},
+        env=env,
         start_timeout=start_timeout,
         verbose=verbose,
         executable=executable,
@@ -363,7 +362,7 @@ def run_elastic(
 
     backend = functools.partial(
         SparkBackend,
-        env=env or {},
+        env=env,
         start_timeout=start_timeout,
         verbose=verbose,
         executable=executable,

@@ -23,6 +23,7 @@ from hvd_estimators.launch.rank.environment import (
     SlotInfo,
     assign_ranks,
     child_environment,
+    local_environment,
     reserved_port,
 )
 from hvd_estimators.launch.rank.outcome import results_in_order
@@ -57,8 +58,8 @@ class LocalBackend(Backend):
     num_proc : int
         Number of ranks. Default: 1. 0 and None: the number of cores available to this process.
     env : mapping, optional
-        Environment variables of the ranks; None deletes a variable. Ranks inherit the environment
-        of this process.
+        Environment variables to add to those of the ranks; None deletes a variable. Ranks inherit
+        the variables of this process that ``docs/launching.rst`` lists.
     verbose : int
         2 or more shows the ranks' output on standard error, with the rank before each line. If
         lines are consumed too slowly, some are dropped, and a line reports how many.
@@ -191,7 +192,7 @@ class LocalBackend(Backend):
     ) -> dict[str, str]:
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
         return child_environment(
-            {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ},
+            {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **local_environment(os.environ)},
             {"PYTHONPATH": python_path(sys.path)},
             *(*of_rank, service.environment(), self._env, env),
         )

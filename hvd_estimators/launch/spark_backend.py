@@ -68,12 +68,9 @@ class SparkBackend(Backend):
         Number of ranks. Default, and 0: the number of task slots. Must be set with dynamic
         allocation, which has no fixed number of slots.
     env : mapping, optional
-        Environment variables of the ranks, on top of the executor's; None deletes a variable.
-        Default: the driver's environment when `run` is called. Secrets (names with ``TOKEN``,
-        ``SECRET``, ``PASSWORD``, ``…_KEY`` and the like) are left out. So are variables of the
-        driver's machine (``PATH``, ``HOME``, ``SPARK_*``, ``JAVA_*``, ``CUDA_VISIBLE_DEVICES`` and
-        the like); see `hvd_estimators.launch.rank.environment`. Variables given here are passed
-        unchanged; ``env={}`` passes nothing.
+        Environment variables to add to those of the ranks; None deletes a variable. Ranks have the
+        executor's environment, and the driver's settings for the libraries of ranks, such as
+        ``HOROVOD_*`` and ``OMP_*``; ``docs/launching.rst`` lists them.
     start_timeout : float
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
     verbose : int
@@ -342,7 +339,7 @@ class SparkBackend(Backend):
         """Return the settings that all jobs of this backend share, independent of the call."""
         return Job(
             one_machine=cluster.is_local,
-            driver_env=shared_environment(os.environ) if self._env is None else {},
+            driver_env=shared_environment(os.environ),
             env={**(self._env or {}), **(env or {})},
             driver_path=tuple(map(os.path.abspath, sys.path)),
             executable=self._executable,

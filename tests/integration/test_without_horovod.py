@@ -39,9 +39,10 @@ def with_torch_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 def output_of(environment: Mapping[str, str], *arguments: object, status: int = 0) -> str:
     """Run Python in an environment and return its output; check that no process or file is left."""
     mark = f"{os.getpid()} {arguments}"
+    # Ranks inherit it by its prefix.
     done = subprocess.run(
         [environment["PYSPARK_PYTHON"], *map(str, arguments)],
-        env={**environment, "HVD_TEST_MARK": mark},
+        env={**environment, "TORCH_TEST_MARK": mark},
         cwd=environment["TMPDIR"],
         text=True,
         stdout=subprocess.PIPE,
@@ -57,7 +58,7 @@ def output_of(environment: Mapping[str, str], *arguments: object, status: int = 
 
 
 def _marked(process: psutil.Process, mark: str) -> bool:
-    is_of_test = (process.info["environ"] or {}).get("HVD_TEST_MARK") == mark
+    is_of_test = (process.info["environ"] or {}).get("TORCH_TEST_MARK") == mark
     # The warm process ends soon after its owner.
     return is_of_test and "--warm" not in process.cmdline()
 

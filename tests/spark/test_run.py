@@ -54,7 +54,7 @@ def pids_in(folder: Path) -> list[int]:
 
 @pytest.mark.soak
 def test_results_match_horovod_spark(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the same function in the same session; ranks do not see the driver's environment."""
+    """Run the same function in the same session; ranks do not see the driver's variables."""
     monkeypatch.setenv("OF_DRIVER", "seen")
     # Spark's Python workers import horovod.spark, too.
     for environment in (os.environ, spark.sparkContext.environment):

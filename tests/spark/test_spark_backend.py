@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +26,14 @@ def test_all_slots_are_used_unless_num_proc_is_given(spark: Any) -> None:
         SparkBackend(-1)
 
 
-def test_ranks_see_the_drivers_environment_but_no_secrets(
+def test_ranks_see_the_drivers_settings_and_what_env_adds(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Set the variables while the executor, which would inherit them, runs already."""
-    names = ("OF_DRIVER", "OF_DRIVER_TOKEN", "HOROVOD_RANK", "OF_CALL_TOKEN", "OF_BACKEND")
+    """Set the variables while the executor runs already, or as if it had inherited them."""
+    names = ("WANDB_API_KEY", "PIP_INDEX_URL", "HOROVOD_RANK", "OF_CALL_TOKEN", "OF_BACKEND")
     for name in names[:3]:
         monkeypatch.setenv(name, "driver")
+    monkeypatch.setitem(spark.sparkContext.environment, "PIP_INDEX_URL", "inherited")
 
     def seen() -> list[str | None]:
         return [os.environ.get(name) for name in names]
@@ -38,8 +41,27 @@ def test_ranks_see_the_drivers_environment_but_no_secrets(
     (found,) = SparkBackend(1).run(seen, env={"OF_CALL_TOKEN": "call"})
     assert found == ["driver", None, "0", "call", None]
 
-    (found,) = SparkBackend(1, env={"OF_BACKEND": "backend"}).run(seen)
+    env = {"OF_BACKEND": "backend", "WANDB_API_KEY": None}
+    (found,) = SparkBackend(1, env=env).run(seen)
     assert found == [None, None, "0", None, "backend"]
+
+
+def test_modules_planted_in_a_folder_of_the_driver_do_not_run_in_ranks(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Plant them on the worker, in a folder that holds the script on the driver."""
+    folder, mark = tmp_path / "scripts", tmp_path / "ran"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    for warm_start in (True, False):
+        assert SparkBackend(1, warm_start=warm_start).run(int) == [0]
+        assert not mark.exists()
+    # The same folder, if only this user can write to it.
+    folder.chmod(0o755)
+    assert SparkBackend(1, warm_start=False).run(int) == [0]
+    assert mark.exists()
 
 
 def test_output_of_ranks_is_printed_or_goes_to_a_handler(

@@ -205,69 +205,59 @@ DEFAULTS = {GLOO_TIMEOUT_VARIABLE: GLOO_TIMEOUT, LOG_LEVEL_VARIABLE: "1"}
 TensorFlow then logs only errors and warnings, such as of unusable GPUs.
 """
 
-# Parts of names of secrets. Some match only at the end of a word, so that TOKENIZERS_PARALLELISM
-# does not match.
-_SECRET = re.compile(
-    "SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|PRIVATE|CONNECTION_?STRING"
-    "|(?:TOKENS?|KEYS?|KEY_?ID|PASS|PWD)(?:_|$)"
-    "|(?:^|_)(?:PAT|SAS|AUTH|COOKIE|DSN|SIGNATURE)(?:_|$)"
+# Settings of libraries that ranks use, which mean the same on every machine. Not the variables of a
+# job that has started the driver.
+_SETTINGS = re.compile(
+    "(?!TF_CONFIG|HOROVOD_(?:RANK|SIZE|LOCAL|CROSS|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC"
+    "|GLOO_(?:IFACE|RENDEZVOUS)|SECRET|SPARK_(?:PYTHONPATH|WORK_DIR)))(?:"
+    "HOROVOD_.*|HVD_ESTIMATORS_(?:WARM_START|(?:GRACE|HANG|WARM)_SECONDS|HOROVOD_SPARK|COMPAT)"
+    "|(?:NCCL|GLOO|UCX|FI)_.*"
+    "|(?:OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR|MALLOC|ARROW)_.*"
+    "|CUDA_(?:LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)"
+    "|(?:CUBLAS|CUDNN)_.*|NVIDIA_TF32_OVERRIDE"
+    "|(?:TF|XLA|KERAS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|ACCELERATE|TOKENIZERS)_.*"
+    "|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE"
+    "|PYTHON(?:HASHSEED|WARNINGS|FAULTHANDLER)"
+    # The trackers of `loggers` run on rank 0, and need their keys.
+    "|(?:WANDB|MLFLOW|COMET)_.*)"
 )
+_PATHS = re.compile(r"\w*_(?:HOME|DIR|PATH)")
 
-# A user and a password in a URL, for example of a database or proxy.
-_SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-
-# Variables of the driver's machine, process or session, which would be wrong on other machines.
-_OF_THE_DRIVER = re.compile(
-    "|".join(
-        [
-            # the machine and its user
-            "PATH|HOME|USER|LOGNAME|USERNAME|SHELL|SHLVL|PWD|OLDPWD|_|HOST|HOSTNAME|MAIL|EDITOR",
-            "TMP|TEMP|TMPDIR|TERM.*|COLUMNS|LINES|PS[1-4]|DISPLAY|WAYLAND_.*|XAUTHORITY|XDG_.*",
-            "DBUS_.*|SSH_.*|GPG_.*|SUDO_.*|BASH.*|ZSH.*|LS_COLORS|INVOCATION_ID|JOURNAL_STREAM",
-            "LD_LIBRARY_PATH|LD_PRELOAD|DYLD_.*|KRB5CCNAME",
-            # Python: the import path is sent separately
-            "PYTHONPATH|PYTHONHOME|PYTHONEXECUTABLE|PYTHONUSERBASE|PYTHONSTARTUP|PYTHONPLATLIBDIR",
-            "VIRTUAL_ENV.*|CONDA.*|_CE_.*|MPLBACKEND|JPY_.*|PYDEVD_.*|PYTEST_.*|COV_.*",
-            # Spark, Java, Hadoop and the cluster's manager
-            "SPARK_.*|PYSPARK_.*|_PYSPARK_.*|JAVA_.*|JDK_.*|_JAVA_.*|CLASSPATH|SCALA_.*|HADOOP_.*",
-            "YARN_.*|HIVE_.*|HDFS_.*|NM_.*|CONTAINER_ID|LOCAL_DIRS|LOCAL_USER_DIRS|LOG_DIRS",
-            "APPLICATION_WEB_PROXY_BASE|KUBERNETES_.*|MESOS_.*|SLURM.*|LSB_.*|PBS_.*|FLUX_.*",
-            # GPUs are assigned to each rank
-            r"\w*VISIBLE_DEVICES|GPU_DEVICE_ORDINAL",
-            # variables that make a process a member of a job: the launcher sets them for each rank
-            "HOROVOD_(?:RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)",
-            "HOROVOD_ELASTIC.*|HOROVOD_SPARK_(?:PYTHONPATH|WORK_DIR)|HVD_ESTIMATORS_.*",
-            *IDENTITY_VARIABLES,
-            "MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|OMPI_.*|PMI_.*|PMIX_.*|MPI_.*|TF_CONFIG",
-        ]
-    )
+# Variables of a machine: programs, libraries, network, GPUs and access to stores.
+_OF_THE_MACHINE = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|LANG|LANGUAGE|LC_.*|TZ|TERM|COLUMNS|TMP|TEMP|TMPDIR"
+    "|XDG_.*|LD_.*|DYLD_.*|PYTHON(?!_).*|VIRTUAL_ENV|CONDA_PREFIX|HF_HOME"
+    "|(?i:https?|all|no)_(?i:proxy)|SSL_CERT_.*|(?:REQUESTS|CURL)_CA_BUNDLE"
+    r"|CUDA_.*|NVIDIA_.*|\w*VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
+    "|JAVA_HOME|CLASSPATH|HADOOP_.*|LIBHDFS.*|KRB5.*"
+    "|AWS_.*|GOOGLE_.*|CLOUDSDK_.*|AZURE_.*|DATABRICKS_RUNTIME_VERSION"
 )
 
 
 def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's variables that ranks on other machines receive.
+    """Return the driver's variables that ranks receive on every machine.
 
-    Two kinds are excluded:
-
-    - Secrets, because Spark writes the data that it sends to tasks to disks and over networks. They
-      are recognised by their names (``TOKEN``, ``SECRET``, ``PASSWORD``, ``CREDENTIAL``, ``…_KEY``
-      and similar) or by a password in a URL.
-    - Variables of the driver's machine or process: ``PATH``, ``HOME`` and other paths, variables
-      of Python, Spark, Java and Hadoop, visible GPUs, and ranks.
-
-    Parameters
-    ----------
-    environment : mapping
-        The driver's environment.
+    They are settings of Horovod, this package, frameworks, trackers, and libraries of collectives
+    and threads, without paths. ``docs/launching.rst`` lists them. No other variable leaves the
+    driver, because it may be a secret, and Spark writes what it sends to disks and networks.
     """
     return {
         name: value
         for name, value in environment.items()
-        if not (
-            _SECRET.search(name.upper())
-            or _SECRET_VALUE.search(value)
-            or _OF_THE_DRIVER.fullmatch(name)
-        )
+        if _SETTINGS.fullmatch(name) and not _PATHS.fullmatch(name)
+    }
+
+
+def local_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks on the driver's own machine inherit.
+
+    They are those of `shared_environment`, also paths, and those of the machine. On a cluster,
+    ranks inherit the whole environment of their executor.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if _SETTINGS.fullmatch(name) or _OF_THE_MACHINE.fullmatch(name)
     }
 
 

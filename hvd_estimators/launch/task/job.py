@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pyspark import Broadcast, SparkFiles
 
 from hvd_estimators._util.import_path import python_path
-from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment
+from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, local_environment
 from hvd_estimators.launch.service.server import SERVICE_VARIABLE
 from hvd_estimators.launch.warm.client import WarmStart, allows_warm_start
 
@@ -118,7 +118,7 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
     added = SparkFiles.getRootDirectory()
     return child_environment(
         DEFAULTS,
-        os.environ,
+        local_environment(os.environ) if job.one_machine else os.environ,
         job.driver_env,
         {"PYTHONPATH": python_path(sys.path, job.driver_path, trusted=[added])},
         *own,

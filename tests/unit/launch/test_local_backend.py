@@ -168,19 +168,20 @@ def test_env_may_set_the_master_port_but_not_a_rank():
 
 
 def test_variables_are_inherited_overridden_and_deleted(monkeypatch):
-    for name in ("KEPT", "REPLACED", "DELETED", "RESTORED"):
+    names = kept, replaced, deleted, restored = [f"OMP_{number}" for number in range(4)]
+    for name in names:
         monkeypatch.setenv(name, "driver")
     backend = LocalBackend(
-        1, env={"REPLACED": "backend", "DELETED": "backend", "RESTORED": None, "OWN": "backend"}
+        1, env={replaced: "backend", deleted: "backend", restored: None, "OWN": "backend"}
     )
 
     (env,) = backend.run(
-        lambda: dict(os.environ), env={"REPLACED": "run", "DELETED": None, "RESTORED": "run"}
+        lambda: dict(os.environ), env={replaced: "run", deleted: None, restored: "run"}
     )
 
-    assert (env["KEPT"], env["REPLACED"], env["RESTORED"]) == ("driver", "run", "run")
+    assert (env[kept], env[replaced], env[restored]) == ("driver", "run", "run")
     assert env["OWN"] == "backend"
-    assert "DELETED" not in env
+    assert deleted not in env
 
 
 def test_ranks_can_import_the_modules_of_the_driver(tmp_path, monkeypatch):

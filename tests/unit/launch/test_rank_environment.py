@@ -3,116 +3,139 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd_estimators.launch import LocalBackend
 from hvd_estimators.launch.rank import environment
-from hvd_estimators.launch.rank.environment import reserved_port, shared_environment
-from hvd_estimators.launch.task.job import Job
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SESSION_TOKEN",
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "OPENAI_APIKEY",
-        "PGPASSWORD",
-        "MYSQL_PWD",
-        "SSHPASS",
-        "GITHUB_PAT",
-        "db_password",
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "AZURE_STORAGE_CONNECTION_STRING",
-        "AZURE_STORAGE_SAS",
-        "SENTRY_DSN",
-        "PYSPARK_GATEWAY_SECRET",
-    ],
+from hvd_estimators.launch.rank.environment import (
+    local_environment,
+    reserved_port,
+    shared_environment,
 )
-def test_secrets_stay_on_the_driver(name):
-    assert shared_environment({name: "x"}) == {}
+from hvd_estimators.launch.task.job import Job, task_environment
+
+SECRETS = {
+    "PIP_INDEX_URL": "https://user:token@index.example/simple",
+    "SLACK_WEBHOOK": "https://hooks.example/T0/B0/secret",
+    "JDBC_URL": "jdbc:postgresql://db/prod?user=me&password=hunter2",
+    "DATA_URL": "https://bucket.example/key?X-Amz-Signature=0a1b",
+    "PGPASSWORD": "hunter2",
+    "OPENAI_APIKEY": "key",
+    "HF_TOKEN": "token",
+    "HOROVOD_SECRET_KEY": "key",
+    "PYTHON_WORKER_FACTORY_SECRET": "secret",
+    "PYSPARK_GATEWAY_SECRET": "secret",
+}
+SETTINGS = {
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
+    "HOROVOD_CYCLE_TIME": "5",
+    "HOROVOD_TIMELINE": "/tmp/timeline.json",
+    "HVD_ESTIMATORS_GRACE_SECONDS": "30",
+    "HVD_ESTIMATORS_HANG_SECONDS": "3600",
+    "HVD_ESTIMATORS_WARM_SECONDS": "600",
+    "WANDB_API_KEY": "key",
+    "COMET_API_KEY": "key",
+    "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+    "NCCL_DEBUG": "INFO",
+    "OMP_NUM_THREADS": "3",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "KERAS_BACKEND": "tensorflow",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONHASHSEED": "7",
+}
+OF_THE_MACHINE = {
+    "PATH": os.environ["PATH"],
+    "HOME": "/home/me",
+    "TZ": "UTC",
+    "LD_LIBRARY_PATH": "/opt/lib",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "JAVA_HOME": "/opt/java",
+    "HADOOP_CONF_DIR": "/etc/hadoop",
+    "AWS_SECRET_ACCESS_KEY": "key",
+    "GOOGLE_APPLICATION_CREDENTIALS": "/key.json",
+    "https_proxy": "http://proxy:3128",
+    "TORCH_HOME": "/models",
+    "KERAS_HOME": "/keras",
+    "WANDB_DIR": "/wandb",
+}
+OF_A_JOB = {
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"), "7"),
+    **{"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "1", "TORCHELASTIC_ERROR_FILE": "/error"},
+    **{"TF_CONFIG": "{}", "HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "7", "HOROVOD_SIZE": "9"},
+    **{"OMPI_COMM_WORLD_RANK": "7", "SLURM_PROCID": "7", "HVD_ESTIMATORS_RANKS_KEY": "other"},
+}
+DRIVER = {**SECRETS, **SETTINGS, **OF_THE_MACHINE, **OF_A_JOB, "OF_MINE": "x", "MPLBACKEND": "x"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PATH",
-        "HOME",
-        "PWD",
-        "TMPDIR",
-        "_",
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LD_LIBRARY_PATH",
-        "SPARK_HOME",
-        "SPARK_LOCAL_IP",
-        "PYSPARK_PYTHON",
-        "JAVA_HOME",
-        "HADOOP_CONF_DIR",
-        "CONTAINER_ID",
-        "CUDA_VISIBLE_DEVICES",
-        "NVIDIA_VISIBLE_DEVICES",
-        "HOROVOD_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-        "HOROVOD_ELASTIC",
-        "HVD_ESTIMATORS_SERVICE",
-        "SLURM_JOB_ID",
-        "MASTER_ADDR",
-        "WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TF_CONFIG",
-        "MPLBACKEND",
-    ],
-)
-def test_variables_of_the_drivers_machine_or_process_are_not_shared(name):
-    assert shared_environment({name: "x"}) == {}
+def of_local_ranks() -> dict[str, str]:
+    (found,) = LocalBackend(1, warm_start=False).run(lambda: dict(os.environ))
+    return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "MLFLOW_TRACKING_URI",
-        "AWS_PROFILE",
-        "TOKENIZERS_PARALLELISM",
-        "HOROVOD_CYCLE_TIME",
-        "HOROVOD_TIMELINE",
-        "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
-        "NCCL_DEBUG",
-        "OMP_NUM_THREADS",
-        "TF_CPP_MIN_LOG_LEVEL",
-        "KERAS_BACKEND",
-        "LIBHDFS_OPTS",
-        "PYTHONHASHSEED",
-        "PYTHONWARNINGS",
-        "AUTHOR",
-        "http_proxy",
-        "MY_PATH",
-    ],
-)
-def test_everything_else_is_shared(name):
-    assert shared_environment({name: "x"}) == {name: "x"}
+def of_ranks_of_a_local_master() -> dict[str, str]:
+    return task_environment(job_of({}, one_machine=True))
 
 
-def test_only_urls_with_a_password_are_secrets():
-    given = {
-        "DATABASE_URL": "postgresql://me:hunter2@db/prod",
-        "HTTPS_PROXY": "http://me:pw@proxy:3128",
-        "MLFLOW_TRACKING_URI": "http://mlflow:5000/a@b",
-    }
+def job_of(driver: dict[str, str], one_machine: bool, **env: str | None) -> Job:
+    return Job(one_machine, shared_environment(driver), env, (), None, 1)
 
-    assert list(shared_environment(given)) == ["MLFLOW_TRACKING_URI"]
+
+@pytest.mark.parametrize("environment_of", [of_local_ranks, of_ranks_of_a_local_master])
+def test_ranks_on_the_drivers_machine_inherit_what_is_listed(
+    monkeypatch: pytest.MonkeyPatch, environment_of: Any
+) -> None:
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "/files")
+    for name, value in DRIVER.items():
+        monkeypatch.setenv(name, value)
+    found = environment_of()
+    assert not {*SECRETS, "OF_MINE", "MPLBACKEND"} & found.keys()
+    assert {**SETTINGS, **OF_THE_MACHINE}.items() <= found.items()
+    assert not OF_A_JOB.items() & found.items()
+
+
+def test_ranks_on_a_cluster_have_their_executors_variables_and_the_drivers_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "/files")
+    of_executor = {"PATH": "/bin", "OF_THE_ADMINISTRATOR": "x", "OMP_NUM_THREADS": "1"}
+    for name in os.environ:
+        monkeypatch.delenv(name)
+    for name, value in of_executor.items():
+        monkeypatch.setenv(name, value)
+    given = {"PGPASSWORD": "given", "TF_CPP_MIN_LOG_LEVEL": None, "OMP_NUM_THREADS": "2"}
+    found = task_environment(job_of(DRIVER, False, **given))
+    assert found.pop("PYTHONPATH")
+    expected = {**SETTINGS, **of_executor, **given}
+    del expected["TF_CPP_MIN_LOG_LEVEL"]
+    assert {name: found.get(name) for name in expected} == expected
+    assert not found.keys() - expected.keys()
+
+
+def test_the_page_lists_the_variables_that_reach_ranks() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "launching.rst").read_text()
+    table = page.partition("Variables of the driver that reach ranks")[2].partition("**Keys.**")[0]
+    rows = table.partition("Settings, on every master")[2].partition("* - The machine")
+    settings, machine = (re.findall(r"``([\w*]+)``", row) for row in rows[::2])
+    settings.remove("HOROVOD_GLOO_IFACE")
+    machine.remove("LocalBackend")
+    assert len(settings) > 30
+    assert len(machine) > 30
+    for kept, names in ((shared_environment, settings), (local_environment, settings + machine)):
+        given = {name.replace("*", "X"): "x" for name in names}
+        assert kept(given) == given
+    assert shared_environment({name.replace("*", "X"): "x" for name in machine}) == {}
 
 
 def test_the_repr_of_a_job_shows_no_variables():
