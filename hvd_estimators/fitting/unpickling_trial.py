@@ -1,6 +1,6 @@
 """Trial of unpickling: objects that pickle but cannot be loaded by another process.
 
-A process loads an object only if a class has pickling of its own, because that takes about two
+A process loads an object only if a class defines its own pickling, because that takes about two
 seconds. Runs on the driver and, as its main program, in the process that loads.
 """
 

@@ -374,7 +374,7 @@ def _called_in(mode: str) -> Iterator[None]:
 
 
 def _try_call(module: torch.nn.Module, tensors: TensorSpec, batch: Batch) -> list[Any]:
-    """Return what a model returns, in a list, which is empty if the model cannot run here."""
+    """Run a model, and return its result in a list, which is empty if the model cannot run here."""
     try:
         with torch_traceless():
             return [tensors.call(module, batch.inputs)]
