@@ -260,7 +260,7 @@ def joined(ranges: Sequence[Range | None]) -> Range | None:
 
 
 def _with_ranges(specs: Sequence[ColumnSpec], files: Iterable[_DataFile]) -> tuple[ColumnSpec, ...]:
-    """Return columns with the ranges of their numbers in all files, as far as they are known."""
+    """Return columns with the ranges of their numbers in all files, if known."""
     files = [file for file in files if file.rows]
     made = []
     for spec in specs:

@@ -80,7 +80,7 @@ def check_range(spec: ColumnSpec, target: str, read_as: str, remedy: Callable[[s
     target : str
         Name of the type.
     read_as : str
-        Type in which readers deliver the column; that of a matrix may differ from the column's.
+        Type in which readers deliver the column; a matrix may have another type.
     remedy : callable
         Returns a sentence on how to use another type.
 

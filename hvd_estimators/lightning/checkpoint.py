@@ -201,7 +201,7 @@ class RunCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Read the state that Lightning ignores; it is restored after rank 0's weights are sent."""
-        # Before ModelCheckpoint compares its folder with that of the checkpoint.
+        # Before ModelCheckpoint compares its folder with the checkpoint's.
         self._redirect(trainer)
         self._loaded = {name: checkpoint[name] for name in _OWN_KEYS if name in checkpoint}
         partials: Sequence[dict[str, Any]] = checkpoint.get(_PARTIAL, ())

@@ -162,7 +162,7 @@ class DataModule(ABC):
     def num_train_batches(self) -> int | None:
         """Return the number of training batches that the run will take, or None if unknown.
 
-        Further batches are available, but whoever reads ahead leaves them out. Default: None.
+        Further batches are available, but a thread that reads ahead leaves them out. Default: None.
         """
         return None
 

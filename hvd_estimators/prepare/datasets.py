@@ -278,7 +278,7 @@ class _Registry:
         Parameters
         ----------
         store : Store, optional
-            Delete only datasets beside those of this store. Default: in all stores.
+            Delete only datasets of this store. Default: in all stores.
         """
         beside = None if store is None else store.get_train_data_path()
         with self._lock:

@@ -199,7 +199,7 @@ class StoreClock:
     store : Files
         The store of the lease records.
     may_write : bool
-        If False, no probe is written, and this machine's clock counts as that of the store.
+        If False, no probe is written, and this machine's clock counts as the store's.
     """
 
     def __init__(self, store: Files, *, may_write: bool = True) -> None:

@@ -61,7 +61,7 @@ class GradientAverager:
     losses : sequence of callable
         Losses; loss modules may have parameters.
     every_parameter : bool
-        Average all trainable parameters of the module and losses, not only those of the optimizers.
+        Average all trainable parameters of the module and losses, not only the optimizers'.
         For user-written steps, which may use their own optimizers; see `follow` for others.
     denominators : StatedDenominators, optional
         Denominators that losses state.
@@ -565,7 +565,7 @@ class _RowsBucket(_Bucket):
 
 
 def _has_rows(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient is a sparse tensor of rows, as that of an embedding."""
+    """Return whether a gradient is a sparse tensor of rows, as of an embedding."""
     return gradient.is_sparse and gradient.sparse_dim() == 1
 
 

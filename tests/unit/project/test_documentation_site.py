@@ -153,18 +153,11 @@ def test_the_readme_renders_on_package_indexes_and_its_files_exist() -> None:
     assert [name for name in map("".join, files) if not (ROOT / name).is_file()] == []
 
 
-def test_package_indexes_show_the_readme_without_parts_for_clones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: dict[str, str] = {}
-    monkeypatch.setattr("setuptools.setup", lambda **options: given.update(options))
-    runpy.run_path(str(ROOT / "setup.py"))
-    text = given["long_description"]
+def test_package_indexes_show_the_readme_without_parts_for_clones() -> None:
+    text = runpy.run_path(str(ROOT / "setup.py"))["long_description"](home="")
     core = pytest.importorskip("docutils.core")
     settings = {"halt_level": 2, "report_level": 5, "file_insertion_enabled": False}
     html = core.publish_string(text, writer="html5", settings_overrides=settings).decode()
     body = html.partition("<body")[2]
     assert "<img" not in body
-    links = re.findall(r'href="([^"]+)"', body)
-    assert len(links) > 5
-    assert [link for link in links if not re.match("https://|#", link)] == []
+    assert [link for link in re.findall(r'href="([^"]+)"', body) if not link.startswith("#")] == []
