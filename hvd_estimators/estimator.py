@@ -303,7 +303,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         with self._naming_params():
             tried = self._try_rows(manifest) if trial is None else trial
         self._check_trial(tried, manifest)
-        self._check_numbers(manifest, tried)
+        with self._naming_params():
+            self._check_numbers(manifest, tried)
         self._check_monitored(manifest.validation is not None)
         fingerprint = self._fingerprint(manifest, self._model_identity(tried))
         given = self.getOrDefault("random_seed")
@@ -354,7 +355,10 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
         if self._transformation() is not None:
             return
         inputs, columns = self._input_columns(), {spec.name: spec for spec in manifest.columns}
+        used = {*inputs.names, *self._needed_columns()}
         for spec in inputs.specs(manifest.columns):
+            if spec.name not in used:
+                continue
             members = [columns[name] for name in inputs.matrices.get(spec.name, (spec.name,))]
             target = self._tensor_dtype(spec.name, spec.dtype, trial)
             for member in members:

@@ -41,7 +41,8 @@ def limits(stored: str, target: str, *, is_whole: bool = False) -> Range | None:
     ):
         return None
     if target in _FLOATS:
-        end: Any = _FLOATS[target][is_float]
+        # A decimal one above the last integer without a gap was rounded to that integer.
+        end: Any = _FLOATS[target][is_float] - (stored == target)
         allowed: Range = (-end, end)
     elif target.removeprefix("u").startswith("int"):
         info = np.iinfo(target)
