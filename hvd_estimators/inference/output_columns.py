@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array, to_lists
-from hvd_estimators.data.types import without_decimals
 from hvd_estimators.exceptions import ParamError, PredictionError
 from hvd_estimators.inference.batch import is_scalar
 
@@ -57,29 +54,17 @@ _NAMES = {
     **dict.fromkeys(("int", "integer"), "int"),
     **dict.fromkeys(("bigint", "long"), "bigint"),
     **dict.fromkeys(("float", "real"), "float"),
-    **{name: name for name in ("double", "boolean", "string")},
+    **{name: name for name in ("double", "boolean")},
 }
 
 _DTYPES = {
     **{"tinyint": "int8", "smallint": "int16", "int": "int32", "bigint": "int64"},
     **{"float": "float32", "double": "float64", "boolean": "bool"},
-    **{"decimal": "float64", "string": "object"},
 }
 
 _FLOATS = ("float", "double")
 
 _ARRAY = re.compile(r"array\s*<(.*)>", re.IGNORECASE | re.DOTALL)
-
-_DECIMAL = re.compile(r"(?:decimal|dec|numeric)(?:\s*\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\))?", re.I)
-
-_MOST_DIGITS = 38
-
-_EXACT = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
-"""Decimal context with enough digits for any double."""
-
-
-_PLAIN_LOWEST, _PLAIN_LIMIT = 1e-3, 1e7
-"""Bounds between which Java writes numbers without an exponent."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +74,17 @@ class OutputType:
     Attributes
     ----------
     element : str
-        Spark's name for the type of the elements: "double", "int", "decimal", "string", ...
+        Spark's name for the type of the elements: "double", "int", "boolean", ...
     depth : int
         Number of nested arrays around an element.
-    precision, scale : int
-        Precision and scale of decimals.
     """
 
     element: str = "double"
     depth: int = 0
-    precision: int = 0
-    scale: int = 0
 
     @classmethod
     def parse(cls, ddl: str) -> OutputType:
-        """Parse a type in Spark's notation, such as ``array<decimal(10,2)>``.
+        """Parse a type in Spark's notation, such as ``array<float>``.
 
         Raises
         ------
@@ -115,40 +96,24 @@ class OutputType:
             leaf, depth = match[1].strip(), depth + 1
         if leaf.lower() in _NAMES:
             return cls(_NAMES[leaf.lower()], depth)
-        digits = _DECIMAL.fullmatch(leaf)
-        if digits:
-            precision, scale = int(digits[1] or 10), int(digits[2] or 0)
-            if 0 < precision <= _MOST_DIGITS and scale <= precision:
-                return cls("decimal", depth, precision, scale)
         raise ParamError(
-            f"output_types: {ddl!r} is not a Spark type that predictions can have. Set a type "
-            "such as 'double', 'int', 'decimal(10,2)', 'boolean', 'string' or 'array<float>', and "
-            "cast the column to any other type after transform()."
+            f"output_types: {ddl!r} is not a type that predictions can have. Set a type of "
+            "numbers or booleans, such as 'double', 'int', 'boolean' or 'array<float>', and cast "
+            "the column to any other type after transform()."
         )
 
     def __str__(self) -> str:
-        leaf = self.element
-        if leaf == "decimal":
-            leaf = f"decimal({self.precision},{self.scale})"
-        return "array<" * self.depth + leaf + ">" * self.depth
+        return "array<" * self.depth + self.element + ">" * self.depth
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy type of the elements: doubles for decimals, objects for text."""
+        """NumPy type of the elements."""
         return np.dtype(_DTYPES[self.element])
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """Arrow type of the elements."""
-        if self.element == "decimal":
-            return pa.decimal128(self.precision, self.scale)
-        return pa.string() if self.element == "string" else pa.from_numpy_dtype(self.dtype)
 
     def elements(self, values: Array, name: str) -> pa.Array:
         """Convert numbers to the elements' type; NaN becomes null if the type has no NaN.
 
-        The results equal Spark's casts. Integers lose the fraction. Decimals are rounded
-        half up from the shortest text of the double. Text has Java's format.
+        The results equal Spark's casts. Integers lose the fraction.
 
         Parameters
         ----------
@@ -165,11 +130,6 @@ class OutputType:
         if self.element in _FLOATS:
             return pa.array(values.astype(self.dtype, copy=False))
         doubles = values.astype(np.float64, copy=False)
-        if self.element == "string":
-            return pa.array([java_text(value) for value in doubles.tolist()], pa.string())
-        if self.element == "decimal":
-            decimals = [self._decimal(value, name) for value in doubles.tolist()]
-            return pa.array(decimals, self.arrow)
         is_nan = np.isnan(doubles)
         numbers = np.where(is_nan, 0, doubles)
         if self.element != "boolean":
@@ -180,36 +140,22 @@ class OutputType:
         """Return numbers as an array of `dtype`; doubles if `dtype` cannot hold their NaNs."""
         if self.element in _FLOATS:
             return values.astype(self.dtype, copy=False)
-        column = without_decimals(self.elements(values.reshape(-1), name))
+        column = self.elements(values.reshape(-1), name)
         # A copy, because Arrow's memory is read-only.
         array = np.array(column.to_numpy(zero_copy_only=False))
         if column.null_count:
             array = np.array([np.nan if value is None else value for value in array], np.float64)
         return array.reshape(values.shape)
 
-    def _decimal(self, value: float, name: str) -> decimal.Decimal | None:
-        if math.isnan(value):
-            return None
-        if not math.isinf(value):
-            unit = decimal.Decimal(1).scaleb(-self.scale)
-            rounded = decimal.Decimal(repr(value)).quantize(unit, context=_EXACT)
-            if abs(rounded) < decimal.Decimal(10) ** (self.precision - self.scale):
-                return rounded
-        raise self._too_large(value, name)
-
     def _check_whole(self, numbers: Array, name: str) -> None:
         limit = 2.0 ** (8 * self.dtype.itemsize - 1)
         cut = np.trunc(numbers)
         wrong = (cut >= limit) | (cut < -limit)
         if wrong.any():
-            raise self._too_large(numbers[wrong][0], name)
-
-    def _too_large(self, value: float, name: str) -> PredictionError:
-        element = OutputType(self.element, 0, self.precision, self.scale)
-        return PredictionError(
-            f"{name} is {value}, which type {element} cannot hold. Set a larger type in "
-            "output_types, or none and cast what you need."
-        )
+            raise PredictionError(
+                f"{name} is {numbers[wrong][0]}, which type {self.element} cannot hold. Set a "
+                "larger type in output_types, or none and cast what you need."
+            )
 
 
 DOUBLE = OutputType()
@@ -245,7 +191,7 @@ def output_types(
     for kind, name, shape in zip(types, names, shapes, strict=True):
         depth = 0 if is_scalar(shape) else len(shape)
         if kind is not None and kind.depth != depth:
-            expected = OutputType(kind.element, depth, kind.precision, kind.scale)
+            expected = OutputType(kind.element, depth)
             row = f"an array of shape {tuple(shape)}" if depth else "one number"
             raise ParamError(
                 f"output_types: a row of {name!r} is {row}; expected a type like '{expected}', "
@@ -261,7 +207,7 @@ def to_column(
     kind: OutputType = DOUBLE,
     name: str = "The output",
 ) -> pa.Array:
-    """Return an output as a column of numbers or text, or of nested lists of numbers or text.
+    """Return an output as a column of numbers, or of nested lists of numbers.
 
     Parameters
     ----------
@@ -290,19 +236,3 @@ def to_column(
 
 def _positions(valid: Array) -> pa.Array:
     return pa.array(np.cumsum(valid) - 1, mask=~valid)
-
-
-def java_text(value: float) -> str:
-    """Format a double as Java does, with the fewest digits that identify it."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    if value == 0 or _PLAIN_LOWEST <= abs(value) < _PLAIN_LIMIT:
-        text = format(decimal.Decimal(repr(value)), "f")
-        return text if "." in text else f"{text}.0"
-    sign, digits, exponent = decimal.Decimal(repr(value)).normalize().as_tuple()
-    assert isinstance(exponent, int)
-    first, *rest = map(str, digits)
-    point = exponent + len(rest)
-    return f"{'-' if sign else ''}{first}.{''.join(rest) or '0'}E{point}"

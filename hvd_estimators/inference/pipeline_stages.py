@@ -7,7 +7,9 @@ numbers are vectors, too. Imports no PySpark.
 from __future__ import annotations
 
 import abc
+import decimal
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +28,15 @@ from hvd_estimators.data.types import (
     without_decimals,
 )
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
-from hvd_estimators.inference.output_columns import OutputType, java_text
 from hvd_estimators.saving.saved import Saved
 
 Columns = Mapping[str, pa.Array]
+
+_EXACT = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
+"""Decimal context with enough digits for any double."""
+
+_PLAIN_LOWEST, _PLAIN_LIMIT = 1e-3, 1e7
+"""Bounds between which Java writes numbers without an exponent."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +413,7 @@ class Imputer(FeatureStage):
             doubles, valid = self._numbers(columns, name)
             is_missing = np.isnan(doubles) if np.isnan(self._missing) else doubles == self._missing
             filled = np.where(is_missing | ~valid, self._surrogates[name], doubles)
-            made[output] = _cast(filled, columns[name].type, output)
+            made[output] = _cast(filled, columns[name].type)
         return made
 
 
@@ -489,10 +496,15 @@ def _vector(saved: Mapping[str, Any]) -> Array:
     return vector
 
 
-def _cast(doubles: Array, kind: pa.DataType, name: str) -> pa.Array:
+def _cast(doubles: Array, kind: pa.DataType) -> pa.Array:
     """Return doubles as numbers of an Arrow type, with the results of Spark's cast."""
     if pa.types.is_decimal(kind):
-        return OutputType("decimal", 0, kind.precision, kind.scale).elements(doubles, name)
+        unit = decimal.Decimal(1).scaleb(-kind.scale)
+        rounded = [
+            None if math.isnan(v) else decimal.Decimal(repr(v)).quantize(unit, context=_EXACT)
+            for v in doubles.tolist()
+        ]
+        return pa.array(rounded, kind)
     if pa.types.is_integer(kind):
         limits = np.iinfo(kind.to_pandas_dtype())
         # The largest 64-bit integer is no double, and its double is too large.
@@ -509,3 +521,19 @@ def _ordered(doubles: Array) -> Array:
     bits = np.ascontiguousarray(doubles, np.float64).view(np.int64)
     ordered: Array = np.where(bits < 0, bits ^ np.iinfo(np.int64).max, bits)
     return ordered
+
+
+def java_text(value: float) -> str:
+    """Format a double as Java does, with the fewest digits that identify it."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    if value == 0 or _PLAIN_LOWEST <= abs(value) < _PLAIN_LIMIT:
+        text = format(decimal.Decimal(repr(value)), "f")
+        return text if "." in text else f"{text}.0"
+    sign, digits, exponent = decimal.Decimal(repr(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    first, *rest = map(str, digits)
+    point = exponent + len(rest)
+    return f"{'-' if sign else ''}{first}.{''.join(rest) or '0'}E{point}"

@@ -375,8 +375,7 @@ def _as_array(
     values = kind.array(array.reshape(-1) if is_scalar(shape) else array, name)
     if valid is None:
         return values
-    missing: Any = None if values.dtype.hasobject else np.nan
-    dtype = values.dtype if values.dtype.kind in "fO" else np.dtype(np.float64)
-    filled = np.full((len(valid), *values.shape[1:]), missing, dtype)
+    dtype = values.dtype if values.dtype.kind == "f" else np.dtype(np.float64)
+    filled = np.full((len(valid), *values.shape[1:]), np.nan, dtype)
     filled[valid] = values
     return filled

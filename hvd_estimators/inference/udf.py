@@ -301,7 +301,7 @@ _TYPES: dict[str, type[T.DataType]] = {
     made().simpleString(): made
     for made in (
         *(T.ByteType, T.ShortType, T.IntegerType, T.LongType),
-        *(T.FloatType, T.DoubleType, T.BooleanType, T.StringType),
+        *(T.FloatType, T.DoubleType, T.BooleanType),
     )
 }
 """Spark's name of each type of `OutputType.element`, to its class."""
@@ -349,11 +349,7 @@ def checked_name(session: SparkSession, name: Any) -> str:
 def spark_type(kind: OutputType | None, shape: tuple[int, ...]) -> T.DataType:
     """Return Spark's type of an output column; doubles, or arrays of them, if no type is set."""
     kind = kind or OutputType(depth=0 if is_scalar(shape) else len(shape))
-    data_type: T.DataType
-    if kind.element == "decimal":
-        data_type = T.DecimalType(kind.precision, kind.scale)
-    else:
-        data_type = _TYPES[kind.element]()
+    data_type = _TYPES[kind.element]()
     for _ in range(kind.depth):
         data_type = T.ArrayType(data_type)
     return data_type

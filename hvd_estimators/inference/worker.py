@@ -9,10 +9,8 @@ import gc
 import hashlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
-from zipimport import zipimporter
 
 import cloudpickle
 
@@ -23,35 +21,7 @@ from hvd_estimators.inference.errors import naming_missing_modules
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
 from hvd_estimators.launch.rank.output import LOG_LEVEL_VARIABLE
 
-_OF_JAVA = ".jar"
-
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
-
-
-def forget_archives(finders: MutableMapping[str, Any] | None = None) -> None:
-    """Remove import finders, so the worker's next task rereads fewer archives.
-
-    PySpark before 4.1 calls ``importlib.invalidate_caches`` at the start of each task. Python then
-    rereads an archive's whole list of files for each of its folders that modules were imported
-    from. ``pyspark.zip`` has a dozen such folders; that takes 60 ms, and a task's rows may take
-    only 20 ms. Python recreates finders of folders when it needs them, from the list that the
-    archive's own finder keeps up to date.
-
-    Finders of Java archives are removed, too. Spark has one Java archive in ``PYTHONPATH``, which
-    is then reread only at the next import. The archives of a running JVM do not change.
-
-    Parameters
-    ----------
-    finders : mapping, optional
-        Path to finder. Default: ``sys.path_importer_cache``, the finders of this process.
-    """
-    finders = sys.path_importer_cache if finders is None else finders
-    for path, finder in list(finders.items()):
-        if not isinstance(finder, zipimporter):
-            continue
-        is_folder = bool(finder.prefix) and finder.archive in finders
-        if is_folder or finder.archive.endswith(_OF_JAVA):
-            del finders[path]
 
 
 def predictor_key(hashed: Hashed, load: Callable[..., Any]) -> str:
@@ -99,7 +69,6 @@ def cached_predictor(
     resources : Resources
         Resources of the task. Different resources need a different predictor.
     """
-    forget_archives()
     predictor = _predictors.get((key, resources))
     if predictor is not None:
         return predictor
@@ -108,10 +77,8 @@ def cached_predictor(
     with received(model) as document, naming_missing_modules():
         made = load(document, resources) if _takes_resources(load) else load(document)
         _predictors[key, resources] = made
-    forget_archives()
     # PySpark collects garbage after each task. The collector would scan all objects of an imported
-    # framework each time, for 100 ms or more. Objects that live as long as the predictor are frozen
-    # until another predictor replaces it.
+    # framework each time, for 100 ms or more.
     gc.collect()
     gc.freeze()
     return made
