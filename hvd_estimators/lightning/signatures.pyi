@@ -2,11 +2,11 @@
 # mypy: disable-error-code="override"
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, overload
 
 from pyspark.ml._typing import ParamMap
 from pyspark.sql import DataFrame
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.lightning.model import LightningModel

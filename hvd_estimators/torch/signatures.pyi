@@ -2,13 +2,13 @@
 # mypy: disable-error-code="override"
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import torch
 from numpy.typing import NDArray
 from pyspark.ml._typing import ParamMap
 from pyspark.sql import DataFrame
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from hvd_estimators.fitting.stores import Paths
 from hvd_estimators.loggers import Logger
