@@ -359,7 +359,7 @@ class _Display:
                 self._launch.close()
                 self._start_launch(state)
             self._state = state
-            self._launch.doing = self._titled(f"Launching {_ranks(state)}: {_phase(state)}")
+            self._launch.doing = self._titled(f"Starting {_processes(state)}: {_phase(state)}")
 
     def clear_launch(self) -> None:
         """Clear the launch's row for a line of a rank."""
@@ -370,7 +370,8 @@ class _Display:
         """Replace the launch's row by a line, unless it has been replaced."""
         with self._lock:
             seconds = self._launch.seconds
-            self._launch.finish(self._titled(f"Launched {_ranks(self._state)} in {seconds:.1f} s."))
+            started = f"Started {_processes(self._state)} in {seconds:.1f} s."
+            self._launch.finish(self._titled(started))
 
     def show(self, event: RankProgress) -> None:
         """Show the progress of an epoch."""
@@ -390,7 +391,7 @@ class _Display:
 
     def _start_launch(self, state: LaunchState) -> None:
         self._state = state
-        self._launch = StageRow(self._titled(f"Launching {_ranks(state)}"), fit=self)
+        self._launch = StageRow(self._titled(f"Starting {_processes(state)}"), fit=self)
 
     def _title(self, event: RankProgress) -> str:
         return self._titled(f"Epoch {event.epoch + 1}/{event.epochs}")
@@ -480,15 +481,15 @@ def _write_line(line: str) -> None:
         _write(f"{line}\n", sys.stderr)
 
 
-def _ranks(state: LaunchState) -> str:
-    return f"{state.num_ranks} rank{'s' if state.num_ranks > 1 else ''}"
+def _processes(state: LaunchState) -> str:
+    return f"{state.num_ranks} process{'es' if state.num_ranks > 1 else ''}"
 
 
 def _phase(state: LaunchState) -> str:
     """Return the work of the ranks that are in the earliest stage."""
     phase = PHASES[state.stage]
     is_part = 0 < state.waiting < state.num_ranks
-    return f"{phase} ({state.waiting} of {state.num_ranks} ranks)" if is_part else phase
+    return f"{phase} ({state.waiting} of {state.num_ranks})" if is_part else phase
 
 
 def _resuming(spec: TrainSpec, newest: Position) -> str:

@@ -66,7 +66,7 @@ PHASES = {
     Stage.PROCESS_START: "starting processes and imports",
     Stage.RANK_PROCESS: "importing the framework",
     Stage.FUNCTION: "importing and loading the model",
-    Stage.HOROVOD_INIT: "connecting the ranks",
+    Stage.HOROVOD_INIT: "connecting the processes",
     **dict.fromkeys((Stage.HOROVOD_JOINED, Stage.ENDED), "connected, training begins"),
 }
 """Work of a rank in each stage, for the display of a fit."""

@@ -74,7 +74,7 @@ def test_each_fit_of_a_cross_validator_has_a_separate_run(
     assert written == [*rows, "20"]
     reused = re.findall(r"^Reusing prepared data \w+: (\d+) training rows, \d+", shown, re.M)
     assert reused == rows
-    assert len(re.findall(r"^Launched 1 rank in ", shown, re.M)) == 5
+    assert len(re.findall(r"^Started 1 process in ", shown, re.M)) == 5
     runs = [model.getRunId() for fold in fitted.subModels for model in fold]
     assert len(set(runs)) == 4
     assert all(run.startswith("cv-") for run in runs)

@@ -113,7 +113,7 @@ def test_epochs_are_shown_until_complete(place: str) -> None:
             assert all(end in line for line in mine)
         epochs = "".join(f"Epoch {n}/3: 1,234 rows/s, loss=0.2\n" for n in (1, 2, 3))
         if place == "file":
-            assert re.fullmatch(f"Launched 2 ranks in 0.. s.\n{epochs}", shown())
+            assert re.fullmatch(f"Started 2 processes in 0.. s.\n{epochs}", shown())
         if place == "notebook":
             assert sys.stdout.getvalue() == epochs  # type: ignore[attr-defined]
 
@@ -294,33 +294,31 @@ def test_launches_show_their_stage_and_relaunches_begin_again(
     monkeypatch.setattr(displays, "_LATE_SECONDS", 0.05)
     with showing_in(place):
         with show_progress(spec(epochs=1)) as handle:
-            for num_ranks, ranks in ((2, "2 ranks"), (1, "1 rank")):
+            for num_ranks, processes in ((2, "2 processes"), (1, "1 process")):
                 watch = LaunchWatch(num_ranks, "host")
-                wait_for(f"Launching {ranks}")
+                wait_for(f"Starting {processes}")
                 watch.record(RankStage(0, 0, "host", Stage.HOROVOD_INIT))
                 if num_ranks == 2:
-                    wait_for(f"{PHASES[Stage.PROCESS_START]} (1 of 2 ranks)")
+                    wait_for(f"{PHASES[Stage.PROCESS_START]} (1 of 2)")
                     watch.record(RankStage(1, 1, "host", Stage.HOROVOD_INIT))
-                wait_for(
-                    f"{num_ranks} ranks: {PHASES[Stage.HOROVOD_INIT]}".replace("1 ranks", "1 rank")
-                )
+                wait_for(f"{processes}: {PHASES[Stage.HOROVOD_INIT]}")
                 for rank in range(num_ranks):
                     watch.record(RankStage(rank, rank, "host", Stage.ENDED))
             handle(progress(0, 4, epochs=1))
 
-        assert shown().count("Launched 2 ranks in") == 0
-        assert shown().count("Launched 1 rank in") == 1
-        assert shown().index("Launched 1 rank in") < shown().index("Epoch 1/1: ")
+        assert shown().count("Started 2 processes in") == 0
+        assert shown().count("Started 1 process in") == 1
+        assert shown().index("Started 1 process in") < shown().index("Epoch 1/1: ")
 
 
 def test_lines_of_ranks_replace_the_row_of_the_launch() -> None:
     with showing_in("terminal"):
         with show_progress(spec()) as handle:
-            wait_for("Launching 2 ranks")
+            wait_for("Starting 2 processes")
             handle(RankOutput(1, "hello\n"))
         rows = screen()
     assert rows[0] == "[1] hello"
-    assert [row.partition(" in ")[0] for row in rows[1:]] == ["Launched 2 ranks", ""]
+    assert [row.partition(" in ")[0] for row in rows[1:]] == ["Started 2 processes", ""]
 
 
 def test_nothing_is_shown_without_verbosity_before_training() -> None:
@@ -345,7 +343,7 @@ def test_sizes_have_the_largest_unit_that_fits() -> None:
 
 def test_stages_with_numbers_fit_on_a_terminal_of_80_columns() -> None:
     longest = max(PHASES.values(), key=len)
-    assert len(f"Launching 16 ranks: {longest} (12 of 16 ranks) (100 s)") < 80
+    assert len(f"Starting 16 processes: {longest} (12 of 16) (100 s)") < 80
 
 
 def report(rank: int, waited: float, steps: int = 5, seconds: float = 60.0) -> RankWaiting:
@@ -422,7 +420,7 @@ def test_reports_are_sent_as_messages() -> None:
             [],
             2,
             "Learning rates times 2 processes; "
-            "scale_learning_rate=False keeps those of one process.",
+            "scale_learning_rate=False keeps the rates of one process.",
         ),
         ([0.01], 1, "Learning rate 0.01."),
         ([], 1, ""),

@@ -97,7 +97,7 @@ def test_a_saved_notebook_has_stages_and_epochs_in_their_cell(cells: dict[str, l
         output.data["text/plain"] for output in outputs if output.output_type == "display_data"
     )
     assert written == "Wrote 3 rows."
-    assert launched.startswith("Launched 2 ranks in ")
+    assert launched.startswith("Started 2 processes in ")
     assert bar.startswith("Epoch 2/2: 100%")
     assert " 8/8 " in bar
 
