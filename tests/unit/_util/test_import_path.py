@@ -83,6 +83,12 @@ def test_only_what_this_user_and_root_can_change_stays(
     assert (f"{entry} is left out" in caplog.text) == (kind in UNSAFE)
 
 
+def test_import_paths_are_joined_in_order_without_duplicates() -> None:
+    joined = python_path(["/usr", "/etc"], ["/etc", "/usr/lib", "/usr"])
+
+    assert joined.split(os.pathsep) == ["/usr", "/etc", "/usr/lib"]
+
+
 def test_entries_of_the_own_pythonpath_and_sparks_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """Assignment of ranks to tasks, and the environment of each rank."""
 
-import os
-
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from hvd_estimators.launch.rank.environment import (
     Master,
     assign_ranks,
     child_environment,
-    python_path,
     rank_environment,
     torchrun_environment,
 )
@@ -160,9 +157,3 @@ def test_later_environments_win_and_none_deletes():
     )
 
     assert env == {"a": "2", "b": "3"}
-
-
-def test_import_paths_are_joined_in_order_without_duplicates():
-    joined = python_path(["/a", "", "/b"], ["/b", "/c", "/a"])
-
-    assert joined.split(os.pathsep) == ["/a", "/b", "/c"]
