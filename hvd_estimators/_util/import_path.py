@@ -1,7 +1,7 @@
 """Import paths of Python processes: nothing that other users of the machine can write to.
 
-Python runs ``sitecustomize.py`` of any folder in ``PYTHONPATH``. So whoever can write to one of
-these folders runs code in the process.
+Python runs ``sitecustomize.py`` of any folder in ``PYTHONPATH``. So a user who can write to one
+of these folders runs code in the process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _only_own(path: str, *, is_above: bool = False) -> bool:
         A file, folder or link.
     is_above : bool
         Whether the path is a folder above another one. Others may create files in it if they
-        cannot replace those of this user, as in ``/tmp``.
+        cannot replace this user's, as in ``/tmp``.
     """
     status, folder = os.lstat(path), os.path.dirname(path)
     if status.st_uid not in (0, os.geteuid()):

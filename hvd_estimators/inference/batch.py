@@ -365,8 +365,8 @@ def with_rows(output: Any, rows: int, shape: Sequence[int | None] | None = None)
     rows : int
         Number of rows that the model was called with.
     shape : sequence of int or None, optional
-        Shape of a row, which shows the loss best. Without it, a first dimension of one is that of
-        the rows.
+        Shape of a row, which shows the loss best. Without it, a first dimension of one counts
+        rows.
     """
     if rows != 1:
         return output

@@ -114,7 +114,7 @@ class ClassScores:
         return given if given.shape[1] > 1 else np.column_stack([1 - given[:, 0], given[:, 0]])
 
     def _checked(self, scores: Array, wrong: Array) -> Array:
-        """Return scores, none of which may be ``wrong``."""
+        """Return scores if no score is ``wrong``."""
         if wrong.any():
             row = int(np.argmax(wrong.any(axis=1)))
             raise DataError(
@@ -138,7 +138,7 @@ def of_labels(kind: str) -> str:
 def resolve_kind(given: str | None, told: str | None) -> str | None:
     """Return the kind of outputs, from the set value of ``outputs_are`` and what the loss tells.
 
-    A loss of independent labels makes logits and probabilities those of labels, not of classes.
+    A loss of independent labels gives logits and probabilities of labels, not of classes.
     """
     if given is not None and is_multilabel(told) and of_labels(given) in KINDS:
         return of_labels(given)

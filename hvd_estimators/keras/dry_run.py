@@ -338,7 +338,7 @@ class DryRun:
             self._try_one_row(columns, outputs)
 
     def _try_one_row(self, columns: Columns, of_several: Any) -> None:
-        """Call the model with a single row, and compare the outputs with those of several."""
+        """Call the model with a single row, and compare the outputs with a call of several rows."""
         row = {name: array[:1] for name, array in columns.items()}
         try:
             with contextlib.ExitStack() as stack:

@@ -70,7 +70,7 @@ def run(
         Accepted for compatibility with ``horovod.spark.run``. Gloo is always the controller; a
         warning says so if these arguments request another one.
     env : mapping, optional
-        Environment variables to add to those of the ranks, as in `SparkBackend`; None deletes a
+        Environment variables to add to the ranks', as in `SparkBackend`; None deletes a
         variable. The file that ``HOROVOD_TIMELINE`` names is written on rank 0's machine. Variables
         that differ between ranks, such as ``RANK``, can only be deleted.
     stdout, stderr

@@ -58,7 +58,7 @@ class LocalBackend(Backend):
     num_proc : int
         Number of ranks. Default: 1. 0 and None: the number of cores available to this process.
     env : mapping, optional
-        Environment variables to add to those of the ranks; None deletes a variable. Ranks inherit
+        Environment variables to add to the ranks'; None deletes a variable. Ranks inherit
         the variables of this process that ``docs/launching.rst`` lists.
     verbose : int
         2 or more shows the ranks' output on standard error, with the rank before each line. If

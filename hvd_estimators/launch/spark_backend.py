@@ -68,7 +68,7 @@ class SparkBackend(Backend):
         Number of ranks. Default, and 0: the number of task slots. Must be set with dynamic
         allocation, which has no fixed number of slots.
     env : mapping, optional
-        Environment variables to add to those of the ranks; None deletes a variable. Ranks have the
+        Environment variables to add to the ranks'; None deletes a variable. Ranks have the
         executor's environment, and the driver's settings for the libraries of ranks, such as
         ``HOROVOD_*`` and ``OMP_*``; ``docs/launching.rst`` lists them.
     start_timeout : float

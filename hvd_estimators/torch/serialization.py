@@ -151,7 +151,7 @@ def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes with the user's ``step``, without hooks.
 
-    Torch's ``__getstate__`` drops unknown attributes, so it is not used. That of a wrapper may drop
+    Torch's ``__getstate__`` drops unknown attributes, so it is not used. A wrapper's may drop
     flags, and the ``defaults``, which torch's ``__setstate__`` needs.
     """
     if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
@@ -521,7 +521,7 @@ def _shares_groups(value: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
-    """Return a loaded state in which tensors, also those of lists, have their saved dtype."""
+    """Return a loaded state in which tensors, also in lists, have their saved dtype."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
     if isinstance(saved, dict) and isinstance(loaded, dict):

@@ -44,7 +44,7 @@ def check_ids(name: str, lowest: float, highest: float, rows: int) -> None:
     Raises
     ------
     DataError
-        If an id is none of the embedding.
+        If the embedding lacks an id.
     """
     if lowest < 0 or highest >= rows:
         raise DataError(unknown_ids(name, lowest, highest, rows))

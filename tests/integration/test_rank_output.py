@@ -74,7 +74,8 @@ def test_keras_ranks_print_notices_only_on_request(
         late = r"(Starting 2 processes: .* \.\.\.\n)*"
         rate = r"2 processes average gradients with Horovod\.\nLearning rate 0\.\d+\.\n"
         lines = (
-            rf"existing files: 32 training rows\.\n{rate}{late}Started 2 processes in .*\nEpoch 1/1: "
+            rf"existing files: 32 training rows\.\n{rate}{late}"
+            r"Started 2 processes in .*\nEpoch 1/1: "
         )
         assert re.search(lines, shown), shown
         return

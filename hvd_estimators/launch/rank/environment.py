@@ -251,7 +251,7 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def local_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks on the driver's own machine inherit.
 
-    They are those of `shared_environment`, also paths, and those of the machine. On a cluster,
+    They are the variables of `shared_environment`, also paths, and of the machine. On a cluster,
     ranks inherit the whole environment of their executor.
     """
     return {
