@@ -420,8 +420,8 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, Any]) -> ColumnSpec:
         shortest, longest = observed[f"min_{i}{part}"], observed[f"max_{i}{part}"]
         if shortest != longest:
             raise DataError(
-                f"Column {spec.name!r} is ragged: its {'inner ' if level else ''}arrays have from "
-                f"{shortest} to {longest} elements. Pad or cut them to one length."
+                f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
+                f"elements{' within arrays' if level else ''}. Pad or cut them to one length."
             )
         # Nulls and empty arrays have no inner lengths, and are found in the files.
         shape.append(-1 if longest is None else int(longest))
