@@ -348,6 +348,7 @@ class SparkBackend(Backend):
             separate_streams=self._outlets.are_separate,
             modules=modules,
             nics=self._nics,
+            inherits=cluster.master.startswith("local"),
         )
 
     def _collect(

@@ -51,6 +51,8 @@ class Job:
         Whether the driver's service has an `ExchangeServer`.
     nics : tuple of str
         Names of the network interfaces to use; empty means any.
+    inherits : bool
+        Whether executors have inherited the driver's environment, as with ``local-cluster``.
     rank_logs : bytes or None
         Pickle of the `RankLogs` that tasks write, if any. Importing a store takes some time.
     """
@@ -70,6 +72,7 @@ class Job:
     modules: tuple[str, ...] | None = None
     exchanges_over_driver: bool = False
     nics: tuple[str, ...] = ()
+    inherits: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     rank_logs: bytes | None = field(default=None, repr=False)
 
@@ -118,7 +121,7 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
     added = SparkFiles.getRootDirectory()
     return child_environment(
         DEFAULTS,
-        local_environment(os.environ) if job.one_machine else os.environ,
+        local_environment(os.environ) if job.inherits else os.environ,
         job.driver_env,
         {"PYTHONPATH": python_path(sys.path, job.driver_path, trusted=[added])},
         *own,

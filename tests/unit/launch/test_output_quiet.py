@@ -90,7 +90,7 @@ def test_the_users_log_level_wins(monkeypatch, executor, driver, given, level):
     if executor:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", executor)
     monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "/files")
-    job = SimpleNamespace(driver_env=driver, driver_path=[], service="", env=given)
+    job = SimpleNamespace(driver_env=driver, driver_path=[], service="", env=given, inherits=True)
     assert task_environment(job).get("TF_CPP_MIN_LOG_LEVEL") == level
     if not driver:
         backend = LocalBackend(1, env=given, warm_start=False)

@@ -85,11 +85,11 @@ def of_local_ranks() -> dict[str, str]:
 
 
 def of_ranks_of_a_local_master() -> dict[str, str]:
-    return task_environment(job_of({}, one_machine=True))
+    return task_environment(job_of({}, inherits=True))
 
 
-def job_of(driver: dict[str, str], one_machine: bool, **env: str | None) -> Job:
-    return Job(one_machine, shared_environment(driver), env, (), None, 1)
+def job_of(driver: dict[str, str], inherits: bool, **env: str | None) -> Job:
+    return Job(False, shared_environment(driver), env, (), None, 1, inherits=inherits)
 
 
 @pytest.mark.parametrize("environment_of", [of_local_ranks, of_ranks_of_a_local_master])
