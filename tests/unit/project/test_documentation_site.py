@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -151,13 +150,3 @@ def test_the_readme_renders_on_package_indexes_and_its_files_exist() -> None:
     files = re.findall(r"`[^`]*<([\w./]+)>`_|^\.\. image:: (\S+)", text, re.MULTILINE)
     assert len(files) > 20
     assert [name for name in map("".join, files) if not (ROOT / name).is_file()] == []
-
-
-def test_package_indexes_show_the_readme_without_parts_for_clones() -> None:
-    text = runpy.run_path(str(ROOT / "setup.py"))["long_description"](home="")
-    core = pytest.importorskip("docutils.core")
-    settings = {"halt_level": 2, "report_level": 5, "file_insertion_enabled": False}
-    html = core.publish_string(text, writer="html5", settings_overrides=settings).decode()
-    body = html.partition("<body")[2]
-    assert "<img" not in body
-    assert [link for link in re.findall(r'href="([^"]+)"', body) if not link.startswith("#")] == []
