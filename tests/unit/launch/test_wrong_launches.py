@@ -149,7 +149,7 @@ STORES: dict[str, Wrong] = {
     "storage_options": store("storage_options", "expected a dict", storage_options=5),
     "checkpoint_filename": store("checkpoint_filename", "slashes", checkpoint_filename="a/b"),
     "train_path": store("train_path", r"Set str\(path\)", train_path=5),
-    "another filesystem": store("path", "set a prefix_path on that", train_path="s3://b/rows"),
+    "another filesystem": store("path", "set a prefix_path on the URL", train_path="s3://b/rows"),
     "unknown": store("storage_option", "Did you mean", storage_option={}),
     "register_store": (
         lambda calls: register_store("mine", 5),  # type: ignore[arg-type]

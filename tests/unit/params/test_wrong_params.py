@@ -144,7 +144,9 @@ ALL = {
     "gradient_compression: a name": param(
         ParamError, "gradient_compression", r"Compression\.fp16", gradient_compression="fp16"
     ),
-    "callbacks: a number": param(ParamError, "callbacks", r"Set \[\.\.\.\]", callbacks=5),
+    "callbacks: a number": param(
+        ParamError, "callbacks", r"Wrap a single value: \[5\]", callbacks=5
+    ),
     "callbacks: of numbers": param(ParamError, "callbacks", "expected", callbacks=[5]),
     "feature_cols: none": param(ParamError, "feature_cols", "Set feature_cols", feature_cols=[]),
     "feature_cols: a set": param(
