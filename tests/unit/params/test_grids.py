@@ -88,7 +88,7 @@ def test_learning_rate_is_set_on_keras_optimizers_without_a_schedule() -> None:
     assert float(given.learning_rate) == pytest.approx(0.1)
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     scheduled = keras.optimizers.Adam(schedule)
-    with pytest.raises(ParamError, match="learning_rate: that of Adam cannot be set"):
+    with pytest.raises(ParamError, match="learning_rate: Adam does not let it be set"):
         KerasEstimator(**params, optimizer=scheduled, learning_rate=0.5)._compile_settings()
 
 
