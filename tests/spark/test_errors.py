@@ -67,8 +67,8 @@ def rank_processes() -> list[psutil.Process]:
     """Return the ranks that these tests started, without other ranks on the machine."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ", "name"]):
-        is_rank = "hvd_estimators.launch.rank.worker" in (process.info["cmdline"] or [])
-        started_by = (process.info["environ"] or {}).get("TESTS_OF_HVD_ESTIMATORS")
+        is_rank = "hvd_estimators.launch.rank.worker" in " ".join(process.info["cmdline"] or [])
+        started_by = (process.info["environ"] or {}).get("TORCH_TESTS_OF_HVD_ESTIMATORS")
         # The process from which ranks are forked stays.
         if is_rank and started_by == str(os.getpid()) and process.info["name"] != NAME:
             found.append(process)

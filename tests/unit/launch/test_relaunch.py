@@ -267,14 +267,12 @@ def test_old_names_of_the_bounds_are_accepted_with_a_warning(launch_on: Any) -> 
     ]
 
 
-def test_launch_options_are_forwarded_but_not_the_drivers_environment(
-    launch_on: Any,
-) -> None:
+def test_launch_options_are_forwarded(launch_on: Any) -> None:
     cluster = launch_on(FakeCluster())
     run_elastic(print, num_proc=2)
     defaults = inspect.signature(SparkBackend).parameters
     changed = {n: v for n, v in cluster.options.items() if v != defaults[n].default}
-    assert changed == {"env": {}}
+    assert changed == {}
     options = {
         "env": {"A": "b"},
         "verbose": 2,
