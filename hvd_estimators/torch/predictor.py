@@ -221,6 +221,9 @@ class TorchPredictor(FrameworkPredictor):
         try:
             raw = self._call(inputs)
         except (IndexError, RuntimeError) as error:
+            # torch's errors about ids; without them, another call would tell nothing.
+            if not isinstance(error, IndexError) and "indices" not in str(error):
+                raise
             columns = dict(zip(self._columns, inputs, strict=True))
             reason = failed_lookup(lambda: self._call(inputs), columns)
             if reason is None:

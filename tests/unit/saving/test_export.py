@@ -119,7 +119,7 @@ def test_predict_steps_are_exported_to_another_filesystem(
     memory = fsspec.filesystem("memory")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "onnxscript", None)
-        with pytest.raises(DependencyError, match=r"needs onnxscript, .*hvd_estimators\[onnx\]"):
+        with pytest.raises(DependencyError, match=r"needs onnxscript, .*wheel.*\[onnx\]"):
             model.export_onnx("memory://exports/model.onnx")
     model.export_onnx("memory://exports/model.onnx")
 
