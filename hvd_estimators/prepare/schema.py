@@ -325,11 +325,13 @@ def numbered(
     SQL selects them, because each Column of a thousand takes several calls of the JVM. The SQL does
     not contain the user's names, in which Spark would replace ``${variable}``.
     """
-    positions = {name: position for position, name in enumerate(df.columns)}
+    # Not `DataFrame.columns`, for which newer versions of PySpark call the JVM for each name.
+    given = df.schema.names
+    positions = {name: position for position, name in enumerate(given)}
     computed = [expression for column in columns for expression in column.expressions]
-    frame = df.select("*", *computed, *further)
-    frame = frame.toDF(*(f"c{position}" for position in range(len(frame.columns))))
-    following = iter(frame.columns[len(df.columns) :])
+    names = [f"c{position}" for position in range(len(given) + len(computed) + len(further))]
+    frame = df.select("*", *computed, *further).toDF(*names)
+    following = iter(names[len(given) :])
     sql = []
     for column in columns:
         if column.expressions:

@@ -281,8 +281,8 @@ def _frame(
     if validation is not None and not validation.by_position:
         further.append(validation.condition)
     frame = numbered(df, columns, further)
-    written, others = frame.columns[: len(stored)], frame.columns[len(stored) :]
-    by_column = iter(written)
+    numbers = [f"c{number}" for number in range(len(stored) + len(further))]
+    others, by_column = numbers[len(stored) :], iter(numbers)
     parts = [[next(by_column) for _ in column.spec.stored_names] for column in columns]
     drawn: list[Column] = []
     length_names = dict(zip(lengths, others, strict=False))
@@ -298,7 +298,7 @@ def _frame(
         drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias("key"))
     if drawn:
         if not in_order:
-            frame = frame.sortWithinPartitions(F.expr(_hash(frame.columns)))
+            frame = frame.sortWithinPartitions(F.expr(_hash(numbers)))
         frame = frame.select("*", *drawn)
     observation = Observation()
     frame = frame.observe(observation, *measures).drop(*length_names.values())
@@ -332,7 +332,8 @@ def _measures(
                 F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
             ]
         depth = len(column.spec.shape)
-        for level, sizes in enumerate(inner_lengths(F.col(parts[i][0]), depth), 1):
+        inner = inner_lengths(F.col(parts[i][0]), depth) if depth > 1 else []
+        for level, sizes in enumerate(inner, 1):
             measures += [
                 F.min(F.array_min(sizes)).alias(f"min_{i}_{level}"),
                 F.max(F.array_max(sizes)).alias(f"max_{i}_{level}"),
