@@ -223,8 +223,9 @@ def class_limit(loss: Any, shape: Sequence[int | None] | None) -> tuple[int, flo
 def _check_targets(name: str, loss: Any, label: Any, output: Any) -> None:
     """Check that labels are classes of an output, after the loss has failed."""
     limit = class_limit(loss, tuple(output.shape[1:]))
-    if limit is not None:
-        numbers = np.asarray(label)
+    numbers = np.asarray(label)
+    # A label of another shape is no class, such as an image for a step of the user's.
+    if limit is not None and numbers.shape in (output.shape[:-1], (*output.shape[:-1], 1)):
         check_labels(name, float(numbers.min()), float(numbers.max()), *limit)
 
 

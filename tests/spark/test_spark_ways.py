@@ -331,25 +331,24 @@ def test_apply_transformation(spark: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", others_in_soak("torch", "keras"))
-def test_a_validator_with_a_grid_of_optimizers_is_saved_and_loaded(
+def test_a_validator_with_a_grid_is_saved_and_loaded(
     spark: Any, store: Any, tmp_path: Path, framework: str
 ) -> None:
     estimator: Any
     best: Any
     if framework == "torch":
         net = torch.nn.Linear(1, 1)
-        estimator = TorchEstimator(model=net, store=store)
-        optimizers: Any = [torch.optim.SGD(net.parameters(), lr=0.1)]
-        optimizers.append(torch.optim.Adam([net.weight], lr=0.2))
+        optimizer: Any = torch.optim.Adam([net.weight], lr=0.2)
+        estimator = TorchEstimator(model=net, optimizer=optimizer, store=store)
         best = TorchModel(model=net, feature_columns=["x"], label_columns=["y"])
     else:
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        estimator = KerasEstimator(model=model, store=store)
-        optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.2)]
+        optimizer = keras.optimizers.Adam(0.2)
+        estimator = KerasEstimator(model=model, optimizer=optimizer, store=store)
         best = KerasModel(model=model, feature_columns=["x"], label_columns=["y"])
     grid = (
         ParamGridBuilder()
-        .addGrid(estimator.optimizer, optimizers)
+        .addGrid(estimator.feature_cols, [["x"], ["x", "z"]])
         .addGrid(estimator.epochs, [3])
         .build()
     )
@@ -370,9 +369,9 @@ def test_a_validator_with_a_grid_of_optimizers_is_saved_and_loaded(
         inner = loaded.getEstimator()
         first, second = (inner.copy(values) for values in loaded.getEstimatorParamMaps())
         assert [first.getEpochs(), second.getEpochs()] == [3, 3]
-        assert type(first.getOptimizer()) is type(optimizers[0])
+        assert [first.getFeatureCols(), second.getFeatureCols()] == [["x"], ["x", "z"]]
         made = second.getOptimizer()
-        assert type(made) is type(optimizers[1])
+        assert type(made) is type(optimizer)
         if framework == "torch":
             assert made.param_groups[0]["lr"] == 0.2
             (weight,) = made.param_groups[0]["params"]

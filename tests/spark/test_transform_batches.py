@@ -197,8 +197,19 @@ def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None
         spark.sparkContext._jvm.System.gc()
 
     def is_in_memory(number: int) -> bool:
-        block = spark.sparkContext._jvm.org.apache.spark.storage.BroadcastBlockId(number, "")
-        return bool(spark.sparkContext._jsc.sc().env().blockManager().getStatus(block).isDefined())
+        context = spark.sparkContext
+        block = context._jvm.org.apache.spark.storage.BroadcastBlockId(number, "")
+        java = context._jvm.java.lang
+        # Py4J would load the types of all methods of SparkEnv, and PySpark 4.3 lacks some.
+        loaded = java.Thread.currentThread().getContextClassLoader().loadClass
+        kind = java.invoke.MethodType.methodType(
+            loaded("org.apache.spark.storage.BlockManager")
+        )
+        blocks = java.invoke.MethodHandles.publicLookup().findVirtual(
+            loaded("org.apache.spark.SparkEnv"), "blockManager", kind
+        )
+        manager = blocks.invokeWithArguments([context._jsc.sc().env()])
+        return bool(manager.getStatus(block).isDefined())
 
     def make(value: float) -> TorchModel:
         return TorchModel(

@@ -175,7 +175,7 @@ class Cluster:
         return self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" and not self.is_local
 
     @contextlib.contextmanager
-    def accepting_barrier_jobs(self) -> Iterator[Callable[[], None]]:
+    def accepting_barrier_jobs(self) -> Iterator[Callable[[str], None]]:
         """Let Spark accept a barrier job despite dynamic allocation.
 
         Spark rejects these jobs because it would not request their executors, so the executors must
@@ -184,13 +184,21 @@ class Cluster:
         Yields
         ------
         callable
-            Restores the setting, when Spark has accepted the job. The end of the block restores it,
-            too.
+            Restores the setting if Spark has accepted the job with a tag. The end of the block
+            restores it, too.
         """
         with contextlib.ExitStack() as stack:
-            if self.allocates_dynamically:
-                stack.enter_context(self._without_dynamic_allocation())
-            yield stack.close
+
+            def restore(tag: str) -> None:
+                # Spark shows a job when it has accepted its stages.
+                if self.jobs(tag):
+                    stack.close()
+
+            if not self.allocates_dynamically:
+                yield lambda tag: None
+                return
+            stack.enter_context(self._without_dynamic_allocation())
+            yield restore
 
     @contextlib.contextmanager
     def _without_dynamic_allocation(self) -> Iterator[None]:

@@ -117,7 +117,7 @@ class ConnectCluster(Cluster):
         return False
 
     @contextlib.contextmanager
-    def accepting_barrier_jobs(self) -> Iterator[Callable[[], None]]:
+    def accepting_barrier_jobs(self) -> Iterator[Callable[[str], None]]:
         """Do nothing, except raise `SlotsError` if Spark rejects barrier jobs."""
         if (
             self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true"
@@ -128,7 +128,7 @@ class ConnectCluster(Cluster):
                 "Spark rejects jobs whose tasks start together. Start it with false, or use a "
                 "session that is not one of Spark Connect."
             )
-        yield lambda: None
+        yield lambda tag: None
 
     @property
     def age(self) -> float:

@@ -130,13 +130,11 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
     """
     timed_out, finished = threading.Event(), threading.Event()
 
-    def watch_start(tag: str, accepted: Callable[[], None]) -> None:
+    def watch_start(tag: str, restore: Callable[[str], None]) -> None:
         waited, last = 0.0, time.monotonic()
         while not finished.wait(timeouts.SPARK_POLL):
             try:
-                # Spark shows a job when it has accepted its stages.
-                if cluster.jobs(tag):
-                    accepted()
+                restore(tag)
                 if cluster.started_tasks(tag) >= num_proc:
                     return
                 if waited > start_timeout:
@@ -151,8 +149,8 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
 
     try:
         named = spark_job(cluster, f"Run on {num_proc} ranks", ranks=True)
-        with cluster.accepting_barrier_jobs() as accepted, named as tag:
-            watcher = threading.Thread(target=watch_start, args=(tag, accepted), daemon=True)
+        with cluster.accepting_barrier_jobs() as restore, named as tag:
+            watcher = threading.Thread(target=watch_start, args=(tag, restore), daemon=True)
             watcher.start()
             try:
                 yield tag

@@ -101,10 +101,14 @@ def test_spark_accepts_barrier_jobs_while_any_caller_needs_it() -> None:
     inside, leave, ended = threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with Cluster(context).accepting_barrier_jobs() as accepted:
+        cluster = AcceptingCluster(context)
+        with cluster.accepting_barrier_jobs() as restore:
             inside.set()
             leave.wait(10)
-            accepted()
+            cluster.shown = frozenset({"job"})
+            restore("other")
+            assert settings["spark.dynamicAllocation.enabled"] == "false"
+            restore("job")
             ended.wait(10)
 
     thread = threading.Thread(target=hold)
