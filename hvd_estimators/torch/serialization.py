@@ -135,6 +135,9 @@ class OptimizerPickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
+            # Loading changes step() of the class: it then reads these tables of each object.
+            for name in _STEP_HOOKS:
+                vars(obj).setdefault(name, OrderedDict())
             make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
             state = _optimizer_state(obj), step_hooks_of(obj)
             return make, (type(obj),), state, None, None, _set_optimizer_state
@@ -178,7 +181,6 @@ def users_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
 
 def step_hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's hooks that run in a step, by the attribute that holds them."""
-    # A wrapper around another optimizer may lack the tables.
     hooks = {name: vars(optimizer).get(name) for name in _STEP_HOOKS}
     return {name: by_id for name, by_id in hooks.items() if by_id}
 

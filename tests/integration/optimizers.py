@@ -98,9 +98,6 @@ class SlowWeights(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
         self.state = {}
-        # torch patches step() of the class when another object is loaded, and reads these.
-        self._optimizer_step_pre_hooks: dict[int, Any] = {}
-        self._optimizer_step_post_hooks: dict[int, Any] = {}
 
     def step(self, closure: Any = None) -> None:
         self.inner.step()

@@ -368,6 +368,23 @@ def test_a_wrapper_whose_state_has_other_keys_resumes_bit_for_bit():
     assert not torch.equal(again[0].weight, net.weight)
 
 
+def test_the_users_wrapper_still_steps_after_a_copy_was_loaded():
+    class Wrapper(Outer):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    net = torch.nn.Linear(2, 1)
+    optimizer = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    copied = copy.deepcopy(net)
+
+    load_optimizer(dump_optimizer(optimizer, net), copied)
+
+    before = net.weight.detach().clone()
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(net.weight, before - 0.1)
+
+
 class NeedsArguments:
     """Object that pickles, and whose class cannot create it without an argument."""
 
