@@ -48,7 +48,7 @@ from hvd_estimators.launch.horovod_build import (
     read_record,
 )
 
-FINISH_REVISION = 3
+FINISH_REVISION = 4
 """Part of a finished wheel's version and cache folder; increment it if the written text changes."""
 
 SPARK_FOLDER = "horovod/spark/"
@@ -104,7 +104,8 @@ if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") != "1":
         "TorchModel),\\n"
         "    hvd_estimators.store instead of horovod.spark.common.store (Store, LocalStore),\\n"
         "    hvd_estimators.launch instead of horovod.spark.common.backend (SparkBackend),\\n"
-        "    hvd_estimators instead of horovod.spark.common.util (prepare_data, ...).\\n"
+        "    hvd_estimators instead of horovod.spark (run, run_elastic) and "
+        "horovod.spark.common.util (prepare_data, ...).\\n"
         "docs/migrating.rst of hvd_estimators has the whole table. The frozen package itself can "
         "be imported with HVD_ESTIMATORS_HOROVOD_SPARK=1 in the environment."
     )

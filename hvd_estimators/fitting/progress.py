@@ -285,10 +285,13 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
     # The ranks' events arrive in other threads. A notebook needs the context of the cell's thread.
     context = contextvars.copy_context()
     waiting = StepWaiting(spec.run.run_id, spec.data.num_ranks)
+    losses = _Losses(spec.run.run_id)
     if spec.verbose <= 0:
 
         def handle_quietly(event: Event) -> None:
-            if isinstance(event, RankWaiting):
+            if isinstance(event, RankProgress):
+                losses.add(event)
+            elif isinstance(event, RankWaiting):
                 waiting.add(event)
             print_event(event)
 
@@ -302,6 +305,7 @@ def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[H
             if isinstance(event, RankProgress):
                 shown.finish_launch()
                 shown.show(event)
+                losses.add(event)
             elif isinstance(event, RankWaiting):
                 shown.clear_launch()
                 waiting.add(event)
@@ -505,6 +509,28 @@ def _resuming(spec: TrainSpec, newest: Position) -> str:
 def _describe(event: RankProgress) -> str:
     means = ", ".join(f"{name}={value:.4g}" for name, value in event.means.items())
     return f"{event.rows_per_second:,.0f} rows/s, {means}"
+
+
+class _Losses:
+    """One warning per fit, for the first loss that is NaN or infinite."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._has_warned = False
+
+    def add(self, event: RankProgress) -> None:
+        loss = event.means.get("loss")
+        if self._has_warned or loss is None or math.isfinite(loss):
+            return
+        self._has_warned = True
+        logger.warning(
+            "Run %r: the loss of epoch %d is %s. Look for NaN in the columns: check_finite=True "
+            "rejects it before training. terminate_on_nan=True ends training at the first such "
+            "step. docs/bad_loss.rst has more causes.",
+            self._run_id,
+            event.epoch + 1,
+            loss,
+        )
 
 
 class StepWaiting:

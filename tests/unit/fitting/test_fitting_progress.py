@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import re
 import sys
 import time
@@ -396,6 +397,19 @@ def test_ranks_that_are_launched_again_start_anew(caplog: pytest.LogCaptureFixtu
     assert waiting.text() == ""
     waiting.add(report(0, 50.0))
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_a_loss_that_is_nan_is_reported_once(
+    verbose: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with showing_in("file"), show_progress(spec(verbose=verbose)) as handle:
+        handle(RankProgress(0, 0, 3, 8, 8, 1000.0, {"loss": 1.5, "auc": math.nan}, True))
+        assert warnings(caplog) == []
+        for epoch in (1, 2):
+            handle(RankProgress(0, epoch, 3, 8, 8, 1000.0, {"loss": math.nan}, True))
+    (line,) = warnings(caplog)
+    assert line.startswith("Run 'mine': the loss of epoch 2 is nan. Look for NaN in the columns: ")
 
 
 def test_reports_are_sent_as_messages() -> None:
