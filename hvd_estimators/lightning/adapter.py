@@ -68,6 +68,8 @@ class ModuleAdapter(LightningModule):
         self._objective: Objective | None = None
         self._on_rank: RankObjective | None = None
         self._states: dict[str, EpochMetricStates] = {}
+        # Optimizer steps before the newest step of train_minibatch_fn.
+        self._steps_before = 0
         # Whether the newest loss is scaled for its step over all ranks.
         self.scales_its_loss = False
         # The newest loss, scaled for its step, if the module scales it.
@@ -113,17 +115,29 @@ class ModuleAdapter(LightningModule):
             share = dataclasses.replace(share, totals=self.totals([columns]))
         if objective.has_own_step:
             optimizer: Any = self.optimizers()
-            evaluation = objective.run_minibatch(
-                self.module,
-                optimizer,
-                batch,
-                share=share,
-                passes_per_step=self.passes_per_step,
-                index=batch_idx,
-                denominators=strategy.denominators,
-            )
-            if evaluation.step_loss is not None:
-                self._step(evaluation, optimizer, batch_idx)
+            passes, averager = self.passes_per_step, strategy.averager
+            is_due = (batch_idx + 1) % passes == 0 or self.trainer.is_last_batch
+            if batch_idx % passes == 0:
+                self._steps_before = averager.steps
+            with averager.averaging(accumulate=not is_due):
+                evaluation = objective.run_minibatch(
+                    self.module,
+                    optimizer,
+                    batch,
+                    share=share,
+                    passes_per_step=passes,
+                    index=batch_idx,
+                    denominators=strategy.denominators,
+                )
+                if evaluation.step_loss is not None:
+                    strategy.denominators.add(evaluation.stated, evaluation.rows)
+                    self.scales_its_loss = True
+                    with contextlib.nullcontext() if is_due else strategy.block_backward_sync():
+                        self.manual_backward(evaluation.step_loss / passes)
+            # The last batches may be too few for the user's function to step.
+            if is_due and averager.has_unused and averager.steps == self._steps_before:
+                optimizer.step()
+                optimizer.zero_grad()
             return self._logged("train", evaluation)
         evaluation = objective.evaluate(self, batch, share)
         loss = self._logged("train", evaluation)
@@ -131,33 +145,22 @@ class ModuleAdapter(LightningModule):
         self.step_loss = None
         if evaluation.is_row_mean:
             return loss
-        no_rows = evaluation.stated is not None and not share.rows
-        stated = 0.0 if no_rows else evaluation.stated
-        strategy.denominators.add(stated, share.rows)
-        assert evaluation.step_loss is not None
-        self.step_loss = evaluation.step_loss.detach()
+        step_loss = evaluation.step_loss
+        assert step_loss is not None
+        if evaluation.stated is None:
+            strategy.denominators.add(None, share.rows)
+        else:
+            weight = strategy.weight_of(evaluation.stated, loss.device)
+            step_loss = evaluation.loss * weight if evaluation.stated > 0 else step_loss
+        self.step_loss = step_loss.detach()
         # The value is the batch's own loss; the gradient belongs to the batch's part of the step's
         # loss.
-        return loss.detach() + evaluation.step_loss - evaluation.step_loss.detach()
+        return loss.detach() + step_loss - step_loss.detach()
 
     def totals(self, window: Sequence[Mapping[str, torch.Tensor]]) -> PendingSum | None:
         """Return the step's label-dependent denominators. Called by all ranks."""
         assert self._on_rank is not None
         return self._on_rank.totals(window)
-
-    def _step(self, evaluation: Evaluation, optimizer: Any, batch_idx: int) -> None:
-        """Run the backward pass and the step that the user's function leaves out."""
-        strategy: Any = self.trainer.strategy
-        assert evaluation.step_loss is not None
-        strategy.denominators.add(evaluation.stated, evaluation.rows)
-        passes = self.passes_per_step
-        is_due = (batch_idx + 1) % passes == 0 or self.trainer.is_last_batch
-        self.scales_its_loss = True
-        with contextlib.nullcontext() if is_due else strategy.block_backward_sync():
-            self.manual_backward(evaluation.step_loss / passes)
-        if is_due:
-            optimizer.step()
-            optimizer.zero_grad()
 
     def validation_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a validation batch."""

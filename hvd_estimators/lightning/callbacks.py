@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.lightning.loaders import ValidationLoader
 from hvd_estimators.lightning.package import (
     Callback,
     Checkpoint,
@@ -27,9 +27,7 @@ from hvd_estimators.lightning.package import (
 from hvd_estimators.lightning.results import results_of
 from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
-from hvd_estimators.torch.shard_state import BufferReducer
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics
 from hvd_estimators.training.step_control import StepControl
 
@@ -129,27 +127,14 @@ class EpochRecorder(Checkpoint):
     ----------
     progress : Progress
         Reports to the driver.
-    train, validation : loader, optional
-        Provide the weights of batches.
-    shards : ShardStates
-        The virtual shards that the rank runs.
-    buffers : BufferReducer
-        Reduces the module's buffers.
+    validation : loader, optional
+        Provides the weights of validation batches.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        train: TrainLoader | None,
-        validation: ValidationLoader | None,
-        shards: ShardStates,
-        buffers: BufferReducer,
-    ) -> None:
-        self._shards = shards
-        self._buffers = buffers
+    def __init__(self, progress: Progress, validation: ValidationLoader | None) -> None:
         self.history: list[EpochMetrics] = []
         self._progress = progress
-        self._loaders = train, validation
+        self._validation = validation
         self._losses = _Mean(), _Mean()
         self._validated = False
         self._batches = 0
@@ -166,12 +151,10 @@ class EpochRecorder(Checkpoint):
     ) -> None:
         """Add the loss of a training batch."""
         self._batches += 1
-        passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self._count(0, outputs, batch, passes)
+        for output, rows in _outputs_of_shards(trainer, outputs):
+            self._count(0, output, rows)
         if self._progress.count_step():
-            self._progress.step(
-                (batch_idx + 1) // self._shards.passes, self._losses[0].as_dict("loss")
-            )
+            self._progress.step(batch_idx + 1, self._losses[0].as_dict("loss"))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exclude a validation from the times of steps."""
@@ -192,7 +175,8 @@ class EpochRecorder(Checkpoint):
     ) -> None:
         """Add the loss of a validation batch, if the module returns it."""
         made_progress()
-        self._count(1, outputs, batch, 1)
+        rows = 1 if self._validation is None else self._validation.share.rows
+        self._count(1, outputs, rows)
         self._validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -209,7 +193,6 @@ class EpochRecorder(Checkpoint):
                 "must give loaders that can be iterated in every epoch, with rows on every rank."
             )
         self._progress.step_times.pause()
-        self._buffers.reduce()
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -227,18 +210,29 @@ class EpochRecorder(Checkpoint):
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
         self._progress.end_epoch({**train, **named})
 
-    def _count(self, stage: int, outputs: Any, batch: Any, passes: int) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    def _count(self, stage: int, outputs: Any, rows: int) -> None:
+        loss = _loss_in(outputs)
+        if loss is None or loss.numel() != 1:
             return
-        loader = self._loaders[stage]
-        weight: Any = 1.0 if loader is None else float(loader.share.rows)
+        weight: Any = float(rows)
         _, stated = as_stated(outputs, "the step of the LightningModule")
         if stated is not None:
             if not (weight and stated > 0):
                 return
             weight = stated
-        self._losses[stage].add(loss.detach().reshape(()).double() * passes, weight)
+        self._losses[stage].add(loss.detach().reshape(()).double(), weight)
+
+
+def _loss_in(outputs: Any) -> torch.Tensor | None:
+    """Return the loss that a step returned, if any."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss if isinstance(loss, torch.Tensor) else None
+
+
+def _outputs_of_shards(trainer: Trainer, outputs: Any) -> list[tuple[Any, int]]:
+    """Return the outputs of the newest batch, one per shard of this rank, with their rows."""
+    given: list[tuple[Any, int]] = getattr(trainer.strategy, "outputs", [(outputs, 1)])
+    return given
 
 
 class _Mean:
@@ -289,9 +283,10 @@ class TerminateOnNaN(Callback):
         NotFiniteError
             If a loss or a parameter is not finite on any rank.
         """
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor):
-            self._losses.append(loss)
+        for output, _ in _outputs_of_shards(trainer, outputs):
+            loss = _loss_in(output)
+            if loss is not None:
+                self._losses.append(loss.detach())
         before, self._steps = self._steps, steps_taken(trainer)
         if self._steps != before:
             losses, self._losses = self._losses, []
@@ -348,10 +343,9 @@ class EpochEnds(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Store the output of a training step."""
-        if outputs is None or _has_no_rows(trainer):
-            return
         if self._hooks["training_epoch_end"] is not None:
-            self._trained.append(_detached(outputs))
+            given = _outputs_of_shards(trainer, outputs)
+            self._trained += [_detached(output) for output, rows in given if rows]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call the module's hook, if it exists."""
@@ -372,7 +366,8 @@ class EpochEnds(Callback):
         """Store the output of a validation step."""
         if self._hooks["validation_epoch_end"] is not None:
             of_loader = self._validated.setdefault(dataloader_idx, [])
-            if outputs is not None and not _has_no_rows(trainer):
+            has_no_rows = getattr(trainer.strategy, "has_no_rows", False)
+            if outputs is not None and not has_no_rows:
                 of_loader.append(_detached(outputs))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -382,10 +377,6 @@ class EpochEnds(Callback):
             outputs = [self._validated[index] for index in sorted(self._validated)]
             hook(outputs[0] if len(outputs) == 1 else outputs)
         self._validated = {}
-
-
-def _has_no_rows(trainer: Trainer) -> bool:
-    return bool(getattr(trainer.strategy, "has_no_rows", False))
 
 
 def _detached(outputs: Any) -> Any:

@@ -209,17 +209,6 @@ class RunCheckpoint(Callback):
             # The position of the user's data module's loader, on this rank.
             position = partials[self._shards.rank]["loaders"]
             checkpoint["loops"]["fit_loop"]["state_dict"].update(position)
-        if partials:
-            # Batches are counted per shard. Convert the counts to the number of shards that this
-            # rank runs.
-            passes = partials[0]["passes"]
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            for counts in (progress["total"], progress["current"]):
-                for name in counts:
-                    counts[name] = counts[name] // passes * self._shards.passes
-            if passes != self._shards.passes:
-                for partial in partials:
-                    del partial["accumulate_grad_batches"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore this rank's buffers, and restore the package's SIGTERM handler."""
@@ -377,7 +366,7 @@ class RunCheckpoint(Callback):
         loop = trainer.fit_loop.epoch_loop
         if self._steps == before or trainer.is_last_batch or loop.done:
             return  # the end of the epoch is saved after its hooks
-        batches = loop.batch_progress.current.completed // self._shards.passes
+        batches = loop.batch_progress.current.completed
         steps = range(before + 1, self._steps + 1)
         save = functools.partial(self._save_within, trainer, batches)
         self._control.after_step(trainer.current_epoch, batches, steps, save)
@@ -391,7 +380,6 @@ class RunCheckpoint(Callback):
         partial = {
             **self._partial_state(trainer),
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"],
-            "passes": self._shards.passes,
         }
         self._write(checkpoint, batches, partial)
         return True
@@ -426,10 +414,8 @@ class RunCheckpoint(Callback):
             rows = (partial["stand_in"] for partial in (*own, *partials))
             self._loader.set_placeholder(next((given for given in rows if given is not None), None))
         _restore_module(module, first)
-        # A callback may have set the value in this epoch. A checkpoint with another number of
-        # shards per rank has no value: `on_load_checkpoint` removes it.
-        if "accumulate_grad_batches" in first:
-            trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
+        # A callback may have set the value in this epoch.
+        trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
 
     def _seed_epoch(self, epoch: int) -> None:
@@ -567,6 +553,8 @@ def _dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     with (
         patch_attribute(trainer.strategy, "save_checkpoint", save),
         patch_attribute(trainer.strategy, "barrier", lambda *args, **kwargs: None),
+        # The run's checkpoint has the statistics of each shard.
+        patch_attribute(trainer.strategy, "average_batch_norm", lambda: None),
     ):
         trainer.save_checkpoint("", weights_only=False)
     return checkpoint

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.fitting.trial import leave_to_ranks, log_untried
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.trial import Trial, leave_to_ranks, log_untried
 from hvd_estimators.inference.errors import described
-from hvd_estimators.lightning.package import default_flavor, flavor_of, is_lightning
+from hvd_estimators.lightning.package import default_flavor, flavor_of
 from hvd_estimators.lightning.trainer_args import precision_of
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import (
@@ -22,6 +24,7 @@ from hvd_estimators.torch.dry_run import (
     torch_traceless,
 )
 from hvd_estimators.torch.lookups import failed_lookup
+from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -29,13 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COUNTED_BATCHES = (
-    "fast_dev_run",
-    "limit_train_batches",
-    "limit_val_batches",
-    "overfit_batches",
-    "val_check_interval",
-)
+_COUNTED_BATCHES = ("fast_dev_run", "limit_val_batches", "overfit_batches")
+"""Arguments that count batches of validation, of which a rank with several shards has more."""
 
 # Hooks that may create attributes that a step needs. They have not run without a trainer.
 _PREPARING_HOOKS = (
@@ -56,7 +54,6 @@ def check_shards_of_module(
     module: torch.nn.Module,
     data: DataSpec,
     trainer_args: Mapping[str, Any],
-    callbacks: Sequence[Any],
 ) -> None:
     """Reject settings that cannot run several virtual shards on a rank. Runs on the driver.
 
@@ -68,25 +65,101 @@ def check_shards_of_module(
         The planned data.
     trainer_args : mapping
         The user's Trainer arguments.
-    callbacks : sequence of object
-        The user's callbacks.
 
     Raises
     ------
     ParamError
-        If there are fewer ranks than shards, and the model, a callback or an argument controls
-        steps or counts batches.
+        If there are fewer ranks than shards, and the model or an argument controls steps or counts
+        batches.
     """
     if not getattr(module, "automatic_optimization", True):
         data.require_one_shard_per_rank("model", "and manual optimization steps by each")
+    step = getattr(module, "training_step", None)
+    if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
+        data.require_one_shard_per_rank("model", "and its training_step takes them from a loader")
     check_sync_batch_norm(module, data)
     for name in _COUNTED_BATCHES:
         if trainer_args.get(name) is not None:
             param = f"trainer_args: {name}"
             data.require_one_shard_per_rank(param, "which this setting counts as several")
-    if any(is_lightning(c, "callbacks.GradientAccumulationScheduler") for c in callbacks):
-        data.require_one_shard_per_rank(
-            "callbacks", "which GradientAccumulationScheduler counts as several"
+
+
+@dataclass(frozen=True)
+class LightningTrial(Trial):
+    """Result of a dry run of a LightningModule.
+
+    Attributes
+    ----------
+    loss_of_halves : str
+        See `compare_halves`.
+    """
+
+    loss_of_halves: str = "mean"
+
+
+def compare_halves(
+    module: LightningModule, batch: Mapping[str, torch.Tensor], trainer_args: Mapping[str, Any]
+) -> str:
+    """Compare the loss of a few rows with the losses of both halves.
+
+    Returns
+    -------
+    str
+        ``"sum"`` or ``"other"`` if the loss is not the mean over rows; ``"mean"`` if it is, if it
+        states its denominator, or if the step needs a Trainer.
+    """
+    rows = min(map(len, batch.values()))
+    half, parts = rows // 2, (slice(None), slice(None), slice(rows // 2), slice(rows // 2, None))
+    parameters = list(inspect.signature(module.training_step).parameters)
+    losses = []
+    try:
+        precision = precision_of(trainer_args, flavor_of(module) or default_flavor())
+        with torch_traceless(), torch.no_grad(), precision.train_step_context():
+            trial = precision.convert_module(copied(module)).eval()
+            for part in parts:
+                given = precision.convert_input({n: value[part] for n, value in batch.items()})
+                output = trial.training_step(*[given, 0][: max(len(parameters), 1)])
+                loss, stated = as_stated(output, "training_step")
+                loss = loss["loss"] if isinstance(loss, Mapping) else loss
+                if stated is not None or loss is None or not half:
+                    return "mean"
+                losses.append(float(loss))
+    except Exception as error:
+        logger.info("The loss of a few rows could not be compared with its halves: %s", error)
+        return "mean"
+    whole, again, first, second = losses
+    mean = (first * half + second * (rows - half)) / rows
+    # A step may draw random numbers.
+    is_random = abs(whole - again) > 1e-6 * abs(whole)
+    tolerance = max(1e-6, (0.25 if is_random else 1e-3) * abs(whole))
+    if not math.isfinite(sum(losses)) or abs(whole - mean) <= tolerance:
+        return "mean"
+    if abs(whole - first - second) <= tolerance:
+        return "sum"
+    return "mean" if is_random else "other"
+
+
+def check_loss(loss_of_halves: str) -> None:
+    """Reject a loss that sums over the rows, and warn if it is another mean; see `compare_halves`.
+
+    Raises
+    ------
+    ParamError
+        If the loss is a sum, of which several processes would take the mean of their parts.
+    """
+    if loss_of_halves == "sum":
+        raise ParamError(
+            "model: expected that training_step returns a mean over the rows of its batch, found a "
+            "sum. Several processes would train on the mean of their sums. Divide the loss by the "
+            "number of rows, as in loss / len(batch['label']), and set a learning rate for it."
+        )
+    if loss_of_halves == "other":
+        logger.warning(
+            "model: the loss that training_step returns for a few rows is not the mean of the "
+            "losses of both halves. Several processes then do not train as one. Return {'loss': "
+            "..., 'denominator': ...} if it is a mean over something else than rows, such as class "
+            "weights. If it compares rows with each other, see 'Contrastive losses over the rows "
+            "of all ranks' in the page on torch."
         )
 
 

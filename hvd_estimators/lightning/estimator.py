@@ -15,8 +15,11 @@ from hvd_estimators.fitting.fingerprint import named
 from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.lightning.dry_run import (
+    LightningTrial,
+    check_loss,
     check_shards_of_module,
     check_step,
+    compare_halves,
     row_shapes,
     unpacking_hint,
 )
@@ -128,12 +131,13 @@ class LightningEstimator(LightningEstimatorSignatures):
             ) from error
         features = list(self._input_columns().names)
         one_row = check_step(module, batch, features, get("label_cols"), get("trainer_args"))
-        if not set(features) <= set(columns):
-            return Trial(None, one_row)  # a transformation replaced these columns with other fields
-        arrays = [columns[name] for name in features]
-        spec = self._tensor_spec()
-        inputs = forward_inputs(module, arrays, spec)
-        return Trial(row_shapes(module, inputs, spec) or None, one_row)
+        halves = compare_halves(module, batch, get("trainer_args") or {})
+        shapes = None
+        if set(features) <= set(columns):  # otherwise a transformation has replaced these columns
+            arrays = [columns[name] for name in features]
+            spec = self._tensor_spec()
+            shapes = row_shapes(module, forward_inputs(module, arrays, spec), spec) or None
+        return LightningTrial(shapes, one_row, loss_of_halves=halves)
 
     def _tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
         if not self._is_lightning:
@@ -165,18 +169,18 @@ class LightningEstimator(LightningEstimatorSignatures):
         if not self._is_lightning:
             super()._check_spec(common, trial)
         else:
+            if isinstance(trial, LightningTrial) and common.data.num_shards > 1:
+                check_loss(trial.loss_of_halves)
             check_embeddings(get("model"), common.data)
             if trial.takes_one_row is False and get("train_steps_per_epoch") is None:
                 check_one_row(get("model"), common.data, trial.takes_one_row)
-        arguments = get("trainer_args") or {}
-        callbacks = [*get("callbacks"), *as_list(arguments.get("callbacks"))]
-        check_shards_of_module(get("model"), common.data, arguments, callbacks)
+        check_shards_of_module(get("model"), common.data, get("trainer_args") or {})
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault
         flavor = self._flavor()
         trainer_args = adapted_trainer_args(get("trainer_args") or {}, flavor)
-        by_lightning = "accumulate_grad_batches" in trainer_args
+        by_lightning = trainer_args.get("accumulate_grad_batches", 1) > 1
         common = replace(
             common,
             callbacks=(),

@@ -25,8 +25,11 @@ TensorBatch = Mapping[str, torch.Tensor]
 
 Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]
 
-_Window = tuple[Sequence[tuple[TensorBatch, float]], PendingSum | None]
-"""The batches of a step or of a global batch, each with its factor, and their denominators."""
+_Window = tuple[Sequence[Sequence[tuple[TensorBatch, float]]], PendingSum | None]
+"""Batches among which rows weigh equally, and their denominators.
+
+A batch has a micro-batch, with its factor, for each of the rank's shards.
+"""
 
 # The minimum for batch normalization.
 _PLACEHOLDER_ROWS = 2
@@ -190,6 +193,9 @@ class _Loader:
 class TrainLoader(_Loader):
     """Training batches of all epochs.
 
+    On a rank with several shards, a batch has a micro-batch for each. The loader yields the first
+    one; `enter` returns the others.
+
     Parameters
     ----------
     batches : WeightedBatches
@@ -197,11 +203,13 @@ class TrainLoader(_Loader):
     form : BatchForm
         The tensors that the module gets.
     steps : int
-        Batches of an epoch, over all virtual shards of the rank.
+        Batches of an epoch.
     passes_per_step : callable
-        Returns the number of backward passes of the next step.
+        Returns the number of batches of the next step.
     shards : ShardStates
-        Switches to the shard of each batch.
+        Switches to the shard of each micro-batch.
+    limit : callable, optional
+        Returns the number of batches after which the Trainer ends an epoch.
     same : bool
         Whether each epoch gets the batches of the first one (``overfit_batches``).
     done : int
@@ -224,8 +232,13 @@ class TrainLoader(_Loader):
         done: int = 0,
         totals: Totals | None = None,
         by_batch: bool = False,
+        limit: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(form, steps)
+        self._limit = limit
+        self._passes = 1
+        self._micro_batches: Sequence[tuple[TensorBatch, float]] = ()
+        self._window_totals: PendingSum | None = None
         self._totals = totals
         self._by_batch = by_batch
         self._done = done
@@ -243,26 +256,37 @@ class TrainLoader(_Loader):
         # The Trainer may have stopped before the end of the epoch (limit_train_batches).
         while self._position and not done:
             self._next_window(1)
-        left = self._steps - self._position
-        while left:
-            # Lightning divides each loss by the number of passes.
-            passes = self._passes_per_window()
-            window = self._next_window(min(passes, left))
+        index = self._position
+        end = self._steps if self._limit is None else min(self._steps, int(self._limit()))
+        while index < end:
+            window = self._next_window(min(self._passes_per_window(), end - index))
             if self._first_epoch is not None:
                 self._first_epoch.append(window)
-            batches, totals = window
-            for batch, factor in batches:
-                self._shards.enter((self._steps - left) % self._shards.passes)
-                left -= 1
-                if self._steps - left <= done and self._first_epoch is not None:
+            batches = self._start(window)
+            for batch in batches:
+                index += 1
+                if index <= done and self._first_epoch is not None:
                     continue
-                yield self._give(batch, factor * passes, self._shards.size * passes, totals)
+                yield batch
 
     def _repeat(self, windows: list[_Window]) -> Iterator[TensorBatch]:
-        for batches, totals in windows:
-            passes = self._passes_per_window()
-            for batch, factor in batches:
-                yield self._give(batch, factor * passes, self._shards.size * passes, totals)
+        for window in windows:
+            yield from self._start(window)
+
+    def _start(self, window: _Window) -> Iterator[TensorBatch]:
+        """Yield the first micro-batch of each of a window's batches."""
+        batches, self._window_totals = window
+        # Lightning divides each loss by the number of passes.
+        self._passes = self._passes_per_window()
+        for self._micro_batches in batches:
+            yield self.enter(0)
+
+    def enter(self, index: int) -> TensorBatch:
+        """Switch to one of the rank's shards, and return its part of the newest batch."""
+        self._shards.enter(index)
+        batch, factor = self._micro_batches[index]
+        passes = self._passes
+        return self._give(batch, factor * passes, self._shards.size * passes, self._window_totals)
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, which marks the loader as resumable."""
@@ -273,14 +297,14 @@ class TrainLoader(_Loader):
 
     def _passes_per_window(self) -> int:
         """Return the number of batches among which rows weigh equally."""
-        passes = self._passes_per_step()
-        return min(passes, self._shards.passes) if self._by_batch else passes
+        return 1 if self._by_batch else self._passes_per_step()
 
-    def _next_window(self, passes: int) -> _Window:
-        batches = self._batches.next_window(passes)
-        self._position = (self._position + len(batches)) % self._steps
-        totals = None if self._totals is None else self._totals([batch for batch, _ in batches])
-        return batches, totals
+    def _next_window(self, count: int) -> _Window:
+        parts = self._shards.passes
+        given = self._batches.next_window(count * parts)
+        self._position = (self._position + count) % self._steps
+        totals = None if self._totals is None else self._totals([batch for batch, _ in given])
+        return [given[first : first + parts] for first in range(0, len(given), parts)], totals
 
 
 class ValidationLoader(_Loader):

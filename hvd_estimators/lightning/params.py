@@ -159,6 +159,10 @@ class LightningParams(TorchEstimator):
                     "its steps. Give the LightningModule itself, and compile its networks in "
                     "configure_model(), as in self.net = torch.compile(self.net)."
                 )
+            if get("train_minibatch_fn") is not None:
+                self._check_accumulation(
+                    "train_minibatch_fn needs backward_passes_per_step instead"
+                )
             super()._check_training()
             return
         for name in (
@@ -182,10 +186,19 @@ class LightningParams(TorchEstimator):
         if not is_overridden("configure_model", get("model")):
             reductions_of(get("model"), get("buffer_reduction"))
         self._check_callbacks()
+        if not get("model").automatic_optimization:
+            self._check_accumulation("the module optimizes manually, and accumulates by itself")
         if get("backward_passes_per_step") > 1 and not get("model").automatic_optimization:
             raise ParamError(
                 "backward_passes_per_step: the module optimizes manually and accumulates gradients "
                 "itself. Leave it out."
+            )
+
+    def _check_accumulation(self, reason: str) -> None:
+        passes = (self.getOrDefault("trainer_args") or {}).get("accumulate_grad_batches", 1)
+        if passes > 1:
+            raise ParamError(
+                f"trainer_args: found accumulate_grad_batches={passes}, and {reason}. Leave it out."
             )
 
     def _transformation(self) -> Transformation | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.gpus import gpu_index
 from hvd_estimators.launch.rendezvous.client import PROXY_ADDRESS_VARIABLE, PROXY_PORT_VARIABLE
 from hvd_estimators.lightning.callbacks import agree_on_stopping
@@ -144,6 +145,8 @@ class HorovodStrategy(ParallelStrategy):
     strategy_name = "horovod"
     # Whether to reduce logged values without sync_dist, too.
     reduces_everything = False
+    # Whether accumulated batches weigh equally, as in Lightning, and not by their denominators.
+    weighs_by_batch = True
     lightning_flavor: Flavor | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> HorovodStrategy:
@@ -169,6 +172,7 @@ class HorovodStrategy(ParallelStrategy):
         self._stated: Any = None
         self._loss_scale: Any = 1.0
         self.denominators = StatedDenominators()
+        self.outputs: list[tuple[Any, int]] = []
         self._rates: dict[int, StepRate] = {}
         # Removes changes to module, metrics, loops and optimizers.
         self._undo = contextlib.ExitStack()
@@ -218,7 +222,7 @@ class HorovodStrategy(ParallelStrategy):
                 trainer,
                 self.lightning_flavor,
                 self.reduces_everything,
-                self._drop_placeholder_entries,
+                self._reach_epoch_end,
             )
         )
         if trainer.state.fn != "fit":
@@ -304,18 +308,26 @@ class HorovodStrategy(ParallelStrategy):
                 self.denominators.add(None, rows)
             self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
-        stated = torch.as_tensor(stated, dtype=torch.float64, device=loss.device)
+        scale = self._loss_scale = self.weight_of(stated, loss.device)
+        # The mean of an empty batch may be NaN.
+        return loss * scale, bool(scale > 0 or torch.isfinite(loss).all())
+
+    def weight_of(self, stated: Any, device: torch.device) -> torch.Tensor:
+        """Return the factor of the current batch's mean with this denominator.
+
+        All ranks must call it equally often.
+        """
+        module = self.lightning_module
+        assert module is not None
+        rows, factor = self.step_share.rows, self.step_share.factor
+        stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
         if not rows:
             stated = torch.zeros_like(stated)
-        if module.automatic_optimization:
+        if module.automatic_optimization and not self.weighs_by_batch:
             self.denominators.add(stated, rows)
-            scale = stated * (factor / max(rows, 1))
-        else:
-            (total,) = sum_tensor(stated.reshape(1), "denominators")
-            scale = torch.where(total > 0, stated * (self.world_size / total), 0.0)
-        self._loss_scale = scale
-        # The mean of an empty batch may be NaN.
-        return loss * scale, bool(stated > 0 or torch.isfinite(loss).all())
+            return stated * (factor / max(rows, 1))
+        (total,) = sum_tensor(stated.reshape(1), "denominators")
+        return torch.where(total > 0, stated * (self.world_size / total), 0.0)
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""
@@ -433,12 +445,21 @@ class HorovodStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         """Average batch-normalization statistics, so that all ranks validate with the same ones."""
         self.set_optimizer_modes(training=False)
-        self._average_batch_norm()
+        self.average_batch_norm()
 
     def on_train_end(self) -> None:
         """Average batch-normalization statistics, so that all ranks end with the same ones."""
         self.set_optimizer_modes(training=False)
-        self._average_batch_norm()
+        self.average_batch_norm()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state for a checkpoint, which all ranks save together."""
+        module = self.lightning_module
+        # A rank that fails may save alone.
+        if module is not None and not module.trainer.interrupted:
+            self.average_batch_norm()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def teardown(self) -> None:
         """Remove the strategy's changes to module, metrics and optimizers."""
@@ -475,17 +496,31 @@ class HorovodStrategy(ParallelStrategy):
             return 1
         return rows
 
-    def _drop_placeholder_entries(self) -> None:
-        """Undo side effects of placeholder batches, which only a subclass has."""
+    def _reach_epoch_end(self) -> None:
+        """Average statistics before the hooks of an epoch's end, which may save or read them."""
+        module = self.lightning_module
+        if module is not None and module.trainer.training:
+            self.average_batch_norm()
 
     @property
     def _learning_rate_scale(self) -> int:
         return self.world_size
 
-    def _average_batch_norm(self) -> None:
-        if self.lightning_module is not None and self._averager is not None:
-            with torch.inference_mode(False):
-                average_batch_norm(self.lightning_module)
+    def average_batch_norm(self) -> None:
+        """Average statistics of the module, and of copies in callbacks. Called by all ranks."""
+        module = self.lightning_module
+        if module is None or self._averager is None or module.trainer.sanity_checking:
+            return
+        connected: Any = module.trainer
+        attributes = [value for c in connected.callbacks for value in vars(c).values()]
+        with torch.inference_mode(False):
+            self._reduce_buffers(module)
+            for copied in attributes:  # such as the mean of the weights
+                if isinstance(copied, torch.nn.Module) and copied is not module:
+                    average_batch_norm(copied)
+
+    def _reduce_buffers(self, module: torch.nn.Module) -> None:
+        average_batch_norm(module)
 
 
 class WeightedStrategy(HorovodStrategy):
@@ -504,6 +539,8 @@ class WeightedStrategy(HorovodStrategy):
         A hint for the error of a step that unpacks the batch as a tuple.
     buffers : BufferReducer
         Reduces the module's buffers.
+    by_batch : bool
+        See `TrainLoader`.
     **kwargs
         See `HorovodStrategy`.
     """
@@ -518,9 +555,14 @@ class WeightedStrategy(HorovodStrategy):
         shards: ShardStates,
         batch_hint: str = "",
         buffers: BufferReducer,
+        by_batch: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.weighs_by_batch = by_batch
+        self.outputs = []
+        self._step_args: tuple[Any, ...] = ()
+        self._contributions: list[Any] = []
         self._batch_hint = batch_hint
         self._shards = shards
         self._buffers = buffers
@@ -550,17 +592,91 @@ class WeightedStrategy(HorovodStrategy):
         assert self._averager is not None
         return self._averager
 
-    def setup(self, trainer: Trainer) -> None:
-        """Make step-wise schedulers count optimizer steps, not the shards' micro-batches."""
-        super().setup(trainer)
-        for config in self.lr_scheduler_configs:
-            if config.interval == "step":
-                config.frequency *= self._shards.passes
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step."""
+        """Run the module's training step on the batch of the rank's first shard."""
+        self.outputs, self._contributions = [], []
+        self._step_args = args[1:]
+        if self._train is not None and self._shards.passes > 1:
+            self._train.enter(0)  # an optimizer may call its closure repeatedly
+        output = self._training_step(*args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.fit_loop._skip_backward:
+            for index in range(1, self._shards.passes):
+                self._step_on(index)
+            self._shards.enter(0)
+        return output
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of the batches of all of the rank's shards.
+
+        So hooks, schedulers and counts see one batch, as on the ranks with which the run began.
+        """
+        loss, passes = closure_loss, self._shards.passes
+        for index in range(1, passes):
+            with self.block_backward_sync():
+                super().backward(loss, optimizer, *args, **kwargs)
+            self._contributions.append(super()._loss_in_step(loss.detach()))
+            loss = self._step_on(index)
+        returned = super().backward(loss, optimizer, *args, **kwargs)
+        if passes > 1:
+            self._contributions.append(super()._loss_in_step(loss.detach()))
+            self._drop_placeholder_entries()
+            # Hooks of the batch's end log values for all of its rows.
+            assert self.lightning_module is not None
+            results = self.lightning_module.trainer._results
+            if results is not None and self._train is not None:
+                results.batch_size = sum(rows for _, rows in self.outputs)
+            self._shards.enter(0)
+        return returned
+
+    def weight_of(self, stated: Any, device: torch.device) -> torch.Tensor:
+        """Return the factor of the current batch's mean with this denominator.
+
+        Raises
+        ------
+        ParamError
+            If the shards' batches would need a denominator for each of several passes.
+        """
+        if self.weighs_by_batch and self._shards.passes > 1:
+            raise ParamError(
+                "trainer_args: with accumulate_grad_batches, or GradientAccumulationScheduler, a "
+                "loss that returns its denominator needs as many processes as the run began with: "
+                f"{self._shards.num_shards}. Set num_proc to it, or set backward_passes_per_step "
+                "instead and another run_id."
+            )
+        return super().weight_of(stated, device)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._counted(self._train) as count:
-            return count(super().training_step(*args, **kwargs))
+            output = count(super().training_step(*args, **kwargs))
+        rows = 1 if self._train is None else self._train.share.rows
+        named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
+        self.outputs.append((named, rows))
+        if self._shards.passes > 1 and named.get("loss") is None:
+            raise RuntimeError(
+                "training_step returned no loss, and this process has several batches in a step. "
+                "Return a loss for each batch, such as 0.0 * loss."
+            )
+        return output
+
+    def _step_on(self, index: int) -> torch.Tensor:
+        """Run the training step on the batch of another shard, and return its loss."""
+        module: Any = self.lightning_module
+        assert self._train is not None
+        batch = self.precision_plugin.convert_input(self._train.enter(index))
+        batch = self.batch_to_device(module.on_before_batch_transfer(batch, 0), dataloader_idx=0)
+        # Otherwise hooks between the first batches would reset the step's logged values.
+        module.trainer._logger_connector.on_batch_start(batch)
+        # Modules can log only within hooks that log.
+        before, module._current_fx_name = module._current_fx_name, "training_step"
+        self._training_step(batch, *self._step_args)
+        module._current_fx_name = before
+        loss: torch.Tensor = self.outputs[-1][0]["loss"]
+        return loss / module.trainer.accumulate_grad_batches
+
+    def _loss_in_step(self, loss: Any) -> Any:
+        return sum(self._contributions) if self._contributions else super()._loss_in_step(loss)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step."""
@@ -571,12 +687,12 @@ class WeightedStrategy(HorovodStrategy):
     def _learning_rate_scale(self) -> int:
         return self._shards.num_shards
 
-    def _average_batch_norm(self) -> None:
-        module = self.lightning_module
-        if module is None or self._averager is None or module.trainer.sanity_checking:
-            return
-        with torch.inference_mode(False):
-            self._buffers.reduce()
+    def _reduce_buffers(self, module: torch.nn.Module) -> None:
+        self._buffers.reduce()
+
+    def _reach_epoch_end(self) -> None:
+        self._drop_placeholder_entries()
+        super()._reach_epoch_end()
 
     def load_checkpoint(  # type: ignore[override]  # Lightning 2.6 has added an option
         self, checkpoint_path: Any, **options: Any

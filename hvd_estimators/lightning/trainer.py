@@ -132,6 +132,7 @@ class _Trainer:
             shards=self.shards,
             batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
             buffers=self.buffers,
+            by_batch=spec.weighs_by_batch,
         )
         callbacks = [*self.objects.callbacks]
         if has_epoch_ends(self.module):
@@ -145,10 +146,7 @@ class _Trainer:
         )
         recorder = of_flavor(EpochRecorder, spec.flavor)(
             progress,
-            train_loader,
             validation_loader,
-            self.shards,
-            self.buffers,
         )
         if self.restored is not None:
             recorder.history[:] = self.restored.history
@@ -190,7 +188,7 @@ class _Trainer:
         spec, logs_path = self.spec, self.logs.path
         passes = 1
         if self.module.automatic_optimization:
-            passes = spec.backward_passes_per_step * spec.data.passes_per_batch
+            passes = spec.backward_passes_per_step
         arguments: dict[str, Any] = {
             "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
             "devices": 1,
@@ -237,7 +235,6 @@ class _Trainer:
         )
         stack.enter_context(reader)
         device = self._loader_device
-        micro_batches = spec.data.passes_per_batch
         # With overfit_batches, the loader stores all batches of an epoch, which may exceed a GPU's
         # memory.
         batches = tensor_batches(
@@ -246,17 +243,18 @@ class _Trainer:
         train = TrainLoader(
             WeightedBatches(batches, reader.global_train_sizes(), self.size, 1, sum_over_ranks),
             spec.form,
-            spec.data.train_steps_per_epoch * micro_batches,
+            spec.data.train_steps_per_epoch,
             self._passes_per_step,
             self.shards,
             same=self._overfits,
-            done=spec.data.batches_before(done, rows) * micro_batches,
+            done=spec.data.batches_before(done, rows),
             totals=self.module.totals if isinstance(self.module, ModuleAdapter) else None,
             by_batch=spec.weighs_by_batch,
+            limit=lambda: self.trainer.num_training_batches,
         )
         validation = None
         if spec.data.val_plan is not None:
-            steps = spec.data.validation_steps_per_epoch * micro_batches
+            steps = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
             validation = ValidationLoader(reader, spec.form, steps, device)
             of_ranks = [
                 virtual_shards(spec.data.num_shards, r, self.size) for r in range(self.size)
@@ -277,7 +275,7 @@ class _Trainer:
         return bool(self.objects.arguments.get("overfit_batches"))
 
     def _passes_per_step(self) -> int:
-        """Return the backward passes of the next step; callbacks may change it between epochs."""
+        """Return the batches of the next step; callbacks may change it between epochs."""
         trainer = self.trainer
         # Weight averaging updates batch normalization without a backward pass: nothing accumulates.
         if trainer.fit_loop._skip_backward:

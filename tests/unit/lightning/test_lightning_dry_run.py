@@ -15,10 +15,11 @@ from pytorch_lightning.callbacks import (
     ModelCheckpoint,
     RichProgressBar,
 )
+from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, try_batches
-from hvd_estimators.lightning.dry_run import check_step, row_shapes
+from hvd_estimators.lightning.dry_run import check_loss, check_step, compare_halves, row_shapes
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
 from hvd_estimators.lightning.package import default_flavor, is_lightning
 from hvd_estimators.lightning.trainer_args import (
@@ -48,6 +49,56 @@ def test_errors_in_a_step_describe_the_batch() -> None:
         check_step(Plain(), {"y": torch.zeros(3, 2)})
     with pytest.raises(ShapeError, match="column_dtypes"):
         check_step(Plain(), {"x": torch.zeros(3, 2, dtype=torch.float64)})
+
+
+class Returning(Plain):
+    """Module with a dropout that returns the loss of a function of outputs and labels."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = torch.nn.functional.dropout(self(batch["x"]), 0.5, self.training)
+        loss = self.loss(output, batch["y"])
+        self.log("train_loss", loss["loss"] if isinstance(loss, dict) else loss)
+        return loss
+
+
+CLASS_WEIGHT = torch.tensor([0.1, 1.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (functional.cross_entropy, "mean"),
+        (lambda o, y: functional.cross_entropy(o + 0.01 * torch.randn_like(o), y), "mean"),
+        (lambda o, y: {"loss": functional.cross_entropy(o, y)}, "mean"),
+        (lambda o, y: functional.cross_entropy(o, y, reduction="sum"), "sum"),
+        (lambda o, y: {"loss": (o + 0.01 * torch.randn_like(o)).square().sum() / 7}, "sum"),
+        (lambda o, y: functional.cross_entropy(o, y, CLASS_WEIGHT), "other"),
+        (
+            lambda o, y: {
+                "loss": functional.cross_entropy(o, y, CLASS_WEIGHT),
+                "denominator": CLASS_WEIGHT[y].sum(),
+            },
+            "mean",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_rows_is_found_before_training(
+    loss: Any, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = {"x": torch.randn(7, 2), "y": torch.tensor([0, 0, 0, 2, 1, 2, 1])}
+    found = compare_halves(Returning(loss), batch, {})
+    assert found == expected
+    with caplog.at_level("WARNING"):
+        if found == "sum":
+            with pytest.raises(ParamError, match=r"^model: expected .* found a sum.* Divide"):
+                check_loss(found)
+        else:
+            check_loss(found)
+    assert ("'denominator'" in caplog.text) is (expected == "other")
 
 
 @pytest.mark.parametrize("precision", ["64-true", 64, "bf16-true", "16-true", "bf16-mixed"])

@@ -1,0 +1,391 @@
+"""LightningEstimator trains programs as Lightning's pages write them, as one process does."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from fewer_ranks import FourShards
+from lightning_reference import Regression, fit
+from parquet_files import write_columns
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from rank_pool import shared_ranks
+from reference import (
+    OPTIMIZERS,
+    WIDTH,
+    assert_same_weights,
+    global_batches,
+    train_alone,
+    write_rows,
+)
+from torch.nn import functional
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.lightning import LightningEstimator
+
+pytestmark = pytest.mark.integration
+
+WEIGHT = torch.tensor([0.2, 1.0, 5.0])
+
+
+def setup_module() -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class FourShardsEstimator(FourShards, LightningEstimator):
+    pass
+
+
+def write_classes(path: Path, rows: int) -> dict[str, np.ndarray]:
+    """Write rows of three classes that are sorted, so that batches differ in their weights."""
+    rng = np.random.default_rng(5)
+    columns = {
+        "features": rng.normal(size=(rows, WIDTH)).astype(np.float32),
+        "label": (np.arange(rows) % 50 // 17).astype(np.int64),
+    }
+    write_columns(path, columns, row_group_size=17, name="part-0.parquet")
+    return columns
+
+
+class Columns(torch.utils.data.Dataset[Any]):
+    """Rows of columns, for Lightning alone."""
+
+    def __init__(self, columns: dict[str, np.ndarray]) -> None:
+        self.columns = {name: torch.from_numpy(values) for name, values in columns.items()}
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {name: column[row] for name, column in self.columns.items()}
+
+
+def train_in_lightning(
+    module: LightningModule, columns: Any, batches: Any, epochs: int = 2, **arguments: Any
+) -> Trainer:
+    """Train a module in one process, on batches of these rows."""
+    sampler = [batch.tolist() for batch in batches]
+    rows = torch.utils.data.DataLoader(Columns(columns), batch_sampler=sampler)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    given = {**dict.fromkeys(quiet, False), **arguments}
+    trainer = Trainer(max_epochs=epochs, accelerator="cpu", **given)
+    trainer.fit(module, rows)
+    return trainer
+
+
+def make_classifier() -> torch.nn.Sequential:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+class Weighted(LightningModule):
+    """Classifier with a weighted cross entropy that states its denominator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_classifier()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = functional.cross_entropy(self.net(batch["features"]), batch["label"], WEIGHT)
+        return {"loss": loss, "denominator": WEIGHT[batch["label"]].sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+class Manual(Weighted):
+    """Classifier that accumulates two batches by itself, as on Lightning's page."""
+
+    def __init__(self, alone: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.alone = alone
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        found = super().training_step(batch, batch_idx)
+        found["loss"] = found["loss"] / 2
+        self.manual_backward(found["loss"] if self.alone else found)
+        if (batch_idx + 1) % 2 == 0:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def step_of_minibatch(
+    model: Any, optimizer: Any, outputs: Any, loss_fn: Any, inputs: Any, labels: Any,
+    weights: Any, passes: int, index: int,
+) -> Any:  # fmt: skip
+    output = model(*inputs)
+    loss = loss_fn([output], labels)
+    (loss / passes).backward()
+    if (index + 1) % passes == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    return output, loss
+
+
+def scaled_step(
+    model: Any, optimizer: Any, outputs: Any, loss_fn: Any, inputs: Any, labels: Any,
+    weights: Any, passes: int, index: int,
+) -> Any:  # fmt: skip
+    output = model(*inputs)
+    loss = functional.cross_entropy(output, labels[0], WEIGHT)
+    loss_fn.scale(loss / passes, WEIGHT[labels[0]].sum()).backward()
+    if (index + 1) % passes == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    return output, loss
+
+
+def stated(output: Any, label: Any) -> Any:
+    loss = functional.cross_entropy(output, label, WEIGHT)
+    return {"loss": loss, "denominator": WEIGHT[label].sum()}
+
+
+STEPS = {"loss_fn": step_of_minibatch, "scale": scaled_step}
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulated"),
+    [
+        *(("returned", "rows"), ("plain", "rows"), ("stated", "rows"), ("loss_fn", "rows")),
+        *(("scale", "rows"), ("returned", "batches"), ("plain", "batches"), ("stated", "batches")),
+        ("manual", "by itself"),
+    ],
+)
+def test_a_weighted_cross_entropy_accumulates_as_in_one_process(
+    backend: Any, store: Any, kind: str, accumulated: str
+) -> None:
+    columns = write_classes(Path(store.get_train_data_path()), 130)
+    # An odd number of batches: the last step of an epoch has one.
+    batches = global_batches(130, 2, 14)
+    assert len(batches) == 5
+    params: dict[str, Any] = {"model": Weighted(), "column_dtypes": {"label": "int64"}}
+    expected: Any = Weighted()
+    if kind == "manual":
+        params["model"], expected = Manual(), Manual(alone=True)
+    elif kind != "returned":
+        net = params["model"].net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+        loss: Any = stated if kind == "stated" else torch.nn.CrossEntropyLoss(WEIGHT)
+        params |= {"model": net, "optimizer": optimizer, "loss": loss}
+        params["train_minibatch_fn"] = STEPS.get(kind)
+    alone: dict[str, Any] = {}
+    if accumulated == "rows":
+        params["backward_passes_per_step"] = 2
+        batches = [np.concatenate(batches[first : first + 2]) for first in (0, 2, 4)]
+    elif accumulated == "batches":
+        params["trainer_args"] = alone = {"accumulate_grad_batches": 2}
+    model = fit(backend, store, batch_size=14, epochs=2, **params)
+    train_in_lightning(expected, columns, batches, **alone)
+    found = model.getModel()
+    assert_same_weights(getattr(found, "net", found), expected.net)
+
+
+@pytest.mark.parametrize("accumulated", ["rows", "batches"])
+def test_a_limited_epoch_ends_with_a_full_step(backend: Any, store: Any, accumulated: str) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 130)
+    batches = global_batches(130, 2, 10)[:5]
+    arguments: dict[str, Any] = {"limit_train_batches": 5}
+    params: dict[str, Any] = {"backward_passes_per_step": 3}
+    if accumulated == "batches":
+        arguments["accumulate_grad_batches"], params = 3, {}
+    module = Regression("momentum")
+    params |= {"model": module, "trainer_args": arguments}
+    model = fit(backend, store, batch_size=10, epochs=2, **params)
+    if accumulated == "batches":
+        expected: Any = Regression("momentum")
+        train_in_lightning(expected, columns, batches, accumulate_grad_batches=3)
+        expected = expected.net
+    else:
+        expected = train_alone(columns, batches, OPTIMIZERS["momentum"], epochs=2, passes=3)
+    assert_same_weights(model.getModel().net, expected)
+
+
+class Summed(Regression):
+    """Regression whose loss sums over the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self(batch["features"]) - batch["label"]).square().sum()
+
+
+def plain(**params: Any) -> dict[str, Any]:
+    net = make_classifier()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    return {"model": net, "optimizer": optimizer, "loss": functional.cross_entropy, **params}
+
+
+@pytest.mark.parametrize(
+    ("params", "passes", "message"),
+    [
+        ({"model": Manual()}, 2, "trainer_args: .*accumulate_grad_batches=2.*optimizes manually"),
+        (
+            plain(train_minibatch_fn=step_of_minibatch),
+            2,
+            "trainer_args: .*=2.*needs backward_passes_per_step",
+        ),
+        ({"model": Summed()}, 1, "model: expected .* a mean over the rows .* found a sum"),
+    ],
+    ids=["manual", "own step", "sum"],
+)
+def test_steps_that_would_train_otherwise_than_one_process_are_rejected(
+    backend: Any, store: Any, params: Any, passes: int, message: str
+) -> None:
+    write_classes(Path(store.get_train_data_path()), 130)
+    arguments = {"accumulate_grad_batches": passes}
+    with pytest.raises(ParamError, match=message):
+        fit(backend, store, batch_size=14, epochs=2, trainer_args=arguments, **params)
+    if "sum" in message:  # one process trains on it
+        fit(LocalBackend(1), store, batch_size=65, epochs=1, **params)
+
+
+class Normalized(LightningModule):
+    """Module whose statistics of batch normalization depend on the features alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = functional.mse_loss(self.net(batch["features"]).reshape(-1), batch["label"])
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Reader(Callback):
+    """Callback that notes the statistics at the end of each epoch."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        path = Path(self.folder, f"{trainer.current_epoch}-{trainer.global_rank}")
+        torch.save(pl_module.net[0].running_mean.clone(), path)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_whatever_saves_or_reads_statistics_gets_their_mean(
+    backend: Any, store: Any, tmp_path: Path, averages: bool
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 128)
+    columns["features"][64:] += 3.0  # the second rank's rows
+    for part, rows in enumerate((slice(64), slice(64, None))):
+        own = {name: values[rows] for name, values in columns.items()}
+        write_columns(store.get_train_data_path(), own, name=f"part-{part:03d}.parquet")
+    callbacks: list[Any] = [
+        ModelCheckpoint(monitor="train_loss", filename="{epoch}", save_top_k=-1),
+        ModelCheckpoint(every_n_train_steps=3, filename="{step}", save_top_k=-1),
+        Reader(str(tmp_path)),
+    ]
+    callbacks += [WeightAveraging()] if averages else []
+    params = {"batch_size": 16, "epochs": 2, "run_id": "r", "callbacks": callbacks}
+    fit(backend, store, model=Normalized(), **params)
+
+    # The mean over the ranks of the statistics of each rank's batches.
+    at_step = [torch.zeros(WIDTH)]
+    for step in 2 * [*range(4)]:
+        rows_of_ranks = [columns["features"][at : at + 16] for at in (16 * step, 64 + 16 * step)]
+        batch_mean = torch.from_numpy(np.stack(rows_of_ranks).mean(axis=(0, 1)))
+        at_step.append(at_step[-1].lerp(batch_mean, 0.1))
+    read = {name: torch.load(tmp_path / name) for name in ("0-0", "0-1", "1-0", "1-1")}
+    expected = {name: at_step[4 if name[0] == "0" else 8] for name in read}
+    torch.testing.assert_close(read, expected)
+    saved = {
+        name: torch.load(
+            Path(store.get_run_path("r"), "checkpoints", f"{name}.ckpt"), weights_only=False
+        )["state_dict"]["net.0.running_mean"]
+        for name in ("step=3", "epoch=0", "step=6", "epoch=1")
+    }
+    if averages:
+        means = [torch.stack(at_step[1 : end + 1]).mean(dim=0) for end in range(1, 9)]
+        at_step[1:] = means
+    expected = dict(zip(saved, (at_step[step] for step in (3, 4, 6, 8)), strict=True))
+    torch.testing.assert_close(saved, expected)
+
+
+class Averaged(Callback):
+    """Exponential moving average of the weights, updated after each batch."""
+
+    def __init__(self) -> None:
+        self.average: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = copy.deepcopy(pl_module.net)
+        pl_module.average = self.average
+        pl_module.batches = []
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.batches.append(batch_idx)
+        pairs = zip(self.average.parameters(), pl_module.net.parameters(), strict=True)
+        with torch.no_grad():
+            for mean, value in pairs:
+                mean.lerp_(value, 0.2)
+
+
+class Fullbatch(Regression):
+    """Module whose optimizer calls its closure repeatedly."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.5, 2, line_search_fn="strong_wolfe")
+
+
+class Warming(Regression):
+    """Module with a schedule of batches that logs in steps and in hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.log("after", float(self.trainer.global_step), on_step=False, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("end", float(batch_idx), on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS["momentum"](self.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "arguments"),
+    [
+        (2, Regression, {}),
+        (3, Warming, {"accumulate_grad_batches": 2, "limit_train_batches": 3}),
+        (2, Fullbatch, {"val_check_interval": 2}),
+    ],
+    ids=["average", "schedule", "closure"],
+)
+def test_fewer_ranks_run_the_hooks_of_each_batch_once(
+    store: Any, ranks: int, kind: Any, arguments: dict[str, Any]
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 138)
+    callbacks = [Averaged(), EMAWeightAveraging(decay=0.5)]
+    params = {"batch_size": 10, "epochs": 2, "validation": 0.5, "trainer_args": arguments}
+    write_rows(Path(store.get_val_data_path()), 10)
+    backend = shared_ranks(ranks)
+    model = fit(backend, store, FourShardsEstimator, model=kind(), callbacks=callbacks, **params)
+    expected = kind()
+    callbacks = [Averaged(), EMAWeightAveraging(decay=0.5)]
+    batches = global_batches(138, 4, 10)
+    arguments.pop("val_check_interval", None)
+    trainer = train_in_lightning(expected, columns, batches, callbacks=callbacks, **arguments)
+    history = model.getHistory()[-1]["train"]
+    for name in {"mean", "after", "end"} & trainer.callback_metrics.keys():
+        assert history[name] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-4)
+    found = model.getModel()
+    assert found.batches == expected.batches
+    assert_same_weights(found.net, expected.net)
+    assert_same_weights(found.average, expected.average)
