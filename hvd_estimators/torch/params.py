@@ -426,9 +426,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
                     )
         if get("lr_scheduler") is not None:
             module, optimizer = get("model"), get("optimizer")
-            make_scheduler(
-                get("lr_scheduler"), load_optimizer(dump_optimizer(optimizer, module), module)
-            )
+            copied = load_optimizer(dump_optimizer(optimizer, module), module)
+            make_scheduler(get("lr_scheduler"), copied, get("lr_scheduler_interval"))
 
     def _check_losses(self) -> None:
         """Check the loss, or its constructors, against the labels."""
