@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ from hvd_estimators.training.shard_state import (
     find_buffers,
     merge_by_shard,
 )
-from hvd_estimators.training.spec import array_digest
+from hvd_estimators.training.spec import array_digest, named_weights
+
+logger = logging.getLogger(__name__)
 
 
 class TorchStreams(HostStreams):
@@ -198,6 +201,7 @@ class BufferReducer:
         self._shards = shards
         self._reductions = reductions_of(module, reductions)
         self.bases: dict[str, torch.Tensor] = {}
+        self._compared = shards.num_shards == 1
         self.start()
 
     def start(self, bases: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -210,6 +214,9 @@ class BufferReducer:
 
     def reduce(self) -> None:
         """Set the buffers of all shards to the reduced values."""
+        if not self._compared:
+            self._compared = True
+            self._warn_of_unequal()
         self._average_batch_norm()
         if self._reductions:
             self._reduce_named()
@@ -219,6 +226,33 @@ class BufferReducer:
         for name, buffer in self._module.named_buffers():
             if name in self._reductions:
                 yield name, buffer
+
+    def _warn_of_unequal(self) -> None:
+        """Warn, on rank 0, about buffers that differ between the shards and are not reduced."""
+        own = ShardBuffers(self._module, self._shards).digests
+        first, *others = merge_by_shard(exchange.gather(own, "buffers"), self._shards.num_shards)
+        norms = {
+            f"{name}.{buffer}" if name else buffer
+            for name, layer in self._module.named_modules()
+            if isinstance(layer, torch.nn.modules.batchnorm._NormBase)
+            for buffer, _ in layer.named_buffers(recurse=False)
+        }
+        unequal = [
+            name
+            for name in first
+            if any(of_shard.get(name) != first[name] for of_shard in others)
+            and name not in self._reductions
+            and name not in norms
+        ]
+        if unequal and current().rank == 0:
+            logger.warning(
+                "model: the ranks have different values of %s, because each computes them from its "
+                "own rows. The model that fit() returns has rank 0's. Set "
+                "buffer_reduction={%r: 'sum'}, or 'mean', 'max' or 'min', to combine them; 'rank0' "
+                "gives all ranks the values of rank 0.",
+                named_weights(unequal),
+                unequal[0],
+            )
 
     def _average_batch_norm(self) -> None:
         shards, named = self._shards, {id(buffer) for _, buffer in self._named()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,73 @@ def test_torch_and_lightning(backend: Any, store: Any, run: Any, library: str) -
         resumed = run(store, backend, run_id=run_id, **common)
         assert_equal_bits(dict(resumed.named_buffers()), buffers)
     assert {(0, 48), (1, 0), (1, 32)} <= {*positions}
+
+
+class Codebook(torch.nn.Module):
+    """Net that subtracts the nearest code, and sums up the rows of each code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.norm, self.last = torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, 1)
+        self.register_buffer("codes", torch.randn(5, WIDTH))
+        self.register_buffer("counts", torch.ones(5))
+        self.register_buffer("sums", torch.zeros(5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(dim=1)
+        if self.training:
+            self.counts.index_add_(0, nearest, torch.ones(len(x)))
+            self.sums.index_add_(0, nearest, x)
+        found: torch.Tensor = self.last(self.norm(x) - self.codes[nearest])
+        return found
+
+
+class Warnings:
+    """Callback that writes the warnings of each rank to files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_begin(self, module: Any, optimizer: Any) -> None:
+        from hvd_estimators.torch.collectives import current
+
+        path = self._folder / f"{current().rank}.log"
+        path.unlink(missing_ok=True)
+        self._handler = logging.FileHandler(path)
+        logging.getLogger("hvd_estimators").addHandler(self._handler)
+
+    def on_train_end(self) -> None:
+        logging.getLogger("hvd_estimators").removeHandler(self._handler)
+        self._handler.close()
+
+
+def test_buffers_that_differ_between_the_ranks_are_named(
+    backend: Any, store: Any, tmp_path: Path
+) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+
+    def run(**params: Any) -> tuple[Any, list[str]]:
+        net = Codebook()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        params.update(callbacks=[Warnings(tmp_path)], batch_size=BATCH, epochs=EPOCHS)
+        model, _ = fit(store, 2, "sgd", backend=backend, model=net, optimizer=optimizer, **params)
+        return model.getModel(), [(tmp_path / f"{rank}.log").read_text() for rank in (0, 1)]
+
+    found, (text, other) = run()
+    assert "different values of counts, sums, because" in text
+    assert "buffer_reduction={'counts': 'sum'}" in text
+    assert text.count("buffer_reduction") == 1
+    assert other == ""
+    expected = Codebook().train()
+    for _ in range(EPOCHS):
+        expected(torch.from_numpy(columns["features"]))
+    assert not torch.equal(found.counts, expected.counts)
+    found, texts = run(buffer_reduction={"counts": "sum", "sums": "sum"})
+    assert texts == ["", ""]
+    torch.testing.assert_close(found.counts, expected.counts)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-5, atol=1e-5)
 
 
 @keras.saving.register_keras_serializable("tests")
