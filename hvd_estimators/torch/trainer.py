@@ -264,8 +264,7 @@ class _Trainer:
         if state is not None and self._is_within(state.epoch):
             # Repeats changes of callbacks at the start of the epoch that are not part of a saved
             # state.
-            self._seed_epoch(state.epoch)
-            self._callbacks("on_epoch_begin", epoch=state.epoch)
+            self._begin_epoch(state.epoch)
         self.checkpoints.restore()
         # Callbacks may have created some of them.
         self.averager.follow(self.checkpoints.stateful().values())
@@ -282,22 +281,23 @@ class _Trainer:
         parts = 1 if self.objective.has_own_step else self.objective.loss_parts
         metric_sums = MetricSums(self.objective.metrics, parts)
         if not self._is_within(epoch):
-            self._seed_epoch(epoch)
-            self._callbacks("on_epoch_begin", epoch=epoch)
+            self._begin_epoch(epoch)
             return metric_sums, 0
         metric_sums.restore(self.checkpoints.measured())
         self.checkpoints.restore_streams()
         assert self.restored is not None
         return metric_sums, self.spec.data.batches_before(epoch, self.restored.rows)
 
-    def _seed_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         seed = self.spec.data.random_seed
         self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
+        # Callbacks may then set layers to evaluation, such as frozen batch normalization.
+        self.module.train()
+        self._callbacks("on_epoch_begin", epoch=epoch)
 
     def _train_epoch(
         self, epoch: int, batches: WeightedBatches, metric_sums: MetricSums, done: int
     ) -> None:
-        self.module.train()
         if not self.objective.has_own_step:
             # A parameter that was added to the optimizer since the last epoch may have a gradient.
             self.optimizer.zero_grad()
