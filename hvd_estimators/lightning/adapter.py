@@ -68,8 +68,6 @@ class ModuleAdapter(LightningModule):
         self._objective: Objective | None = None
         self._on_rank: RankObjective | None = None
         self._states: dict[str, EpochMetricStates] = {}
-        # Optimizer steps before the newest step of train_minibatch_fn.
-        self._steps_before = 0
         # Whether the newest loss is scaled for its step over all ranks.
         self.scales_its_loss = False
         # The newest loss, scaled for its step, if the module scales it.
@@ -115,10 +113,11 @@ class ModuleAdapter(LightningModule):
             share = dataclasses.replace(share, totals=self.totals([columns]))
         if objective.has_own_step:
             optimizer: Any = self.optimizers()
-            passes, averager = self.passes_per_step, strategy.averager
-            is_due = (batch_idx + 1) % passes == 0 or self.trainer.is_last_batch
-            if batch_idx % passes == 0:
-                self._steps_before = averager.steps
+            averager, passes = strategy.averager, self.passes_per_step
+            is_due = self._is_due(batch_idx)
+            averager.weights.start(is_last=is_due)
+            if self._skipped(batch_idx):
+                averager.drop_used_gradients()
             with averager.averaging(accumulate=not is_due):
                 evaluation = objective.run_minibatch(
                     self.module,
@@ -126,16 +125,15 @@ class ModuleAdapter(LightningModule):
                     batch,
                     share=share,
                     passes_per_step=passes,
-                    index=batch_idx,
-                    denominators=strategy.denominators,
+                    index=batch_idx + self._skipped(batch_idx),
+                    weights=averager.weights,
                 )
                 if evaluation.step_loss is not None:
-                    strategy.denominators.add(evaluation.stated, evaluation.rows)
+                    factor = averager.weights.factor_of(evaluation)
                     self.scales_its_loss = True
                     with contextlib.nullcontext() if is_due else strategy.block_backward_sync():
-                        self.manual_backward(evaluation.step_loss / passes)
-            # The last batches may be too few for the user's function to step.
-            if is_due and averager.has_unused and averager.steps == self._steps_before:
+                        self.manual_backward(evaluation.step_loss * (factor / passes))
+            if is_due and evaluation.step_loss is not None:
                 optimizer.step()
                 optimizer.zero_grad()
             return self._logged("train", evaluation)
@@ -148,7 +146,7 @@ class ModuleAdapter(LightningModule):
         step_loss = evaluation.step_loss
         assert step_loss is not None
         if evaluation.stated is None:
-            strategy.denominators.add(None, share.rows)
+            strategy.weights.step_factor(None, share.rows)
         else:
             weight = strategy.weight_of(evaluation.stated, loss.device)
             step_loss = evaluation.loss * weight if evaluation.stated > 0 else step_loss
@@ -161,6 +159,18 @@ class ModuleAdapter(LightningModule):
         """Return the step's label-dependent denominators. Called by all ranks."""
         assert self._on_rank is not None
         return self._on_rank.totals(window)
+
+    def _skipped(self, batch_idx: int) -> int:
+        """Return the batches that the last step of an epoch lacks, if the batch is one of it.
+
+        The user's function steps after the number of the last batch, which is increased by them.
+        """
+        batches, passes = int(self.trainer.num_training_batches), self.passes_per_step
+        return -batches % passes if batch_idx >= batches - batches % passes else 0
+
+    def _is_due(self, batch_idx: int) -> bool:
+        """Return whether a step follows the batch."""
+        return (batch_idx + 1) % self.passes_per_step == 0 or self.trainer.is_last_batch
 
     def validation_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a validation batch."""

@@ -48,7 +48,7 @@ from hvd_estimators.torch.collectives import (
     sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StatedDenominators, StepShare, as_stated
+from hvd_estimators.torch.loss import StepShare, StepWeights, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
@@ -171,7 +171,6 @@ class HorovodStrategy(ParallelStrategy):
         self._blocked = False
         self._stated: Any = None
         self._loss_scale: Any = 1.0
-        self.denominators = StatedDenominators()
         self.outputs: list[tuple[Any, int]] = []
         self._rates: dict[int, StepRate] = {}
         # Removes changes to module, metrics, loops and optimizers.
@@ -229,13 +228,11 @@ class HorovodStrategy(ParallelStrategy):
             return
         if self.world_size > 1:
             self._undo.callback(agree_on_stopping(trainer))
-        self.denominators = StatedDenominators()
         self._averager = GradientAverager(
             module,
             self.optimizers,
             self._compression,
             every_parameter=not module.automatic_optimization,
-            denominators=self.denominators,
             loss_in_step=self._loss_in_step,
         )
         for optimizer in self.optimizers:
@@ -255,6 +252,7 @@ class HorovodStrategy(ParallelStrategy):
         """
         if self._averager is not None:
             self._averager.refresh()
+            self.weights.start(is_last=not self._blocked and self._is_last_part)
         self._count_rows(args[0] if args else None)
         self._stated, self._loss_scale = None, 1.0
         output = super().training_step(*args, **kwargs)
@@ -291,6 +289,17 @@ class HorovodStrategy(ParallelStrategy):
         return loss
 
     @property
+    def _is_last_part(self) -> bool:
+        """True if the current batch is of the last of the rank's shards."""
+        return True
+
+    @property
+    def weights(self) -> StepWeights:
+        """Weights of the losses of the current step, while the Trainer fits."""
+        assert self._averager is not None
+        return self._averager.weights
+
+    @property
     def step_share(self) -> StepShare:
         """Weight of this rank's batch in the current step; here all batches weigh the same."""
         return StepShare(1, 1.0, self.world_size)
@@ -305,7 +314,7 @@ class HorovodStrategy(ParallelStrategy):
             if getattr(module, "scales_its_loss", False):
                 return loss, True
             if module.automatic_optimization:
-                self.denominators.add(None, rows)
+                self.weights.step_factor(None, rows)
             self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
         scale = self._loss_scale = self.weight_of(stated, loss.device)
@@ -324,8 +333,7 @@ class HorovodStrategy(ParallelStrategy):
         if not rows:
             stated = torch.zeros_like(stated)
         if module.automatic_optimization and not self.weighs_by_batch:
-            self.denominators.add(stated, rows)
-            return stated * (factor / max(rows, 1))
+            return stated * (factor / max(rows, 1)) * self.weights.step_factor(stated, rows)
         (total,) = sum_tensor(stated.reshape(1), "denominators")
         return torch.where(total > 0, stated * (self.world_size / total), 0.0)
 
@@ -659,6 +667,10 @@ class WeightedStrategy(HorovodStrategy):
                 "Return a loss for each batch, such as 0.0 * loss."
             )
         return output
+
+    @property
+    def _is_last_part(self) -> bool:
+        return len(self.outputs) + 1 >= self._shards.passes
 
     def _step_on(self, index: int) -> torch.Tensor:
         """Run the training step on the batch of another shard, and return its loss."""

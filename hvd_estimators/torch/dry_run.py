@@ -34,7 +34,7 @@ from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import Evaluation, Loss, StatedDenominators, StepShare
+from hvd_estimators.torch.loss import Evaluation, Loss, LossPart, StepShare, StepWeights
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
@@ -359,7 +359,7 @@ def check_fit(
     if shapes and isinstance(loss, JointLoss):
         with _called_in("training"):
             for raw in _try_call(module.train(), tensors, batch):
-                _check_joint_loss(loss, raw, batch, tensors)
+                _check_joint_loss(loss, raw, batch, tensors, module)
     return shapes
 
 
@@ -475,7 +475,7 @@ def check_own_step(
                 share=StepShare(batch.rows, 1.0, passes_per_step),
                 passes_per_step=passes_per_step,
                 index=0,
-                denominators=StatedDenominators(),
+                weights=StepWeights(),
             )
     except Exception as error:
         if leave_to_ranks(error):
@@ -668,16 +668,28 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         ) from error
 
 
-def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+def _check_joint_loss(
+    loss: JointLoss,
+    raw: Any,
+    batch: Batch,
+    tensors: TensorSpec,
+    module: torch.nn.Module | None = None,
+) -> None:
+    """Check a joint loss on what a model returned; with ``module``, also on halves of the rows."""
     trial = copied(loss)
 
-    def call() -> Any:
-        return trial(
-            outputs=raw,
-            labels=batch.labels,
-            inputs=tensors.arguments(batch.inputs),
-            sample_weights=batch.weights,
+    def parts(outputs: Any, rows: Batch) -> list[LossPart]:
+        return trial.parts(
+            rows.rows,
+            outputs=outputs,
+            labels=rows.labels,
+            inputs=tensors.arguments(rows.inputs),
+            sample_weights=rows.weights,
         )
+
+    def call() -> Any:
+        (part,) = parts(raw, batch)
+        return part.mean
 
     def message(error: str) -> str:
         return (
@@ -686,8 +698,43 @@ def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSp
             "column_dtypes to what the loss expects."
         )
 
-    if _try_loss(call, message):
-        _depends_on_calls(call, trial)
+    if not _try_loss(call, message) or _depends_on_calls(call, trial) or module is None:
+        return
+    is_of_rows = True
+    try:
+        _rows_of(raw, slice(1), batch.rows)
+    except TypeError:  # The model returned its losses.
+        is_of_rows = False
+
+    def parts_of(rows: slice) -> list[LossPart]:
+        weights = None if batch.weights is None else batch.weights[rows]
+        some = Batch([x[rows] for x in batch.inputs], [y[rows] for y in batch.labels], weights)
+        if is_of_rows:
+            return parts(_rows_of(raw, rows, batch.rows), some)
+        return parts(tensors.call(module, some.inputs), some)
+
+    remedy = "set its attribute reduction='sum' if it is a module"
+    _check_reduction(batch.rows, parts_of, ["the joint loss"], remedy, warns=is_of_rows)
+
+
+def _rows_of(raw: Any, rows: slice, count: int) -> Any:
+    """Return some rows of what a module returned.
+
+    Raises
+    ------
+    TypeError
+        If it returned anything else than tensors with one entry per row.
+    """
+    if isinstance(raw, torch.Tensor) and raw.dim() and len(raw) == count:
+        return raw[rows]
+    if isinstance(raw, dict):
+        some = copy.copy(raw)
+        for name, value in raw.items():
+            some[name] = _rows_of(value, rows, count)
+        return some
+    if type(raw) in (list, tuple):
+        return type(raw)(_rows_of(value, rows, count) for value in raw)
+    raise TypeError
 
 
 def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
@@ -771,7 +818,13 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
 
     is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss)
     if is_tried and batch.weights is None:
-        _check_reduction(loss, aligned, targets, tensors.label_cols)
+        _check_reduction(
+            batch.rows,
+            lambda rows: loss.parts([o[rows] for o in aligned], [y[rows] for y in targets]),
+            [f"label {name!r}" for name in tensors.label_cols],
+            "give a loss of torch with reduction='sum', such as functools.partial("
+            "torch.nn.functional.mse_loss, reduction='sum')",
+        )
 
 
 def _depends_on_calls(call: Callable[[], Any], loss: Loss | JointLoss) -> bool:
@@ -831,28 +884,39 @@ def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
 
 
 def _check_reduction(
-    loss: Loss,
-    outputs: Sequence[torch.Tensor],
-    labels: Sequence[torch.Tensor],
+    rows: int,
+    parts_of: Callable[[slice], list[LossPart]],
     names: Sequence[str],
+    remedy: str,
+    warns: bool = True,
 ) -> None:
     """Compare each loss that counts as a mean over rows with the losses of both halves.
+
+    Parameters
+    ----------
+    rows : int
+        Rows of the trial.
+    parts_of : callable
+        Returns the losses of some of the rows.
+    names : sequence of str
+        What the losses are of, for messages.
+    remedy : str
+        What to do, other than returning a mean, if a loss is a sum.
+    warns : bool
+        Whether to warn of a loss that is neither; not useful if the model draws random numbers.
 
     Raises
     ------
     ParamError
         If a loss is the sum of the losses of the halves.
     """
-    rows = len(labels[0])
     half = rows // 2
     if not half:
         return
     try:
         with torch_traceless():
-            full, *halves = [
-                loss.parts([o[rows_of] for o in outputs], [label[rows_of] for label in labels])
-                for rows_of in (slice(None), slice(half), slice(half, None))
-            ]
+            slices = (slice(None), slice(half), slice(half, None))
+            full, *halves = map(parts_of, slices)
     except Exception:
         # Training passes only whole batches, so a failure on half a batch is not an error.
         return
@@ -864,12 +928,13 @@ def _check_reduction(
             continue
         if torch.isclose(part.value, first.value + second.value, rtol=1e-4, atol=1e-6):
             raise ParamError(
-                f"loss: expected a mean over rows for label {name!r}, found a sum. Return a mean, "
-                "or give a loss of torch with reduction='sum', such as functools.partial("
-                "torch.nn.functional.mse_loss, reduction='sum')."
+                f"loss: expected a mean over rows for {name}, found a sum. Return a mean, or "
+                f"{remedy}."
             )
+        if not warns:
+            continue
         logger.warning(
-            "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
+            "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
             "halves, %.6g. Several ranks then do not train as one process. Return {'loss': ..., "
             "'denominator': ...} if it is a mean over something else than rows. If it compares "
             "rows with each other, see 'A loss over the rows of all ranks' in the page on torch.",

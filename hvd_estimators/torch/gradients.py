@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.torch.collectives import current, reduce_group_async
-from hvd_estimators.torch.loss import StatedDenominators
+from hvd_estimators.torch.loss import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
 from hvd_estimators.training.progress import add_waiting
 
@@ -44,9 +44,6 @@ class GradientAverager:
     module is followed from its first step on. Optimizer classes are not modified. Until `remove`,
     a method replaces ``torch.autograd.backward``, so that the outermost of nested passes averages.
 
-    If losses state denominators, the averager divides the means by them before clipping and
-    scaling.
-
     A closure that is passed to ``optimizer.step`` returns the mean loss over the ranks if the
     optimizer computes with the loss (LBFGS). All ranks must then decide alike.
 
@@ -63,12 +60,9 @@ class GradientAverager:
     every_parameter : bool
         Average all trainable parameters of the module and losses, not only the optimizers'.
         For user-written steps, which may use their own optimizers; see `follow` for others.
-    denominators : StatedDenominators, optional
-        Denominators that losses state.
     loss_in_step : callable, optional
         Returns this rank's contribution to the step's loss, given the loss that a closure returned.
-        The step's loss is the mean of the contributions, before stated denominators divide it.
-        Default: the loss itself.
+        The step's loss is the mean of the contributions. Default: the loss itself.
 
     Attributes
     ----------
@@ -76,6 +70,8 @@ class GradientAverager:
         Steps of the followed optimizers.
     gradients : int
         Gradients that backward passes have computed on this rank.
+    weights : StepWeights
+        Weights of the losses of a step, which divide the gradients.
     """
 
     def __init__(
@@ -85,14 +81,13 @@ class GradientAverager:
         compression: Any = None,
         losses: Sequence[Callable[..., Any]] = (),
         every_parameter: bool = False,
-        denominators: StatedDenominators | None = None,
         loss_in_step: Callable[[Any], Any] | None = None,
     ) -> None:
         self._module = module
         self._losses = [loss for loss in losses if isinstance(loss, torch.nn.Module)]
         self._compression = compression
         self._every_parameter = every_parameter
-        self._denominators = denominators
+        self.weights = StepWeights(lambda: self._bucket_of, lambda: self.gradients)
         self._loss_in_step = loss_in_step
         self._others: list[torch.nn.Module] = []
         self._alone = current().size == 1
@@ -141,10 +136,11 @@ class GradientAverager:
         """Return whether this rank has gradients that are not averaged yet."""
         return self._pending
 
-    @property
-    def has_unused(self) -> bool:
-        """Return whether there are gradients that no optimizer has used yet."""
-        return any(parameter.grad is not None for parameter in self._unused)
+    def drop_used_gradients(self) -> None:
+        """Remove the gradients that optimizers have used."""
+        for _, parameter in self._named():
+            if parameter not in self._unused:
+                parameter.grad = None
 
     def unused_gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients that wait for a step, by parameter name."""
@@ -297,7 +293,7 @@ class GradientAverager:
             self._reduce()
 
     def _reduce(self) -> None:
-        """Set all gradients to their means over the ranks, divided by stated denominators."""
+        """Set all gradients to their means over the ranks."""
         self._reductions += 1
         found: list[torch.nn.Parameter] = []
         if not self._alone:
@@ -308,8 +304,6 @@ class GradientAverager:
                 found += bucket.finish()
             add_waiting(time.perf_counter() - started)
             self._launched = 0
-        if self._denominators is not None:
-            self._denominators.divide(self._bucket_of)
         self._averaged.update(self._bucket_of)
         self._pending = self._in_pass = self._ends = False
         if found:
@@ -354,18 +348,18 @@ class GradientAverager:
         counted = loss if self._loss_in_step is None else self._loss_in_step(loss)
         own = torch.as_tensor(counted).detach().to("cpu", torch.float64).reshape(1)
         mean = float(current().reduce(own, "mean", "closure_loss"))
-        if self._denominators is not None:
-            mean *= float(self._denominators.ratio)
         return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
 
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         """Average an optimizer's remaining gradients, and record that the optimizer uses them."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.weights.before_step()
         if any(p not in self._averaged for p in trained if p.requires_grad):
             self.refresh()
             self._reduce()
         self._unused.difference_update(trained)
         self._averaged.difference_update(trained)
+        self.weights.stepped()
         self.steps += 1
 
 

@@ -3,9 +3,8 @@
 An optimizer step applies the gradient of ``sum(numerators) / sum(denominators)``. Both sums run
 over all ranks and over the micro-batches of the step.
 
-If the user's function states a denominator, the batch's gradient is multiplied by the denominator
-before the backward pass. The averaged gradient of the step is divided by the sum of all
-denominators. A later micro-batch or another rank may add to this sum until then.
+If the user's function states a denominator, the batch's gradient is multiplied by the denominator.
+`StepWeights` divides by the sum of all denominators, before the last backward pass of the step.
 
 Runs on the driver and on the ranks.
 """
@@ -28,75 +27,186 @@ from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_ten
 from hvd_estimators.training.value_limits import check_labels
 
 
-class StatedDenominators:
-    """Stated denominators of a step's batches, summed over all ranks.
+class StepWeights:
+    """Weights of a step's losses: the gradient of each loss is divided once by their sum.
 
-    In the first step, the ranks agree once whether losses state denominators. A rank may have no
-    rows in a step and must still take part.
+    A micro-batch backpropagates ``mean * weight / nominal``. Only the last micro-batch of a step
+    knows the sum of the weights over micro-batches and ranks. Before its backward pass, the
+    earlier gradients of the same loss are multiplied by ``nominal / sum``, and so is its own
+    loss. The gradient is then final when the backward pass returns.
+
+    A micro-batch may have several losses with different weights. Their gradients of earlier
+    micro-batches are then kept apart, by the position of the call.
+
+    Parameters
+    ----------
+    parameters : callable
+        Returns the trained parameters.
+    passes : callable
+        Returns a number that each backward pass increases.
 
     Attributes
     ----------
-    ratio : torch.Tensor or float
-        Factor by which the newest gradients were multiplied.
+    is_last : bool
+        Whether the current micro-batch is the last one of its step on this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]] = tuple,
+        passes: Callable[[], int] = int,
+    ) -> None:
+        self._parameters = parameters
+        self._passes = passes
         self._agreed: bool | None = None
-        self._own: torch.Tensor | None = None
-        self._plain = False
-        self.ratio: torch.Tensor | float = 1.0
+        # Sums of denominators and rows of earlier micro-batches, by loss.
+        self._open: dict[int, torch.Tensor] = {}
+        # Gradients of losses before the newest one, by loss. Under None they are final.
+        self._apart: dict[int | None, dict[torch.Tensor, torch.Tensor]] = {}
+        self._newest: int | None = None
+        self._holds_gradients = False
+        self._calls = 0
+        self._before: tuple[int, torch.Tensor | float] = (-1, 1.0)
+        self.is_last = True
 
-    def add(self, denominator: Any, weight: float) -> None:
-        """Add a batch.
+    def start(self, is_last: bool) -> None:
+        """Start a micro-batch."""
+        if self.is_last and not self._open:  # The previous step is over.
+            self._holds_gradients = False
+        self._calls = 0
+        self._before = (-1, 1.0)
+        self.is_last = is_last
+
+    def factor(self, denominator: Any, rows: float) -> torch.Tensor | float:
+        """Return the factor of the next loss in this micro-batch.
+
+        All ranks must call this method equally often.
 
         Parameters
         ----------
         denominator : torch.Tensor, float or None
-            Number by which the batch's mean was divided; None for a plain mean.
-        weight : float
-            Weight of the batch when its loss was scaled, such as its number of rows.
+            Weight of the loss; None for a mean over rows, which is scaled already.
+        rows : float
+            Rows of the micro-batch, by which the loss was scaled.
+
+        Raises
+        ------
+        ParamError
+            If one backward pass follows two losses with different weights, whose gradients
+            then cannot be divided separately.
+        """
+        call, self._calls = self._calls, self._calls + 1
+        if denominator is None:
+            self._hold(None)
+            return self._noted(1.0, bool(self._open))
+        stated = torch.as_tensor(denominator, dtype=torch.float64)
+        own = torch.stack([stated, torch.full_like(stated, rows)])
+        # The same device on all ranks.
+        own = own.to(next((p.device for p in self._parameters()), own.device))
+        if not self.is_last:
+            self._hold(call)
+            self._open[call] = own + self._open[call] if call in self._open else own
+            return 1.0
+        is_open = call in self._open
+        ratio = self._close(call, own)
+        return self._noted(ratio, is_open)
+
+    def factor_of(self, evaluation: Evaluation) -> torch.Tensor | float:
+        """Return the factor of the loss of a batch that the estimator backpropagates."""
+        if evaluation.is_divided:
+            return 1.0
+        return self.step_factor(evaluation.stated, evaluation.rows)
+
+    def step_factor(self, denominator: Any, rows: float) -> torch.Tensor | float:
+        """Return the factor of a micro-batch's only loss, also on a rank without rows.
+
+        In the first step, the ranks agree once whether losses state denominators.
 
         Raises
         ------
         RuntimeError
             If some batches state a denominator and others do not.
         """
-        if denominator is None:
-            self._plain = True
-        else:
-            stated = torch.as_tensor(denominator, dtype=torch.float64)
-            own = torch.stack([stated, torch.full_like(stated, weight)])
-            self._own = own if self._own is None else self._own + own
-        is_stated = self._own is not None
-        if (is_stated and self._agreed is False) or (self._plain and (is_stated or self._agreed)):
+        is_stated = denominator is not None or 0 in self._open
+        is_plain = denominator is None and rows > 0
+        if (is_stated and self._agreed is False) or (is_plain and (is_stated or self._agreed)):
             raise RuntimeError(
                 "A loss stated a denominator in some batches and none in others. Return "
                 "{'loss': ..., 'denominator': ...} for every batch, or for none."
             )
+        if self.is_last and self._agreed is None:
+            self._agreed = sum_over_ranks(is_stated, "states_denominators") > 0
+        if denominator is None and not (self.is_last and self._agreed):
+            return 1.0
+        return self.factor(0.0 if denominator is None else denominator, rows)
 
-    def divide(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide the averaged gradients of a step. Called by all ranks."""
-        if self._agreed is None:
-            self._agreed = sum_over_ranks(self._own is not None, "states_denominators") > 0
-        own_sums, self._own, self._plain = self._own, None, False
-        if not self._agreed:
-            return
-        trained = [p for p in parameters if p.grad is not None]
-        if own_sums is None:
-            own_sums = torch.zeros(2, dtype=torch.float64)
-        if trained:
-            own_sums = own_sums.to(trained[0].device)
-        denominator, weight = sum_tensor(own_sums, "stated_denominators")
-        ratio = torch.where(denominator > 0, weight / denominator, 0.0)
-        # A weight of 0 means that no rank has added a batch since the last division.
-        ratio = self.ratio = torch.where(weight > 0, ratio, 1.0)
+    def before_step(self) -> None:
+        """Divide the gradients that wait for further micro-batches, if an optimizer steps now."""
+        if not self.is_last:
+            for call in sorted(self._open):
+                self._close(call, torch.zeros_like(self._open[call]))
+
+    def stepped(self) -> None:
+        """Note that an optimizer has used the gradients."""
+        if not self._open:
+            self._holds_gradients = False
+
+    def _close(self, call: int, own: torch.Tensor) -> torch.Tensor:
+        """Return a loss's factor, and multiply its gradients of earlier micro-batches by it."""
+        earlier = self._open.pop(call, None)
+        if earlier is not None:
+            own = own + earlier
+        denominator, rows = sum_tensor(own, "denominators")
+        ratio = torch.where(denominator > 0, rows / denominator, 0.0)
+        if earlier is None:
+            self._hold(None)
+            return ratio
+        self._hold(call)
+        final = self._apart.pop(None, {})
         with torch.no_grad():
-            for parameter in trained:
-                gradient: Any = parameter.grad
-                if gradient.is_sparse:
-                    parameter.grad = gradient * ratio.to(gradient.dtype)
-                else:
-                    gradient.mul_(ratio)
+            for parameter in self._parameters():
+                _scale_gradient(parameter, ratio)
+                _add_gradient(parameter, final.get(parameter))
+        self._newest = None
+        return ratio
+
+    def _hold(self, call: int | None) -> None:
+        """Let the parameters hold the gradients of one loss; keep the others apart."""
+        if self._holds_gradients and call != self._newest:
+            own = self._apart.pop(call, {})
+            apart = self._apart.setdefault(self._newest, {})
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    apart[parameter] = parameter.grad
+                parameter.grad = own.get(parameter)
+        self._newest, self._holds_gradients = call, True
+
+    def _noted(self, ratio: Any, is_open: bool) -> Any:
+        """Return a loss's factor; check that a backward pass has followed another factor."""
+        passes, before = self._before
+        if is_open and passes == self._passes() and float(before) != float(ratio):
+            raise ParamError(
+                "train_minibatch_fn: with backward_passes_per_step, call backward() on each scaled "
+                "loss before the next loss_fn.scale(), because the losses are divided by different "
+                "numbers. Or set backward_passes_per_step=1."
+            )
+        self._before = self._passes(), ratio
+        return ratio
+
+
+def _scale_gradient(parameter: torch.Tensor, factor: torch.Tensor) -> None:
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return
+    if gradient.is_sparse:
+        parameter.grad = gradient * factor.to(gradient.dtype)
+    else:
+        gradient.mul_(factor)
+
+
+def _add_gradient(parameter: torch.Tensor, other: torch.Tensor | None) -> None:
+    if other is not None:
+        parameter.grad = other if parameter.grad is None else parameter.grad + other
 
 
 LossFunction = Callable[..., Any]
@@ -262,6 +372,8 @@ class Evaluation:
         Denominator that the user's function states.
     is_row_mean : bool
         Whether the loss is a mean over rows.
+    is_divided : bool
+        Whether `StepWeights` has divided ``step_loss`` already.
     """
 
     loss: torch.Tensor
@@ -272,6 +384,7 @@ class Evaluation:
     step_loss: torch.Tensor | None = None
     stated: Any = None
     is_row_mean: bool = True
+    is_divided: bool = False
 
     def numerators(self) -> torch.Tensor:
         """Return `counted`: numerators and denominators, also if ``loss`` is a mean over rows."""
@@ -313,7 +426,7 @@ class LossParts:
         """Return the loss for the backward pass, scaled to the batch's share of the step.
 
         The average over ranks of this loss's gradient is the batch's part of the step's gradient.
-        Gradients of stated losses must still be divided, see `StatedDenominators`.
+        Stated losses must still be divided, see `StepWeights`.
         """
         totals = [None] * len(parts) if share.totals is None else list(share.totals.value())
         return self.weighted(
@@ -563,13 +676,19 @@ def _options_of(function: LossFunction) -> tuple[Any, dict[str, Any]]:
         options = vars(function) | dict(function.named_buffers(recurse=False))
         if not type(function).__module__.startswith("torch.") and not takes_class_indices(function):
             # A user's module may use these attributes in its own way, except for reduction="sum".
-            options = {"reduction": "sum"} if options.get("reduction") == "sum" else {}
+            is_sum_of_rows = getattr(function, "reduction", None) == "sum"
+            options = {"reduction": "sum"} if is_sum_of_rows else {}
         return function, options
     options = {}
     while isinstance(function, functools.partial):
         options = {**function.keywords, **options}
         function = function.func
     return function, options
+
+
+def is_sum(function: LossFunction) -> bool:
+    """Return whether a loss has ``reduction="sum"``, as an attribute or by `functools.partial`."""
+    return _options_of(function)[1].get("reduction") == "sum"
 
 
 def _reduction(function: LossFunction) -> _Reduction:

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.torch.collectives import PendingSum, sum_tensor
+from hvd_estimators.torch.collectives import PendingSum
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
     Evaluation,
     Loss,
     LossPart,
     LossParts,
-    StatedDenominators,
     StepShare,
+    StepWeights,
     as_stated,
     check_reduced,
     check_weightable,
+    is_sum,
 )
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
@@ -51,12 +52,13 @@ class JointLoss(LossParts):
         - ``sample_weights``.
 
         Returns the mean over a batch, or ``{"loss": ..., "denominator": ...}`` for a mean over
-        something else.
+        something else. A function with ``reduction="sum"``, see `is_sum`, returns a sum.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__([1.0])
         self.functions = [function]
+        self._is_sum = is_sum(function)
 
     def __call__(self, **offered: Any) -> torch.Tensor:
         """Return the loss of a batch as a scalar tensor."""
@@ -68,7 +70,7 @@ class JointLoss(LossParts):
         value, stated = as_stated(_call_with_known(self.functions[0], offered), "loss")
         if stated is not None:
             return [LossPart("stated", value, stated)]
-        return [LossPart("rows", value, rows)]
+        return [LossPart("sum", value, 1.0) if self._is_sum else LossPart("rows", value, rows)]
 
 
 def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss") -> None:
@@ -318,7 +320,7 @@ class RankObjective:
         share: StepShare,
         passes_per_step: int,
         index: int,
-        denominators: StatedDenominators,
+        weights: StepWeights,
     ) -> Evaluation:
         """Train on a batch with the user's function.
 
@@ -334,14 +336,14 @@ class RankObjective:
             Batches of a step.
         index : int
             Number of the batch in its epoch.
-        denominators : StatedDenominators
-            Collects denominators that can be applied only at the end of the step.
+        weights : StepWeights
+            Weights of the step's losses.
         """
 
         def parts(outputs: Any, labels: Any, weights: Any) -> list[LossPart]:
             return self._parts(outputs, labels, weights, batch)
 
-        loss_fn = StepLoss(self._loss, parts, share, passes_per_step, denominators)
+        loss_fn = StepLoss(self._loss, parts, share, passes_per_step, weights)
         self._step_loss = loss_fn
         assert self._train_minibatch_fn is not None
         raw, returned = call_with_leading(
@@ -362,6 +364,19 @@ class RankObjective:
             loss, counted = loss_fn.computed or _row_mean(returned, batch.rows)
             return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
         loss, stated = as_stated(returned, "train_minibatch_fn")
+        if loss_fn.computed is not None:
+            if stated is not None or returned["loss"] is not loss_fn.result:
+                raise ParamError(
+                    "train_minibatch_fn: it called loss_fn, whose result is scaled for the step, "
+                    "and returned a dict with another loss or a denominator. Return the result "
+                    "alone as {'loss': result}, leave out loss_fn, or call backward() and "
+                    "optimizer.step() in the function."
+                )
+            computed, counted = loss_fn.computed
+            return Evaluation(
+                *(computed.detach(), outputs, labels, batch.rows, counted, returned["loss"]),
+                is_divided=True,
+            )
         if stated is None:
             loss, counted = _row_mean(returned["loss"], batch.rows)
             step_loss = loss * share.factor
@@ -430,8 +445,8 @@ class StepLoss:
         Share of the micro-batch in its step.
     passes_per_step : int
         Micro-batches of a step on this rank.
-    denominators : StatedDenominators
-        Collects denominators to which later micro-batches may add.
+    weights : StepWeights
+        Weights of the step's losses.
 
     Attributes
     ----------
@@ -439,6 +454,8 @@ class StepLoss:
         The newest loss of this batch alone, and its numerator and denominator.
     scaled : tuple or None
         The newest loss that was passed to `scale`, and the return value of `scale`.
+    result : torch.Tensor or None
+        The newest scaled loss.
     """
 
     def __init__(
@@ -447,21 +464,22 @@ class StepLoss:
         parts: Callable[..., list[LossPart]],
         share: StepShare,
         passes_per_step: int,
-        denominators: StatedDenominators,
+        weights: StepWeights,
     ) -> None:
         self._loss = loss
         self._parts = parts
         self._share = share
         self._passes = passes_per_step
-        self._denominators = denominators
+        self._weights = weights
         self.computed: tuple[torch.Tensor, torch.Tensor] | None = None
         self.scaled: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.result: torch.Tensor | None = None
 
     def __call__(self, outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
         """Return the loss of outputs and labels, given as lists or as bare tensors.
 
         Lists have one tensor per label. A joint loss takes the model's return value and a list of
-        labels. Each call with a cross-entropy loss is reduced over the ranks, so all ranks must
+        labels. The weights of a cross-entropy loss are summed over the ranks, so all ranks must
         call equally often.
         """
         parts = self._parts(outputs, labels, weights)
@@ -473,9 +491,11 @@ class StepLoss:
             counted = _row_mean(mean, self._share.rows)[1]
         self.computed = mean, counted
         if all(part.kind == "rows" for part in parts):
-            self._note(None)
-            return mean * self._share.factor
-        return self._loss.weighted([self._scaled(part, len(parts) > 1) for part in parts])
+            self.result = mean * (self._share.factor * self._weights.factor(None, self._share.rows))
+        else:
+            scaled = [self._scaled(part, len(parts) > 1) for part in parts]
+            self.result = self._loss.weighted(scaled)
+        return self.result
 
     def scale(self, loss: torch.Tensor, denominator: Any = None) -> torch.Tensor:
         """Scale a loss that the step computed itself, for its backward pass.
@@ -485,19 +505,19 @@ class StepLoss:
         loss : torch.Tensor
             Loss of this rank's batch.
         denominator : torch.Tensor or float, optional
-            Number of units in the loss's mean, such as tokens that count. Default: rows. Each call
-            with a denominator is reduced over the ranks, so all ranks must call equally often.
+            Number of units in the loss's mean, such as tokens that count. Default: rows. The
+            denominators are summed over the ranks, so all ranks must call equally often.
         """
         if denominator is None:
             self.computed = _row_mean(loss, self._share.rows)
-            self._note(None)
-            scaled = loss * self._share.factor
+            scaled = loss * (self._share.factor * self._weights.factor(None, self._share.rows))
         else:
             _, stated = as_stated({"loss": loss, "denominator": denominator}, "loss_fn.scale")
             part = LossPart("stated", loss, stated)
             self.computed = loss, _counted(part)
             scaled = self._scaled(part, False)
         self.scaled = loss.detach(), scaled.detach()
+        self.result = scaled
         return scaled
 
     def in_step(self, returned: Any) -> Any:
@@ -514,26 +534,15 @@ class StepLoss:
         """Return a loss part, scaled for a step over all ranks."""
         if part.kind in ("rows", "sum"):
             return part.value * self._share.scale(part, None)
-        if self._passes == 1:
-            own = torch.as_tensor(
-                part.denominator, dtype=torch.float64, device=part.value.device
-            ).reshape(1)
-            (total,) = sum_tensor(own, "denominators")
-            scaled = torch.where(total > 0, self._share.slots / total, 0.0)
-            return part.value * (scaled * own[0] if part.kind == "stated" else scaled)
-        if is_one_of_several:
+        if self._passes > 1 and is_one_of_several:
             raise ParamError(
                 "train_minibatch_fn: with backward_passes_per_step, losses of several labels must "
                 "be divided by the same number. Set backward_passes_per_step=1, or losses that are "
                 "means over rows."
             )
-        self._note(part.denominator)
         per_row = self._share.factor / self._share.rows
-        return part.value * (per_row * part.denominator if part.kind == "stated" else per_row)
-
-    def _note(self, denominator: Any) -> None:
-        if self._passes > 1:
-            self._denominators.add(denominator, self._share.rows)
+        scale = per_row * self._weights.factor(part.denominator, self._share.rows)
+        return part.value * (scale * part.denominator if part.kind == "stated" else scale)
 
 
 def class_weights(labels: torch.Tensor, weights: Mapping[int, float]) -> torch.Tensor:

@@ -137,8 +137,9 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         "optimizer, transform_outputs, loss_fn, inputs, labels, sample_weights, "
         "backward_passes_per_step, batch_idx), or the first of these, and returns (outputs, "
         "loss). When the last backward() before a step returns, gradients are the mean over the "
-        "ranks, so you can clip them. List objects whose state it uses, such as a GradScaler, "
-        "in stateful.",
+        "ranks, so you can clip them. Step if (batch_idx + 1) % backward_passes_per_step == 0; "
+        "the last batch of an epoch has such a number. List objects whose state it uses, such as "
+        "a GradScaler, in stateful.",
         type="Callable[..., Any]",
     )
     stateful = param(

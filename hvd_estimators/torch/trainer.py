@@ -30,7 +30,7 @@ from hvd_estimators.torch.collectives import (
     weight_digests,
 )
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
-from hvd_estimators.torch.loss import StatedDenominators, StepShare
+from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD
 from hvd_estimators.torch.optimizer_step import OptimizerStep, StepRate, set_optimizer_mode
@@ -154,14 +154,12 @@ class _Trainer:
         broadcast_tensors(self.original_module.state_dict())
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
-        self.denominators = StatedDenominators()
         self.averager = GradientAverager(
             self.original_module,
             [self.optimizer],
             spec.gradient_compression,
             losses=self.objective.users_objects["loss"],
             every_parameter=self.objective.has_own_step,
-            denominators=self.denominators,
             loss_in_step=self.objective.loss_in_step,
         )
         # Whether the user's function calls backward() and step().
@@ -308,20 +306,25 @@ class _Trainer:
             totals = self.objective.totals([columns for columns, _ in window])
             losses, steps_before = [], self.averager.steps
             end = first + len(window)
+            # The last batch of an epoch gets a number after which the user's function steps.
+            skipped = self.num_micro_batches - len(window)
+            if self.user_steps and skipped:
+                self.averager.drop_used_gradients()
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % batch_passes)
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 share = StepShare(batch.rows, factor, self.size * self.num_micro_batches, totals)
+                self.averager.weights.start(is_last=index + 1 == end)
                 with self.averager.averaging(accumulate=index + 1 < end):
-                    losses.append(self._minibatch(batch, share, index, metric_sums))
+                    losses.append(self._minibatch(batch, share, index + skipped, metric_sums))
             if totals is not None:
                 totals.value()  # needed if this rank had no rows
             self.shards.enter(0)
             is_last = end >= steps
-            # The last batches may be too few for the user's function to step.
-            is_cut = len(window) < self.num_micro_batches and self.averager.steps == steps_before
-            if not self.user_steps or (is_cut and self.averager.has_unused):
+            if not self.user_steps:
                 self.step.step()
+            elif skipped and epoch == self.first_epoch and self.averager.unused_gradients():
+                self._warn_of_last_batches()
             if not (self.objective.has_own_step or steps_before):
                 self._warn_of_unused_gradients()
             done = end // batch_passes
@@ -342,7 +345,9 @@ class _Trainer:
         ``share`` scales the loss. The mean of the ranks' gradients is then the gradient of the loss
         over all rows of the step.
         """
+        weights = self.averager.weights
         if not batch.rows:
+            weights.step_factor(None, 0)
             return None
         if self.objective.has_own_step:
             computed = self.averager.gradients
@@ -353,7 +358,7 @@ class _Trainer:
                 share=share,
                 passes_per_step=self.num_micro_batches,
                 index=index,
-                denominators=self.denominators,
+                weights=self.averager.weights,
             )
             self.user_steps = evaluation.step_loss is None
             if self.averager.gradients != computed and not self.user_steps:
@@ -362,9 +367,9 @@ class _Trainer:
             with self.step.autocast():
                 evaluation = self.objective.evaluate(self.module, batch, share)
         if evaluation.step_loss is not None:
-            self.denominators.add(evaluation.stated, batch.rows)
+            scale = weights.factor_of(evaluation) / self.num_micro_batches
             loss = self.step.scaled(evaluation.step_loss)
-            (loss if self.num_micro_batches == 1 else loss / self.num_micro_batches).backward()
+            (loss if isinstance(scale, float) and scale == 1.0 else loss * scale).backward()
         metric_sums.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = self._shapes_of(evaluation.outputs, batch)
@@ -434,6 +439,15 @@ class _Trainer:
         names = self.averager.without_optimizer()
         if names and self.rank == 0:
             logger.warning(UNUSED_GRADIENTS, named_weights(names))
+
+    def _warn_of_last_batches(self) -> None:
+        if self.rank == 0:
+            logger.warning(
+                "train_minibatch_fn: it did not step after the last batches of the epoch, whose "
+                "gradients wait for its next step. Let it take batch_idx, and step if "
+                "(batch_idx + 1) %% %d == 0: the last batch of an epoch has such a number.",
+                self.num_micro_batches,
+            )
 
     def _callbacks(self, moment: str, **arguments: Any) -> None:
         for callback in self.callbacks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,14 @@ import cloudpickle
 import keras
 import numpy as np
 import pytest
+import rank_warnings
 import resuming
 import torch
 from keras import ops
 from lightning_reference import fit as fit_lightning
 from pytorch_lightning import LightningModule
 from rank_pool import shared_ranks
+from rank_warnings import Warnings
 from reference import WIDTH, fit, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits
@@ -38,6 +39,7 @@ REDUCTIONS = {
 
 def setup_module() -> None:
     cloudpickle.register_pickle_by_value(resuming)
+    cloudpickle.register_pickle_by_value(rank_warnings)
 
 
 def expected_buffers(columns: Any) -> dict[str, Any]:
@@ -156,25 +158,6 @@ class Codebook(torch.nn.Module):
         return found
 
 
-class Warnings:
-    """Callback that writes the warnings of each rank to files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_begin(self, module: Any, optimizer: Any) -> None:
-        from hvd_estimators.torch.collectives import current
-
-        path = self._folder / f"{current().rank}.log"
-        path.unlink(missing_ok=True)
-        self._handler = logging.FileHandler(path)
-        logging.getLogger("hvd_estimators").addHandler(self._handler)
-
-    def on_train_end(self) -> None:
-        logging.getLogger("hvd_estimators").removeHandler(self._handler)
-        self._handler.close()
-
-
 def test_buffers_that_differ_between_the_ranks_are_named(
     backend: Any, store: Any, tmp_path: Path
 ) -> None:
@@ -186,7 +169,7 @@ def test_buffers_that_differ_between_the_ranks_are_named(
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         params.update(callbacks=[Warnings(tmp_path)], batch_size=BATCH, epochs=EPOCHS)
         model, _ = fit(store, 2, "sgd", backend=backend, model=net, optimizer=optimizer, **params)
-        return model.getModel(), [(tmp_path / f"{rank}.log").read_text() for rank in (0, 1)]
+        return model.getModel(), [Warnings.of(tmp_path, rank) for rank in (0, 1)]
 
     found, (text, other) = run()
     assert "different values of counts, sums, because" in text

@@ -156,6 +156,31 @@ def test_a_custom_minibatch_function_trains_as_one_process(
     assert_same_weights(model.getModel(), expected)
 
 
+class Summed(torch.nn.Module):
+    """Joint loss that says that it sums over the batch."""
+
+    reduction = "sum"
+
+    def forward(self, outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+        return 0.01 * (outputs.reshape(-1) - labels[0]).square().sum()
+
+
+def test_a_joint_loss_that_sums_over_the_batch_trains_as_one_process(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+    params = {"loss": Summed(), "loss_form": "joint", "outputs": [0]}
+    model, _ = fit(store, 2, "sgd", batch_size=8, backward_passes_per_step=2, **params)
+    net = make_net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    batches = global_batches(65, 2, 8)
+    for first in range(0, len(batches), 2):
+        rows = np.concatenate(batches[first : first + 2])
+        optimizer.zero_grad()
+        x, y = (torch.from_numpy(columns[name][rows]) for name in ("features", "label"))
+        Summed()(net(x), [y]).backward()
+        optimizer.step()
+    assert_same_weights(model.getModel(), net)
+
+
 @pytest.mark.parametrize(("rows", "weighted"), [(101, False), (2, True)])
 def test_validation_loss_matches_one_process(store: Any, rows: int, weighted: bool) -> None:
     write_rows(Path(store.get_train_data_path()), 64)

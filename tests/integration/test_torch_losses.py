@@ -17,7 +17,7 @@ from torch.nn import functional
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch.collectives import current, session
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StatedDenominators, StepShare
+from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
@@ -290,8 +290,7 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
     spec = TensorSpec(("x",), ("y",), "w" if weighted else None, dtypes={"y": dtype})
     objective = Objective(spec, (case.loss,), None, (1.0,), (), None).on_rank(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    denominators = StatedDenominators()
-    averager = GradientAverager(net, [optimizer], denominators=denominators)
+    averager = GradientAverager(net, [optimizer])
     sizes = [sum(ROWS[r][step][number] for r in range(2)) for step in range(2) for number in (0, 1)]
     batches = WeightedBatches(iter(own), iter(sizes), 2, 2, float)
     measures = MetricSums(objective.metrics, objective.loss_parts)
@@ -300,12 +299,15 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
         totals = objective.totals([batch for batch, _ in window])
         for number, (batch, factor) in enumerate(window):
             tensors = spec.batch(batch)
+            averager.weights.start(is_last=number == 1)
             with averager.averaging(accumulate=number == 0):
-                if tensors.rows:
+                if not tensors.rows:
+                    averager.weights.step_factor(None, 0)
+                else:
                     share = StepShare(tensors.rows, factor, 4, totals)
                     evaluation = objective.evaluate(net, tensors, share)
-                    denominators.add(evaluation.stated, tensors.rows)
-                    (evaluation.step_loss / 2).backward()
+                    divided = averager.weights.step_factor(evaluation.stated, tensors.rows)
+                    (evaluation.step_loss * (divided / 2)).backward()
                     measures.add(evaluation)
         optimizer.step()
         optimizer.zero_grad()

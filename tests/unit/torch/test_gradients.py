@@ -14,7 +14,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import gradients
 from hvd_estimators.torch.collectives import using
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StatedDenominators
 
 
 class Collective:
@@ -330,29 +329,84 @@ def test_closures_average_gradients_and_the_loss(
     assert optimizer.step(closure=closure) == returned
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_stated_denominators_scale_the_mean_once_before_the_step(
-    collective: Collective, averager: Any, size: int
+def of_rows(net: torch.nn.Module, value: float) -> torch.Tensor:
+    """Return a mean, of which ``value`` is the gradient."""
+    mean: torch.Tensor = net(torch.full((1, 1), value)).sum()
+    return mean
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("steps_early", [True, False])
+def test_each_loss_is_divided_once_by_the_sum_of_its_weights(
+    collective: Collective, averager: Any, stated: bool, steps_early: bool
 ) -> None:
-    times = 10 if size == 2 else 1
-    collective.size = size
+    collective.size = 1
     net, optimizer = net_and_optimizer()
-    denominators = StatedDenominators()
-    follows = averager(net, [optimizer], denominators=denominators)
-    for accumulates in (True, False):
-        with follows.averaging(accumulate=accumulates):
-            # The gradient has been multiplied by 3 tokens / 2 rows.
-            denominators.add(3.0, 2)
-            (net(torch.ones(1, 1)).sum() * 1.5).backward()
-            assert net.weight.grad == (1.5 if accumulates else 2.0 * times)
-    assert denominators.ratio == pytest.approx(2 / 3)
-    # A parameter added now is averaged before the step.
-    other = torch.nn.Parameter(torch.ones(1))
-    optimizer.add_param_group({"params": [other]})
-    other.grad = torch.ones(1)
-    optimizer.step()
-    assert denominators.ratio == 1.0
-    assert net.weight.grad == 2.0 * times**2
+    follows = averager(net, [optimizer])
+    # The mean and the weight of the losses of each micro-batch, with two rows each.
+    batches = [[(2.0, 3), (5.0, 1)], [(7.0, 4), (11.0, 9)]]
+    for _ in range(2):
+        for number, losses in enumerate(batches):
+            follows.weights.start(is_last=number == 1)
+            with follows.averaging(accumulate=number == 0):
+                for mean, weight in losses:
+                    scale = weight / 2 if stated else 1.0
+                    factor = follows.weights.factor(weight if stated else None, 2)
+                    (of_rows(net, mean) * scale * factor / 2).backward()
+            if number == 0 and steps_early:
+                optimizer.step()
+                first = net.weight.grad.item()
+                optimizer.zero_grad()
+        found = net.weight.grad.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        if steps_early:
+            # Half, because the gradients are multiplied for a mean of two batches.
+            assert first == pytest.approx((2 + 5) / 2)
+            assert found == pytest.approx((7 + 11) / 2)
+        elif stated:
+            assert found == pytest.approx((2 * 3 + 7 * 4) / 7 + (5 * 1 + 11 * 9) / 10)
+        else:
+            assert found == pytest.approx((2 + 7 + 5 + 11) / 2)
+
+
+def test_losses_of_one_backward_pass_need_equal_weights(
+    collective: Collective, averager: Any
+) -> None:
+    collective.size = 1
+    net, optimizer = net_and_optimizer()
+    follows = averager(net, [optimizer])
+
+    def step(weights: list[tuple[float, float]]) -> float:
+        for number, of_batch in enumerate(weights):
+            follows.weights.start(is_last=number == 1)
+            with follows.averaging(accumulate=number == 0):
+                scaled = [of_rows(net, 3.0) * w * follows.weights.factor(w, 1) for w in of_batch]
+                torch.stack(scaled).sum().backward()
+        optimizer.step()
+        gradient: float = net.weight.grad.item()
+        optimizer.zero_grad()
+        return gradient
+
+    # Two means of 3, over two batches that count as two.
+    assert step([(2.0, 2.0), (5.0, 5.0)]) == pytest.approx(12.0)
+    with pytest.raises(ParamError, match=r"call backward\(\) on each scaled loss"):
+        step([(2.0, 2.0), (5.0, 6.0)])
+
+
+def test_gradients_of_a_skipped_step_are_not_kept(collective: Collective, averager: Any) -> None:
+    collective.size = 1
+    net, optimizer = net_and_optimizer()
+    follows = averager(net, [optimizer])
+    for mean in (float("inf"), 3.0):
+        for number in range(2):
+            follows.weights.start(is_last=number == 1)
+            with follows.averaging(accumulate=number == 0):
+                scaled = of_rows(net, mean) * follows.weights.factor(4.0, 1) * 4.0
+                if number == 0:
+                    optimizer.zero_grad()
+                (scaled / 2).backward()
+    assert net.weight.grad.item() == pytest.approx(3.0)
 
 
 def test_pending_gradients_are_listed_by_name(collective: Collective, averager: Any) -> None:
@@ -361,9 +415,12 @@ def test_pending_gradients_are_listed_by_name(collective: Collective, averager: 
     follows = averager(net, [optimizer])
     backward(net)
     assert follows.unused_gradients().keys() == {"weight", "bias"}
-    assert follows.has_unused
+    follows.drop_used_gradients()
+    assert net.weight.grad is not None
     optimizer.step()
-    assert not follows.has_unused
+    assert not follows.unused_gradients()
+    follows.drop_used_gradients()
+    assert net.weight.grad is None
     follows.restore_gradients({"weight": torch.full((1, 1), 4.0)})
     assert follows.unused_gradients() == {"weight": torch.full((1, 1), 4.0)}
     assert net.weight.grad == 4.0

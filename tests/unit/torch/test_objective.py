@@ -10,7 +10,7 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.package import default_flavor, of_flavor
-from hvd_estimators.torch.loss import StatedDenominators, StepShare
+from hvd_estimators.torch.loss import StepShare, StepWeights
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.serialization import dump_optimizer, dump_with_references
 from hvd_estimators.torch.tensors import TensorSpec
@@ -148,7 +148,31 @@ def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> 
         share=StepShare(batch.rows, 0.5, 1),
         passes_per_step=1,
         index=0,
-        denominators=StatedDenominators(),
+        weights=StepWeights(),
     )
     assert given["loss"].item() == pytest.approx(0.5 * evaluation.loss.item())
     assert not evaluation.loss.requires_grad
+
+
+def test_a_returned_dict_with_a_loss_that_is_scaled_already_is_not_scaled_again() -> None:
+    def run(of: Any) -> Any:
+        def step(model: Any, _: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
+            outputs = model(*inputs)
+            return outputs, of(loss_fn(*align(outputs, labels)))
+
+        objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
+        share, weights = StepShare(2, 0.5, 1), StepWeights()
+        return objective.run_minibatch(
+            *(Two(), None, TENSORS.batch(COLUMNS)),
+            **{"share": share, "passes_per_step": 1, "index": 0, "weights": weights},
+        )
+
+    found = run(lambda loss: {"loss": loss})
+    assert found.step_loss.item() == pytest.approx(0.5 * found.loss.item())
+    assert StepWeights().factor_of(found) == 1.0
+    for changed in (
+        lambda loss: {"loss": loss, "denominator": 2},
+        lambda loss: {"loss": 2 * loss},
+    ):
+        with pytest.raises(ParamError, match="it called loss_fn, whose result is scaled"):
+            run(changed)

@@ -325,6 +325,54 @@ def test_sum_losses_are_rejected_and_losses_over_the_batch_warned_about(caplog):
     assert "do not train as one process" in caplog.text
 
 
+class Summing(torch.nn.Module):
+    """Model that returns the sum of its losses in training."""
+
+    def __init__(self, total=True):
+        super().__init__()
+        self.last = torch.nn.Linear(4, 1)
+        self.total = total
+
+    def forward(self, x, y):
+        if not self.training:
+            return self.last(x)
+        losses = (self.last(x)[:, 0] - y).square()
+        return {"loss": losses.sum() if self.total else losses.mean()}
+
+
+class JointSum(torch.nn.Module):
+    reduction = "mean"
+
+    def forward(self, outputs, labels):
+        return (outputs[:, 0] - labels[0]).square().sum()
+
+
+class MarkedSum(JointSum):
+    reduction = "sum"
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_joint_losses_that_sum_over_the_batch_are_rejected(returned, caplog):
+    generator = np.random.default_rng(3)
+    columns = {"x": generator.normal(size=(ROWS, 4)).astype("f"), "y": generator.normal(size=ROWS)}
+
+    def check(total):
+        if returned:
+            spec = TensorSpec(("x", "y"), (), pairs=False)
+            loss = JointLoss(lambda outputs: outputs["loss"])
+            return check_fit(Summing(total), loss, spec, columns, validates=False)
+        loss = JointSum() if total else lambda outputs, labels: F.mse_loss(outputs[:, 0], labels[0])
+        return check_fit(torch.nn.Linear(4, 1), JointLoss(loss), SPEC, columns)
+
+    with pytest.raises(
+        ParamError, match="expected a mean over rows for the joint loss, found a su"
+    ):
+        check(True)
+    check(False)
+    check_fit(torch.nn.Linear(4, 1), JointLoss(MarkedSum()), SPEC, columns)
+    assert caplog.records == []
+
+
 class Annealed(torch.nn.Module):
     """Weight of a loss that grows with each call."""
 

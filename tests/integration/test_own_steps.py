@@ -1,0 +1,210 @@
+"""A ``train_minibatch_fn`` that accumulates gradients trains on two ranks as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import rank_warnings
+import reference
+import torch
+from rank_pool import shared_ranks
+from rank_warnings import Warnings
+from reference import OPTIMIZERS, WIDTH, assert_same_weights, global_batches, make_net, write_rows
+from torch.nn import functional
+
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+EPOCHS, BATCH = 2, 5
+cloudpickle.register_pickle_by_value(rank_warnings)
+
+ROWS = 30
+"""Rows of three batches of two ranks, so that an epoch's last step has one batch."""
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_own_gradient_scaler_steps_after_the_last_batches_of_an_epoch(
+    store: Any, tmp_path: Path, counts: bool
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    net = make_net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(*given: Any) -> Any:
+        model, optimizer, arrange, loss_fn, inputs, labels, _, passes, batch_idx = given
+        if batch_idx % passes == 0:
+            optimizer.zero_grad()
+        outputs, arranged = arrange(model(*inputs), labels)
+        loss = loss_fn(outputs, arranged)
+        scaler.scale(loss / passes).backward()
+        if (batch_idx + 1) % passes == 0:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return outputs, loss
+
+    def never(*given: Any) -> Any:
+        model, _, arrange, loss_fn, inputs, labels = given[:6]
+        outputs, arranged = arrange(model(*inputs), labels)
+        loss = loss_fn(outputs, arranged)
+        scaler.scale(loss / 2).backward()
+        return outputs, loss
+
+    model, _ = reference.fit(
+        store,
+        2,
+        "sgd",
+        model=net,
+        optimizer=optimizer,
+        backend=shared_ranks(2),
+        train_minibatch_fn=step if counts else never,
+        stateful=[scaler],
+        callbacks=[Warnings(tmp_path)],
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        backward_passes_per_step=2,
+    )
+    batches = global_batches(ROWS, 2, BATCH)
+    assert len(batches) == 3
+    expected = make_net()
+    if counts:
+        expected = reference.train_alone(
+            columns, batches, OPTIMIZERS["sgd"], EPOCHS, passes=2, clip=0.5
+        )
+    # Only the function steps: the estimator cannot know what its gradients are multiplied by.
+    assert_same_weights(model.getModel(), expected)
+    text = Warnings.of(tmp_path, 0)
+    assert ("step if (batch_idx + 1) % 2 == 0" in text) is not counts
+    assert Warnings.of(tmp_path, 1) == ""
+
+
+class Scores(torch.nn.Module):
+    """Scores of four classes from a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.scores = torch.nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores: torch.Tensor = self.scores(x)
+        return scores
+
+
+def classes_of(label: torch.Tensor) -> torch.Tensor:
+    return label.long() % 4
+
+
+def low(scores: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean over the rows of half the classes, and their number."""
+    chosen = classes_of(label) < 2
+    losses = functional.cross_entropy(scores, classes_of(label), reduction="none")
+    return (losses * chosen).sum() / chosen.sum().clamp(min=1), chosen.sum()
+
+
+def by_weight(scores: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a mean over absolute labels, and their sum."""
+    weight = label.abs()
+    return (scores.pow(2).mean(dim=1) * weight).sum() / weight.sum(), weight.sum()
+
+
+def regular(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Return a mean over rows."""
+    return (scores.logsumexp(dim=1) - label).pow(2).mean()
+
+
+def several_losses(
+    model: Any, optimizer: Any, _: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
+) -> Any:
+    (_, passes, batch_idx), label = given, labels[0]
+    for loss in (low, by_weight, regular):
+        found = loss(model(*inputs), label)
+        scaled = loss_fn.scale(*found) if isinstance(found, tuple) else loss_fn.scale(found)
+        (scaled / passes).backward()
+    if (batch_idx + 1) % passes == 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model(*inputs), found
+
+
+def weighted_classes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, classes_of(label), torch.arange(1.0, 5.0))
+
+
+def one_loss(
+    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
+) -> Any:
+    _, passes, batch_idx = given
+    outputs = model(*inputs)
+    loss = loss_fn([outputs], [classes_of(labels[0])])
+    (loss / passes).backward()
+    if (batch_idx + 1) % passes == 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, loss
+
+
+def returned(
+    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
+) -> Any:
+    """Leave the backward pass and the step to the estimator."""
+    outputs = model(*inputs)
+    return outputs, {"loss": loss_fn([outputs], [classes_of(labels[0])])}
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "library"),
+    [
+        (several_losses, TorchEstimator, "horovod"),
+        (several_losses, LightningEstimator, "torch"),
+        (one_loss, TorchEstimator, "torch"),
+        (one_loss, LightningEstimator, "horovod"),
+        (returned, TorchEstimator, "horovod"),
+        (returned, LightningEstimator, "torch"),
+    ],
+)
+def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
+    store: Any, kind: Any, step: Any, library: str
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    net, expected = Scores(), Scores()
+    params = {
+        **{"backend": shared_ranks(2), "store": store, "model": net, "verbose": 0},
+        **{"feature_cols": ["features"], "label_cols": ["label"], "collectives": library},
+        **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
+        **{"batch_size": BATCH, "epochs": EPOCHS, "backward_passes_per_step": 2},
+    }
+    model = kind(
+        **params,
+        optimizer=OPTIMIZERS["momentum"](net.parameters()),
+        loss=torch.nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0)),
+        train_minibatch_fn=step,
+        stateful=[],
+    ).fit_on_parquet()
+
+    optimizer = OPTIMIZERS["momentum"](expected.parameters())
+    batches = global_batches(ROWS, 2, BATCH)
+    for first in [*range(0, len(batches), 2)] * EPOCHS:
+        rows = np.concatenate(batches[first : first + 2])
+        x, label = (torch.from_numpy(columns[name][rows]) for name in ("features", "label"))
+        scores = expected(x)
+        optimizer.zero_grad()
+        if step is several_losses:
+            loss = low(scores, label)[0] + by_weight(scores, label)[0] + regular(scores, label)
+        else:
+            loss = weighted_classes(scores, label)
+        loss.backward()
+        if step is not returned:
+            torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+    assert_same_weights(model.getModel(), expected)
