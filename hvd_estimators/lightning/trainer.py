@@ -78,7 +78,8 @@ def train(spec: LightningTrainSpec) -> TrainResult:
         The trained module, from rank 0.
     """
     ranks = spec.data.num_ranks
-    with session(spec.collectives, spec.mp_start_method, ranks), quiet(spec.verbose):
+    connected = session(spec.collectives, spec.mp_start_method, ranks, spec.use_gpu)
+    with connected, quiet(spec.verbose):
         if spec.random_seed is not None:
             spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
         return _Trainer(spec).train()

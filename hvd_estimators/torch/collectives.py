@@ -10,13 +10,14 @@ import abc
 import contextlib
 import importlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.exceptions import CollectiveError, DependencyError
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
@@ -48,24 +49,17 @@ class Collectives(abc.ABC):
         This rank's number among the ranks of its machine, and their number.
     node_rank : int
         The machine's number.
+    uses_nccl : bool
+        Whether NCCL reduces on GPUs.
     """
 
     library: ClassVar[str]
+    uses_nccl: bool
     rank: int
     size: int
     local_rank: int
     local_size: int
     node_rank: int
-
-    @abc.abstractmethod
-    def use_gpus(self, gpus: Sequence[tuple[str, str]]) -> bool:
-        """Prepare reductions on GPUs, and return whether NCCL runs them. Called by all ranks.
-
-        Parameters
-        ----------
-        gpus : sequence of (str, str)
-            The result of `hvd_estimators.launch.gpus.own_gpu` on each rank.
-        """
 
     @abc.abstractmethod
     def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
@@ -126,7 +120,10 @@ def using(collectives: Collectives) -> Iterator[Collectives]:
 
 @contextlib.contextmanager
 def session(
-    kind: str, mp_start_method: str | None = None, ranks: int | None = None
+    kind: str,
+    mp_start_method: str | None = None,
+    ranks: int | None = None,
+    use_gpu: bool = True,
 ) -> Iterator[Collectives]:
     """Connect this rank to the others for the duration of the block. Called by all ranks.
 
@@ -138,6 +135,8 @@ def session(
         Start method of ``multiprocessing``; None does not change it.
     ranks : int, optional
         Number of ranks among which the rows were divided.
+    use_gpu : bool
+        Whether ranks use GPUs.
 
     Raises
     ------
@@ -146,8 +145,28 @@ def session(
     RuntimeError
         If the number of ranks differs from ``ranks``.
     """
-    with _implementation(kind).connected(mp_start_method, ranks) as collectives, using(collectives):
+    connected = _implementation(kind).connected(mp_start_method, ranks, use_gpu)
+    with connected as collectives, using(collectives), _naming_lost_ranks():
         yield collectives
+
+
+@contextlib.contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    """Raise errors of the user's own operations as `CollectiveError`, as consequences of others."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_known = type(error).__name__ in ("CollectiveError", "HorovodInternalError")
+        if is_known or not _BROKEN.search(str(error)):
+            raise
+        raise CollectiveError(
+            f"An operation of torch.distributed failed, probably because another rank has ended: "
+            f"{error}"
+        ) from error
+
+
+# In messages of Gloo, NCCL and Horovod; torch's errors have no type of their own.
+_BROKEN = re.compile(r"/gloo/|NCCL error|HorovodInternalError")
 
 
 def connect() -> None:
@@ -337,8 +356,7 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)
-    nccl = collectives.use_gpus(gpus)
-    line = describe_gpus(gpus, torch.cuda.get_device_name(index), nccl)
+    line = describe_gpus(gpus, torch.cuda.get_device_name(index), collectives.uses_nccl)
     if collectives.rank == 0:
         notify_driver(f"{line} Collectives: {collectives.library}.", verbose)
     return torch.device("cuda", index)

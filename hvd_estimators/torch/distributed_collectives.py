@@ -1,7 +1,7 @@
 """Collectives of torch ranks over ``torch.distributed``: Gloo, and NCCL on GPUs.
 
-Ranks meet through the job's authenticated rendezvous. They have their own process groups and no
-default group, so that libraries which look for a default group train as with Horovod.
+Ranks meet through the job's authenticated rendezvous, and make the default process group. All
+operations go over it. Users' code may use the group, too.
 
 An operation has no name in ``torch.distributed``. Therefore all ranks must start the same
 operations in the same order.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -26,8 +27,9 @@ import torch.distributed.distributed_c10d
 
 from hvd_estimators.exceptions import CollectiveError, ParamError
 from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.gpus import gpu_index, own_gpu
 from hvd_estimators.launch.rank.hang_detection import hold_up_limits, not_taking_part
-from hvd_estimators.launch.rendezvous.client import ADDRESS_VARIABLE, JOINED, RankClient
+from hvd_estimators.launch.rendezvous.client import JOINED, RankClient
 from hvd_estimators.torch.collectives import CARRIED_AS, Collectives
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
 from hvd_estimators.training.horovod_session import check_ranks, set_start_method
@@ -48,7 +50,7 @@ _OPS = {
 # Operations wait without a limit of Gloo's or NCCL's own, because a rank may read, validate or save
 # for long. `hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead.
 _MOST_SECONDS = 365 * 86400.0
-_UNLIMITED = timedelta(seconds=_MOST_SECONDS)
+_END_LATER_SECONDS = 30.0
 # A rank that waits for this time publishes the number of the operation that it waits for.
 _PUBLISH_SECONDS = 5.0
 # Up to these bytes of all ranks, Gloo gathers a tensor instead of reducing it: in half the steps.
@@ -64,47 +66,33 @@ _connections: list[DistributedCollectives] = []
 
 
 class DistributedCollectives(Collectives):
-    """Collectives over process groups of ``torch.distributed``.
+    """Collectives over the default process group.
 
     Parameters
     ----------
-    store : torch.distributed.Store
-        Connects the ranks, and names those that do not take part in an operation. Each object has
-        its own prefix of keys.
-    rank, size, local_rank, local_size, node_rank : int
+    store : torch.distributed.Store or None
+        Names the ranks that do not take part in an operation; None if nothing connects the ranks
+        but their group.
+    local_rank, local_size, node_rank : int
         See `Collectives`.
-    address : str or None
-        This machine's numeric address, on which Gloo listens. None lets Gloo choose.
+    is_own : bool
+        Whether to close the group in `close`. The user's program may have made it.
     """
 
     library = "torch.distributed"
+    base_store: Any = None
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        local_rank: int,
-        local_size: int,
-        node_rank: int,
-        address: str | None,
+        self, store: Any, local_rank: int, local_size: int, node_rank: int, is_own: bool
     ) -> None:
-        self.rank, self.size = rank, size
+        self._group = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank, self.local_size = local_rank, local_size
         self.node_rank = node_rank
-        # Without this reference, C++ code would not find the methods of a Python store.
-        self._base_store = store
-        self._store = dist.PrefixStore(f"hvd_estimators/{next(_sessions)}", store)
+        self._store, self._is_own = store, is_own
         self._numbers = itertools.count()
         self._warn_after, self._end_after = hold_up_limits(os.environ)
-        self._gloo: Any = _gloo_group(self._store, rank, size, address)
-        self._nccl: Any = None
-
-    def use_gpus(self, gpus: Sequence[tuple[str, str]]) -> bool:
-        """Let NCCL reduce on GPUs if each rank has its own; otherwise Gloo does."""
-        if self._nccl is None and dist.is_nccl_available() and len(set(gpus)) == len(gpus):
-            self._nccl = _nccl_group(self._store, self.rank, self.size, self._end_after)
-        return self._nccl is not None
+        self.uses_nccl = "nccl" in dist.get_backend()
 
     def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
         """Return a tensor's reduction over the ranks."""
@@ -116,7 +104,7 @@ class DistributedCollectives(Collectives):
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
         """Start the reduction of a tensor, in place."""
         is_small = tensor.nbytes * self.size <= _MOST_DIRECT_BYTES
-        if is_small and self._group(tensor) is self._gloo:
+        if is_small and not self._waits_on_gpu(tensor):
             wait = self._reduce_directly(tensor, op, name)
         else:
             wait = self._all_reduce(tensor, op, name)
@@ -177,14 +165,13 @@ class DistributedCollectives(Collectives):
         """Wait for all ranks, and close the connections to them."""
         # A rank that ended earlier would look lost to ranks that still receive.
         self.barrier()
-        if self._nccl is not None:
-            self._nccl.shutdown()
-        self._nccl = self._gloo = None
+        if self._is_own:
+            dist.destroy_process_group()
         _connections.remove(self)
 
-    def _group(self, tensor: torch.Tensor) -> Any:
-        uses_nccl = tensor.device.type == "cuda" and self._nccl is not None
-        return self._nccl if uses_nccl else self._gloo
+    def _waits_on_gpu(self, tensor: torch.Tensor) -> bool:
+        """Return whether NCCL reduces a tensor: then the GPU waits, not this thread."""
+        return tensor.device.type == "cuda" and self.uses_nccl
 
     def _reduce_directly(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
         """Start a reduction in which each rank combines the tensors of all, in their order."""
@@ -202,12 +189,12 @@ class DistributedCollectives(Collectives):
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return self._waiting(self._group(tensor).allreduce([tensor], options), tensor, name)
+        return self._waiting(self._group.allreduce([tensor], options), tensor, name)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._waiting(self._group(tensor).broadcast([tensor], options), tensor, name)
+        return self._waiting(self._group.broadcast([tensor], options), tensor, name)
 
     def _gather_equal(
         self, tensor: torch.Tensor, name: str
@@ -215,7 +202,7 @@ class DistributedCollectives(Collectives):
         """Start a gather of tensors with the same shape on all ranks."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         parts = list(gathered.unbind(0))
-        work = self._group(tensor).allgather([parts], [tensor])
+        work = self._group.allgather([parts], [tensor])
         wait = self._waiting(work, tensor, name)
 
         def finish() -> Sequence[torch.Tensor]:
@@ -251,8 +238,8 @@ class DistributedCollectives(Collectives):
 
         def wait() -> None:
             with _naming(name):
-                if tensor.device.type == "cuda" and self._nccl is not None:
-                    work.wait()  # It makes the GPU wait, not this thread.
+                if self._waits_on_gpu(tensor):
+                    work.wait()
                 else:
                     self._wait(work, number, name)
 
@@ -263,7 +250,7 @@ class DistributedCollectives(Collectives):
         started = time.monotonic()
         warn_after = self._warn_after
         published = min(_PUBLISH_SECONDS, warn_after / 2, self._end_after / 2)
-        if _is_done(work, published):
+        if _is_done(work, _MOST_SECONDS if self._store is None else published):
             return
         self._store.set(f"waits/{self.rank}", str(number))
         while True:
@@ -355,87 +342,113 @@ def _naming(name: str) -> Iterator[None]:
         ) from error
 
 
-def _gloo_group(store: Any, rank: int, size: int, address: str | None) -> Any:
-    """Connect with Gloo, in at most `timeouts.GLOO_TIMEOUT` or the user's limit.
-
-    Gloo's own limit would also apply to operations, because torch 2.6 ignores limits of single
-    operations. An operation may take as long as the slowest rank needs.
-    """
-    gloo = c10d.ProcessGroupGloo
-    options = gloo._Options()
-    device = gloo.create_default_device() if address is None else gloo.create_device(address)
-    options._devices = [device]
-    options._timeout = _UNLIMITED
-    given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
-    seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
-    connected: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def connect() -> None:
-        try:
-            group = gloo(dist.PrefixStore("gloo", store), rank, size, options)
-        except BaseException as error:
-            connected.set_exception(error)
-        else:
-            connected.set_result(group)
-
-    threading.Thread(target=connect, daemon=True).start()
-    with _naming("connection"):
-        try:
-            return connected.result(seconds)
-        except concurrent.futures.TimeoutError as error:
-            raise CollectiveError(
-                f"Rank {rank} of {size} has not connected to all others in {seconds} s "
-                f"({timeouts.GLOO_TIMEOUT_VARIABLE})."
-            ) from error
-
-
-def _nccl_group(store: Any, rank: int, size: int, limit: float) -> Any:
-    nccl = c10d.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = _UNLIMITED if math.isinf(limit) else timedelta(seconds=limit)
-    return nccl(dist.PrefixStore("nccl", store), rank, size, options)
-
-
 @contextlib.contextmanager
-def connected(mp_start_method: str | None, ranks: int | None) -> Iterator[DistributedCollectives]:
+def connected(
+    mp_start_method: str | None, ranks: int | None, use_gpu: bool
+) -> Iterator[DistributedCollectives]:
     """Connect this rank to the others for the duration of the block.
 
     After an error in the block, connections are closed only when the process ends.
     """
     set_start_method(mp_start_method)
-    collectives = connect()
+    collectives = connect(use_gpu)
     check_ranks(collectives.size, ranks)
     yield collectives
     collectives.close()
 
 
-def connect() -> DistributedCollectives:
+def connect(use_gpu: bool = True) -> DistributedCollectives:
     """Connect this rank to the others, until `DistributedCollectives.close` or its end.
+
+    Makes the default process group, unless the user's program has made it.
 
     Raises
     ------
     ParamError
-        If neither this package nor a launcher of ``torch.distributed`` has started this rank.
+        If neither this package nor a launcher of ``torch.distributed`` has started this rank. Also
+        if the user's group has no library for tensors on the CPU.
+    CollectiveError
+        If an earlier session of this process has failed.
     """
     client = RankClient.from_environment()
-    numbers = _numbers_of_rank(os.environ)
-    store: Any
-    if client is not None:
-        store = RendezvousStore(client)
-    elif numbers[1] == 1:
-        store = dist.HashStore()
-    elif "MASTER_ADDR" in os.environ:
-        store, *_ = next(dist.rendezvous("env://", *numbers[:2]))
-    else:
-        raise ParamError(
-            "collectives: 'torch' needs ranks that this package or torchrun has started. Set "
-            "collectives='horovod' for ranks that horovodrun starts."
+    rank, size, local_rank, local_size, node_rank = _numbers_of_rank(os.environ)
+    store: Any = None if client is None else RendezvousStore(client)
+    is_own = not dist.is_initialized()
+    if is_own:
+        if store is None and size == 1:
+            store = dist.HashStore()
+        elif store is None and "MASTER_ADDR" in os.environ:
+            store, *_ = next(dist.rendezvous("env://", rank, size))
+        elif store is None:
+            raise ParamError(
+                "collectives: 'torch' needs ranks that this package or torchrun has started. Set "
+                "collectives='horovod' for ranks that horovodrun starts."
+            )
+    elif any(connection._is_own for connection in _connections):
+        raise CollectiveError(
+            "The connection to the other ranks has failed before. Train again in new processes."
         )
-    collectives = DistributedCollectives(store, *numbers, os.environ.get(ADDRESS_VARIABLE))
+    elif "cpu:" not in dist.get_backend_config():
+        raise ParamError(
+            f"collectives: this program's default process group is {dist.get_backend()!r}, which "
+            "has no operations on CPUs. Make it by init_process_group('cpu:gloo,cuda:nccl')."
+        )
+    base_store = store
+    if store is not None:
+        store = dist.PrefixStore(f"hvd_estimators/{next(_sessions)}", store)
+    if is_own:
+        nccl = use_gpu and dist.is_nccl_available()
+        nccl = nccl and _have_own_gpus(store, rank, size, local_rank)
+        _make_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
+    collectives = DistributedCollectives(store, local_rank, local_size, node_rank, is_own)
+    # Without this reference, C++ code would not find the methods of a Python store.
+    collectives.base_store = base_store
     _connections.append(collectives)
     if client is not None:
         client.request(JOINED)
     return collectives
+
+
+def _have_own_gpus(store: Any, rank: int, size: int, local_rank: int) -> bool:
+    """Return whether each rank has a GPU that no other rank has. Called by all ranks."""
+    index = gpu_index(torch.cuda.device_count() if torch.cuda.is_available() else 0, local_rank)
+    store.set(f"gpu/{rank}", "" if index is None else json.dumps(own_gpu(index)))
+    gpus = {bytes(store.get(f"gpu/{other}")) for other in range(size)}
+    return len(gpus) == size and b"" not in gpus
+
+
+def _make_group(backend: str, store: Any, rank: int, size: int) -> None:
+    """Make the default group, in at most `timeouts.GLOO_TIMEOUT` or the user's limit.
+
+    Gloo's own limit would also apply to operations. An operation may take as long as the slowest
+    rank needs.
+    """
+    given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
+    seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
+    connected: concurrent.futures.Future[None] = concurrent.futures.Future()
+    _, end_after = hold_up_limits(os.environ)
+    # Operations of this package end before that, with the names of the absent ranks.
+    limit = min(end_after + _END_LATER_SECONDS, _MOST_SECONDS)
+
+    def connect() -> None:
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit)
+            )
+        except BaseException as error:
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+
+    threading.Thread(target=connect, daemon=True).start()
+    with _naming("connection"):
+        try:
+            connected.result(seconds)
+        except concurrent.futures.TimeoutError as error:
+            raise CollectiveError(
+                f"Rank {rank} of {size} has not connected to all others in {seconds} s "
+                f"({timeouts.GLOO_TIMEOUT_VARIABLE})."
+            ) from error
 
 
 def _numbers_of_rank(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -30,10 +30,7 @@ class HorovodCollectives(Collectives):
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.node_rank = hvd.cross_rank()
-
-    def use_gpus(self, gpus: Sequence[tuple[str, str]]) -> bool:
-        """Return whether Horovod was built with NCCL."""
-        return bool(self._hvd.nccl_built())
+        self.uses_nccl = bool(hvd.nccl_built())
 
     def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
         """Return a tensor's reduction over the ranks."""
@@ -79,20 +76,30 @@ def problem() -> str:
 
 
 @contextlib.contextmanager
-def connected(mp_start_method: str | None, ranks: int | None) -> Iterator[HorovodCollectives]:
+def connected(
+    mp_start_method: str | None, ranks: int | None, use_gpu: bool
+) -> Iterator[HorovodCollectives]:
     """Initialise Horovod for the duration of the block; see `horovod_session`."""
     _require_horovod()
     import horovod.torch
 
+    from hvd_estimators.torch.horovod_group import make_default_group
+
     with horovod_session(horovod.torch, mp_start_method, ranks):
+        destroy = make_default_group(horovod.torch)
         yield HorovodCollectives()
+        # After an error, its operations end with Horovod.
+        destroy()
 
 
 def connect() -> HorovodCollectives:
     """Initialise Horovod until this process ends, unless it is initialized."""
     import horovod.torch
 
+    from hvd_estimators.torch.horovod_group import make_default_group
+
     horovod.torch.init()
+    make_default_group(horovod.torch)
     return HorovodCollectives()
 
 

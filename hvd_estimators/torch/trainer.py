@@ -96,7 +96,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    with session(spec.collectives, spec.mp_start_method, spec.data.num_ranks):
+    with session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu):
         # Loss constructors then create the same weights on all ranks.
         torch.manual_seed(spec.data.random_seed)
         trainer = _Trainer(spec)

@@ -121,7 +121,17 @@ TABLE = (
         "It is the generator of keras.random.",
     ),
     # torch
-    Private("torch", "_C", "It has the number of the running backward pass."),
+    Private("torch", "_C", "It has the number of the running backward pass, and process groups."),
+    Private(
+        "torch._C",
+        "_distributed_c10d",
+        "It has the next function.",
+    ),
+    Private(
+        "torch._C._distributed_c10d",
+        "_create_work_from_future",
+        "It makes the result of an asynchronous operation of Horovod's process group.",
+    ),
     Private(
         "torch._C",
         "_current_graph_task_id",
@@ -136,16 +146,6 @@ TABLE = (
         "torch.autograd.Variable",
         "_execution_engine",
         "It calls a function at the end of a backward pass.",
-    ),
-    Private(
-        "torch.distributed.distributed_c10d.ProcessGroupGloo",
-        "_Options",
-        "They make Gloo listen on the address that the launcher chose.",
-    ),
-    Private(
-        "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",
-        "_devices _timeout",
-        "They serve the same purpose, and limit the time to connect.",
     ),
     Private(
         "torch.Tensor",

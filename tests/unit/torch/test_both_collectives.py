@@ -146,7 +146,7 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
         current()
     except RuntimeError as error:
         found["outside"] = str(error)
-    found["default group"] = torch.distributed.is_initialized()
+    found["group after"] = torch.distributed.is_initialized()
     return found
 
 
@@ -234,7 +234,7 @@ def test_inference_mode_gradients_and_sessions(ranks: Any) -> None:
         assert found["mean gradient"] == pytest.approx(2.0)
         assert found["files"] == RANKS
         assert "no connection" in found["outside"]
-        assert not found["default group"]
+        assert not found["group after"]
 
 
 def reduce_until_killed(kind: str, folder: str) -> None:
