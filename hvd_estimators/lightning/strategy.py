@@ -202,15 +202,12 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Broadcast rank 0's parameters to all ranks, and prepare gradient averaging."""
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True needs a default process group of torch.distributed, which "
-                "this strategy does not create. Put horovod.torch.SyncBatchNorm layers into the "
-                "module instead, with collectives='horovod'."
-            )
-        super().setup(trainer)
         module = self.lightning_module
         assert module is not None
+        if self._layer_sync is not None and trainer.state.fn == "fit":
+            self._layer_sync.apply(module)
+            self._undo.callback(self._layer_sync.revert, module)
+        super().setup(trainer)
         with torch.inference_mode(False):
             broadcast_tensors(module.state_dict())
         if self.world_size > 1:

@@ -15,16 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.exceptions import CollectiveError, DependencyError
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
+from hvd_estimators.torch.sync_batch_norm import synchronizing_on_cpus
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.spec import check_equal_weights, weight_digest
 
 logger = logging.getLogger(__name__)
+
+# The module does not declare its names for type checkers.
+dist: Any = torch.distributed
 
 COLLECTIVES = ("auto", "horovod", "torch")
 """Values of the param ``collectives``."""
@@ -93,6 +98,10 @@ class _Active:
     """The collectives of this process."""
 
     collectives: Collectives | None = None
+    lifetime = contextlib.ExitStack()
+    # Default groups of sessions that failed. They are never deleted, because the destructor of a
+    # group waits for its operations, which may never end.
+    failed: ClassVar[list[Any]] = []
 
 
 def current() -> Collectives:
@@ -146,8 +155,28 @@ def session(
         If the number of ranks differs from ``ranks``.
     """
     connected = _implementation(kind).connected(mp_start_method, ranks, use_gpu)
-    with connected as collectives, using(collectives), _naming_lost_ranks():
+    with (
+        _keeping_failed_group(),
+        connected as collectives,
+        using(collectives),
+        synchronizing_on_cpus(),
+        _naming_lost_ranks(),
+    ):
         yield collectives
+
+
+@contextlib.contextmanager
+def _keeping_failed_group() -> Iterator[None]:
+    """Keep the default group that the block makes, if the block fails, until the next session."""
+    if dist.is_initialized() and dist.group.WORLD in _Active.failed:
+        dist.destroy_process_group()
+    is_own = not dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if is_own and dist.is_initialized():
+            _Active.failed.append(dist.group.WORLD)
+        raise
 
 
 @contextlib.contextmanager
@@ -177,6 +206,7 @@ def connect() -> None:
     if _Active.collectives is None:
         kind, _ = choose_collectives("auto")
         _Active.collectives = _implementation(kind).connect()
+        _Active.lifetime.enter_context(synchronizing_on_cpus())
 
 
 def choose_collectives(wanted: str) -> tuple[str, str]:

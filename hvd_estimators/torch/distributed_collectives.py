@@ -60,9 +60,6 @@ _MOST_PADDING_BYTES = 2**20
 
 # Each session of this process has its own keys. All ranks count alike.
 _sessions = itertools.count()
-# Connections that are not closed. After an error they stay open until the process ends, because the
-# destructor of a process group waits for its operations, which may never end.
-_connections: list[DistributedCollectives] = []
 
 
 class DistributedCollectives(Collectives):
@@ -167,7 +164,6 @@ class DistributedCollectives(Collectives):
         self.barrier()
         if self._is_own:
             dist.destroy_process_group()
-        _connections.remove(self)
 
     def _waits_on_gpu(self, tensor: torch.Tensor) -> bool:
         """Return whether NCCL reduces a tensor: then the GPU waits, not this thread."""
@@ -367,8 +363,6 @@ def connect(use_gpu: bool = True) -> DistributedCollectives:
     ParamError
         If neither this package nor a launcher of ``torch.distributed`` has started this rank. Also
         if the user's group has no library for tensors on the CPU.
-    CollectiveError
-        If an earlier session of this process has failed.
     """
     client = RankClient.from_environment()
     rank, size, local_rank, local_size, node_rank = _numbers_of_rank(os.environ)
@@ -384,10 +378,6 @@ def connect(use_gpu: bool = True) -> DistributedCollectives:
                 "collectives: 'torch' needs ranks that this package or torchrun has started. Set "
                 "collectives='horovod' for ranks that horovodrun starts."
             )
-    elif any(connection._is_own for connection in _connections):
-        raise CollectiveError(
-            "The connection to the other ranks has failed before. Train again in new processes."
-        )
     elif "cpu:" not in dist.get_backend_config():
         raise ParamError(
             f"collectives: this program's default process group is {dist.get_backend()!r}, which "
@@ -403,7 +393,6 @@ def connect(use_gpu: bool = True) -> DistributedCollectives:
     collectives = DistributedCollectives(store, local_rank, local_size, node_rank, is_own)
     # Without this reference, C++ code would not find the methods of a Python store.
     collectives.base_store = base_store
-    _connections.append(collectives)
     if client is not None:
         client.request(JOINED)
     return collectives

@@ -616,15 +616,18 @@ def check_batches(
 
 
 def check_sync_batch_norm(module: torch.nn.Module, data: DataSpec) -> None:
-    """Reject virtual shards for a module with Horovod's SyncBatchNorm, which knows only ranks.
+    """Check that each rank has rows of one shard in each step, if layers synchronize in it.
 
     Raises
     ------
     ParamError
         If a rank runs several virtual shards.
+    DataError
+        If a batch has no rows.
     """
     if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+        data.require_rows_in_batches("model: SyncBatchNorm")
 
 
 def check_embeddings(module: torch.nn.Module, data: DataSpec) -> None:

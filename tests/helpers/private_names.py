@@ -238,7 +238,7 @@ TABLE = (
     Private(
         "pytorch_lightning.strategies.ParallelStrategy",
         "_layer_sync",
-        "sync_batchnorm=True is rejected with a remedy.",
+        "It converts layers for sync_batchnorm=True, and converts them back.",
     ),
     Private(
         "lightning_fabric.wrappers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -261,6 +262,23 @@ def test_sessions_make_and_destroy_the_group_or_use_the_programs(kind: str, size
     assert found == [[("gloo", total), True] * 2] * size
 
 
+def fail_and_open_others(kind: str) -> list[Any]:
+    """Open a session that fails, and then one of each library."""
+    found: list[Any] = []
+    with contextlib.suppress(ZeroDivisionError), session(kind):
+        raise ZeroDivisionError
+    for other in ("torch", "horovod"):
+        with session(other):
+            found.append((dist.get_backend(), sum_over_ranks(1.0)))
+    return found
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_failed_session_leaves_nothing_to_the_next(kind: str) -> None:
+    found = LocalBackend(2).run(fail_and_open_others, (kind,))
+    assert found == [[("gloo", 2.0), ("horovod", 2.0)]] * 2
+
+
 def use_unsupported(what: str) -> None:
     with session("horovod"):
         if what == "send":
@@ -294,3 +312,52 @@ def test_a_rank_killed_in_an_operation_ends_the_others(kind: str, tmp_path: Path
         LocalBackend(2).run(reduce_until_killed, (kind, str(tmp_path)))
     assert (raised.value.rank, raised.value.cause) == (1, "killed")
     assert (tmp_path / "killed at").exists()
+
+
+def normalizing_network(kind: str, momentum: float | None, dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(3)
+    convolution = kind == "convolution"
+    first = torch.nn.Conv1d(1, 4, 2) if convolution else torch.nn.Linear(3, 4)
+    norm = torch.nn.BatchNorm1d(4, momentum=momentum, affine=convolution)
+    last = torch.nn.Linear(8 if convolution else 4, 1)
+    return torch.nn.Sequential(first, norm, torch.nn.Tanh(), torch.nn.Flatten(), last).to(dtype)
+
+
+def train_normalizing(collectives: str, *args: Any) -> dict[str, np.ndarray]:
+    with session(collectives):
+        rank = dist.get_rank()
+        net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(normalizing_network(*args))
+        rows = slice(0, 3) if rank == 0 else slice(3, 8)  # ranks have different numbers of rows
+        return steps_of(net, args, rows, dist.all_reduce)
+
+
+def steps_of(net: Any, args: Any, rows: slice, reduce: Any) -> dict[str, np.ndarray]:
+    optimizer = torch.optim.SGD(net.parameters(), 0.2, momentum=0.9)
+    for step in range(4):
+        given = 3 * rows_of_step(step).to(args[2]) + 5
+        given = given[:, None] if args[0] == "convolution" else given
+        optimizer.zero_grad()
+        (net(given[rows]).exp().sum() / 8).backward()
+        for parameter in net.parameters():
+            reduce(parameter.grad)
+        optimizer.step()
+    return {name: value.numpy() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("collectives", *("kind", "momentum", "dtype")),
+    [
+        ("torch", "linear", 0.3, torch.float32),
+        ("torch", "convolution", None, torch.float64),
+        ("horovod", "convolution", 0.1, torch.float32),
+    ],
+)
+def test_synchronized_batch_normalization_on_cpus_equals_one_process(
+    collectives: str, kind: str, momentum: float | None, dtype: torch.dtype
+) -> None:
+    args = (kind, momentum, dtype)
+    expected = steps_of(normalizing_network(*args), args, slice(None), lambda gradient: gradient)
+    for weights in LocalBackend(2).run(train_normalizing, (collectives, *args)):
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(weights[name], value, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,57 @@
+"""`torch.nn.SyncBatchNorm` on CPUs, for which torch has no synchronization."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.nn.functional
+
+# These modules do not declare their names for type checkers.
+_functional: Any = torch.distributed.nn.functional
+_layer: Any = torch.nn.SyncBatchNorm
+
+_torchs_forward: Any = _layer.forward
+
+
+@contextlib.contextmanager
+def synchronizing_on_cpus() -> Iterator[None]:
+    """Let `torch.nn.SyncBatchNorm` take statistics over all ranks on CPUs, too."""
+    before, _layer.forward = _layer.forward, _forward
+    try:
+        yield
+    finally:
+        _layer.forward = before
+
+
+def _forward(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    is_synchronized = layer.training and torch.distributed.is_initialized()
+    if rows.device.type != "cpu" or not is_synchronized:
+        result: torch.Tensor = _torchs_forward(layer, rows)
+        return result
+    others = [0, *range(2, rows.dim())]
+    shape = (1, -1, *(1 for _ in others[1:]))
+    values = rows if rows.dtype == torch.float64 else rows.float()
+    # Ranks may have different numbers of rows. Deviations from the mean cancel no digits.
+    own = torch.cat([values.sum(others), values.new_tensor([values.numel() / rows.shape[1]])])
+    total = _functional.all_reduce(own, group=layer.process_group)
+    count = total[-1].detach()
+    mean = total[:-1] / count
+    deviations = values - mean.view(shape)
+    squares = _functional.all_reduce(deviations.square().sum(others), group=layer.process_group)
+    variance = squares / count
+    if layer.track_running_stats:
+        with torch.no_grad():
+            layer.num_batches_tracked += 1
+            momentum = layer.momentum
+            if momentum is None:
+                momentum = 1.0 / float(layer.num_batches_tracked)
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+            unbiased = (squares / (count - 1)).to(layer.running_var.dtype)
+            layer.running_var.lerp_(unbiased, momentum)
+    normalized = deviations * torch.rsqrt(variance + layer.eps).view(shape)
+    if layer.affine:
+        normalized = normalized * layer.weight.view(shape) + layer.bias.view(shape)
+    return normalized.to(rows.dtype)
