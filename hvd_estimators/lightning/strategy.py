@@ -30,6 +30,7 @@ from hvd_estimators.lightning.package import (
     of_any_flavor,
     of_flavor,
     one_flavor,
+    patch_attribute,
 )
 from hvd_estimators.lightning.results import (
     RankResults,
@@ -53,6 +54,7 @@ from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.shard_state import BufferReducer
+from hvd_estimators.torch.sync_batch_norm import synchronized_layers
 from hvd_estimators.training.shard_state import ShardStates
 
 if TYPE_CHECKING:
@@ -205,8 +207,7 @@ class HorovodStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         if self._layer_sync is not None and trainer.state.fn == "fit":
-            self._layer_sync.apply(module)
-            self._undo.callback(self._layer_sync.revert, module)
+            self._undo.enter_context(synchronized_layers(module))
         super().setup(trainer)
         with torch.inference_mode(False):
             broadcast_tensors(module.state_dict())
@@ -597,6 +598,15 @@ class WeightedStrategy(HorovodStrategy):
         assert self._averager is not None
         return self._averager
 
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare training without Lightning's exchange of signals for each batch."""
+        super().setup(trainer)
+        loop: Any = trainer.fit_loop.epoch_loop
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6
+            # The estimator's ranks agree on signals themselves.
+            patch = patch_attribute(loop, "_broadcast_sigterm_tensor", _do_nothing)
+            self._undo.enter_context(patch)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step on the batch of the rank's first shard."""
         self.outputs, self._contributions = [], []
@@ -767,6 +777,10 @@ class WeightedStrategy(HorovodStrategy):
             for entries, length in self._lists:
                 del entries[length:]
         self._lists = []
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _gather_states(states: Any) -> list[Any]:

@@ -159,8 +159,8 @@ TABLE = (
     ),
     Private(
         "torch.nn.modules.batchnorm",
-        "_NormBase",
-        "It finds batch normalization of any dimension, and user classes of it.",
+        "_BatchNorm _NormBase",
+        "They find batch normalization of any dimension, and user classes of it.",
     ),
     Private(
         "torch.optim.Optimizer",
@@ -236,9 +236,14 @@ TABLE = (
         "Hooks that run again in a resumed epoch can log.",
     ),
     Private(
+        "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
+        "_broadcast_sigterm_tensor",
+        "Lightning would exchange a number between ranks for each batch.",
+    ),
+    Private(
         "pytorch_lightning.strategies.ParallelStrategy",
         "_layer_sync",
-        "It converts layers for sync_batchnorm=True, and converts them back.",
+        "It shows whether the user has set sync_batchnorm=True.",
     ),
     Private(
         "lightning_fabric.wrappers",
