@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed.nn.functional
+import torch.distributed
 
-# These modules do not declare their names for type checkers.
-_functional: Any = torch.distributed.nn.functional
+# The module does not declare its names for type checkers.
+dist: Any = torch.distributed
 _layer: Any = torch.nn.SyncBatchNorm
 
 _torchs_forward: Any = _layer.forward
@@ -47,7 +47,7 @@ def synchronized_layers(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _forward(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    is_synchronized = layer.training and torch.distributed.is_initialized()
+    is_synchronized = layer.training and dist.is_initialized()
     if rows.device.type != "cpu" or not is_synchronized:
         result: torch.Tensor = _torchs_forward(layer, rows)
         return result
@@ -56,11 +56,11 @@ def _forward(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     values = rows if rows.dtype == torch.float64 else rows.float()
     # Ranks may have different numbers of rows. Deviations from the mean cancel no digits.
     own = torch.cat([values.sum(others), values.new_tensor([values.numel() / rows.shape[1]])])
-    total = _functional.all_reduce(own, group=layer.process_group)
+    total: torch.Tensor = _Sum.apply(own, layer.process_group)
     count = total[-1].detach()
     mean = total[:-1] / count
     deviations = values - mean.view(shape)
-    squares = _functional.all_reduce(deviations.square().sum(others), group=layer.process_group)
+    squares: torch.Tensor = _Sum.apply(deviations.square().sum(others), layer.process_group)
     variance = squares / count
     if layer.track_running_stats:
         with torch.no_grad():
@@ -75,3 +75,19 @@ def _forward(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     if layer.affine:
         normalized = normalized * layer.weight.view(shape) + layer.bias.view(shape)
     return normalized.to(rows.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum of a tensor over the ranks, whose gradients are summed, too."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        context.group, total = group, tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=context.group)
+        return total, None
