@@ -202,9 +202,7 @@ def test_a_model_is_sent_once_and_deleted_with_its_last_plan(spark: Any) -> None
         java = context._jvm.java.lang
         # Py4J would load the types of all methods of SparkEnv, and PySpark 4.3 lacks some.
         loaded = java.Thread.currentThread().getContextClassLoader().loadClass
-        kind = java.invoke.MethodType.methodType(
-            loaded("org.apache.spark.storage.BlockManager")
-        )
+        kind = java.invoke.MethodType.methodType(loaded("org.apache.spark.storage.BlockManager"))
         blocks = java.invoke.MethodHandles.publicLookup().findVirtual(
             loaded("org.apache.spark.SparkEnv"), "blockManager", kind
         )
