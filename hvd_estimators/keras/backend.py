@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -41,10 +41,14 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
     return [optimizer]
 
 
+def rated_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return all optimizers of a model that have a learning rate."""
+    return [o for each in model_optimizers(model) for o in inner_optimizers(each)]
+
+
 def learning_rates(model: keras.Model) -> list[float]:
     """Return the current learning rates of a model's optimizers, as far as they have one."""
-    optimizers = [o for each in model_optimizers(model) for o in inner_optimizers(each)]
-    rates = [getattr(optimizer, "learning_rate", None) for optimizer in optimizers]
+    rates = [getattr(optimizer, "learning_rate", None) for optimizer in rated_optimizers(model)]
     # As text, so that a 32-bit 0.05 becomes 0.05 and not 0.05000000074505806.
     return [float(str(np.asarray(rate)[()])) for rate in rates if rate is not None]
 
@@ -85,15 +89,66 @@ def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Laye
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return all optimizers of a model: its own first, then those in attributes of its layers."""
-    values = [getattr(model, "optimizer", None)]
+    compiled = getattr(model, "optimizer", None)
+    own = [compiled] if isinstance(compiled, keras.optimizers.Optimizer) else []
+    return _distinct([*own, *further_optimizers(model)])
+
+
+def further_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers in attributes of a model and its layers, besides ``optimizer``."""
+    values: list[Any] = []
     for layer in all_layers(model):
-        for value in list(vars(layer).values()):
+        for name, value in list(vars(layer).items()):
+            if layer is model and name == "optimizer":
+                continue
             if isinstance(value, Mapping):
                 values += value.values()
             else:
                 values += value if isinstance(value, (list, tuple)) else [value]
-    optimizers = (value for value in values if isinstance(value, keras.optimizers.Optimizer))
+    return _distinct([value for value in values if isinstance(value, keras.optimizers.Optimizer)])
+
+
+def _distinct(
+    optimizers: Sequence[keras.optimizers.Optimizer],
+) -> list[keras.optimizers.Optimizer]:
     return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+def optimizer_positions(
+    model: keras.Model, variables: Sequence[keras.Variable] | None = None
+) -> list[list[int]]:
+    """Return what `build_optimizers` needs to build another copy of a model.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    variables : sequence of keras.Variable, optional
+        The model's variables in the order of the copy. Default: the model's own order.
+
+    Returns
+    -------
+    list of list of int
+        For each of `further_optimizers`, the positions of the variables that it trains. Empty if
+        the optimizer is not built.
+    """
+    all_variables = model.variables if variables is None else variables
+    positions = {id(variable): number for number, variable in enumerate(all_variables)}
+    return [
+        # An optimizer of variables outside of the model stays without a state in copies.
+        [positions[id(v)] for v in optimizer._trainable_variables if id(v) in positions]
+        if optimizer.built
+        else []
+        for optimizer in further_optimizers(model)
+    ]
+
+
+def build_optimizers(model: keras.Model, positions: Sequence[Sequence[int]]) -> None:
+    """Build the optimizers in a model's attributes, so that their states can be loaded."""
+    variables = model.variables
+    for optimizer, of_optimizer in zip(further_optimizers(model), positions, strict=False):
+        if of_optimizer and not optimizer.built:
+            optimizer.build([variables[number] for number in of_optimizer])
 
 
 @contextlib.contextmanager

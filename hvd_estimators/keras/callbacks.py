@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import inner_optimizers
+from hvd_estimators.keras.backend import model_optimizers, rated_optimizers
 from hvd_estimators.keras.collectives import broadcast_variables, exchange, sum_arrays
 from hvd_estimators.keras.gradients import is_distributed
 from hvd_estimators.keras.metrics import (
@@ -98,7 +98,8 @@ class BroadcastCallback(keras.callbacks.Callback):
                 "mixed_float16 models). Compile with "
                 "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
             )
-        broadcast_variables([*self.model.variables, *optimizer.variables], self._root_rank)
+        states = [v for each in model_optimizers(self.model) for v in each.variables]
+        broadcast_variables([*self.model.variables, *states], self._root_rank)
         split_seed_states(self.model, hvd.rank())
 
 
@@ -370,9 +371,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return self.multiplier(epoch) if callable(self.multiplier) else self.multiplier
 
     def _rates(self) -> list[float]:
-        return [
-            float(optimizer.learning_rate) for optimizer in inner_optimizers(self.model.optimizer)
-        ]
+        return [float(optimizer.learning_rate) for optimizer in rated_optimizers(self.model)]
 
     def _sets_rate(self, epoch: float) -> bool:
         return self.start_epoch <= epoch and (self.end_epoch is None or epoch < self.end_epoch)
@@ -380,7 +379,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def _set_rate(self, epoch: float) -> None:
         if not self._sets_rate(epoch):
             return
-        optimizers, factor = inner_optimizers(self.model.optimizer), self.factor(epoch)
+        optimizers, factor = rated_optimizers(self.model), self.factor(epoch)
         initial = self.initial_lr
         assert initial is not None
         initials = initial if isinstance(initial, list) else [initial] * len(optimizers)

@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +35,10 @@ from hvd_estimators.keras.metrics import (
 )
 from hvd_estimators.keras.model_file import (
     WEIGHTS,
+    ModelExtras,
     load_weights,
-    rewritten_variables,
     save_file,
     snapshot,
-    write_rewritten,
 )
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates, check_selection
@@ -141,7 +141,7 @@ def metric_states(model: keras.Model) -> list[Array]:
     return [variable.numpy() for variable in model.metrics_variables]
 
 
-def build_metrics(model: keras.Model, element: Any, count: int) -> None:
+def build_metrics(model: keras.Model, element: Any, count: int | None = None) -> None:
     """Create the variables of a model's metrics, which Keras otherwise does in the first step.
 
     Parameters
@@ -150,8 +150,8 @@ def build_metrics(model: keras.Model, element: Any, count: int) -> None:
         The compiled model.
     element : structure of tf.TensorSpec
         Specs of the batches.
-    count : int
-        The expected number of variables.
+    count : int, optional
+        The expected number of variables, with which nothing is left to do.
     """
     if len(model.metrics_variables) != count:
         if model.run_eagerly:
@@ -227,7 +227,10 @@ def restore_run(
 ) -> RunState | None:
     """Load the run's newest checkpoint on all ranks; return None without a checkpoint."""
     load = functools.partial(load_weights, model)
-    state = restore(spec.store, spec.run, exchange, rank, load)
+    with warnings.catch_warnings():
+        # Keras would go on without the state of an optimizer.
+        warnings.filterwarnings("error", "Skipping variable loading for optimizer", UserWarning)
+        state = restore(spec.store, spec.run, exchange, rank, load)
     if state is not None and best_model is not None:
         best_model.fetch()
     return state
@@ -282,16 +285,16 @@ class BestModel:
             save(number, logs)
             if saved_at() == before:
                 return
-            values = rewritten_variables(callback.model)
-            if not values:
+            extras = ModelExtras.of(callback.model)
+            if not extras:
                 return
             if path.read_bytes()[:2] == b"PK":
                 with zipfile.ZipFile(path, "a") as archive:
-                    write_rewritten(values, archive)
+                    extras.write(archive)
                 return
             with zipfile.ZipFile(f"{path}.partial", "w") as archive:
                 archive.write(path, WEIGHTS)
-                write_rewritten(values, archive)
+                extras.write(archive)
             os.replace(f"{path}.partial", path)
 
         return save_completely

@@ -21,17 +21,8 @@ def states_denominator(loss: Any) -> bool:
     return callable(getattr(loss, "denominator", None))
 
 
-def batch_weight(batch: Any, by_samples: bool) -> tuple[tf.Tensor, int]:
-    """Return a batch's weight, by sample weights or by rows, and the number of its labels."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    labels = sum(label is not None for label in keras.tree.flatten(y))
-    if by_samples and sample_weight is not None:
-        return tf.reduce_sum(tf.cast(sample_weight, tf.float32)), labels
-    return tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32), labels
-
-
 class LossDenominators:
-    """Scale the losses that a model computes in its training and test steps.
+    """Weight the batches of a model's steps: in gradients, losses and metrics.
 
     With several micro-batches per step, the step's denominator is unknown before the last one. A
     single loss then weights each micro-batch by its denominator instead.
@@ -48,6 +39,9 @@ class LossDenominators:
         Whether gradients are averaged by sample weights, not by rows.
     sum_over_ranks : callable
         Returns the sum of a tensor over the ranks, given the tensor and its name.
+    may_be_empty : bool
+        Whether batches may have no rows. Metrics then ignore such batches, whose mean is NaN.
+        The metrics must be built.
     """
 
     def __init__(
@@ -57,8 +51,10 @@ class LossDenominators:
         full: int,
         by_samples: bool,
         sum_over_ranks: Callable[[tf.Tensor, str], tf.Tensor],
+        may_be_empty: bool = False,
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
+        self.may_be_empty = may_be_empty
         self._averagers = averagers
         self._passes = passes
         self._full = full
@@ -67,6 +63,7 @@ class LossDenominators:
         self._trackers: list[Any] = []
         self._is_single = True
         self._weight: Any = None
+        self._rows: Any = None
         self._is_training = False
         # Losses of the step that is traced, and those among them that are no means over rows.
         self._calls = self._other_sums = 0
@@ -96,18 +93,35 @@ class LossDenominators:
             self._trackers.clear()
 
     def _weight_trackers(self) -> None:
-        """Weight the means of losses that Keras logs: of all, and of each output."""
+        """Weight the means of losses that Keras logs: of all, and of each output.
+
+        Other metrics are changed only so that they ignore batches without rows.
+        """
         model: Any = self._model
         if model is None:
             return
         totals = [m for m in model.metrics if m.name == "loss" and type(m) is keras.metrics.Mean]
         # Exist when the model was called with labels.
         of_outputs = getattr(model._compile_loss, "metrics", ())
-        for metric in (*totals[:1], *of_outputs):
-            if metric not in self._trackers:
-                update = functools.partial(self._update, metric.update_state, metric in totals)
-                vars(metric)["update_state"] = update
-                self._trackers.append(metric)
+        weighted = [*totals[:1], *of_outputs]
+        others = [m for m in model.metrics if m not in weighted] if self.may_be_empty else []
+        for metric in (*weighted, *others):
+            if metric in self._trackers:
+                continue
+            update = metric.update_state
+            if metric in weighted:
+                update = functools.partial(self._update, update, metric in totals)
+            if self.may_be_empty:
+                update = functools.partial(self._ignore_empty, metric, update)
+            vars(metric)["update_state"] = update
+            self._trackers.append(metric)
+
+    def _ignore_empty(self, metric: Any, update: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [tf.convert_to_tensor(variable) for variable in metric.variables]
+        result = update(*args, **kwargs)
+        for variable, old in zip(metric.variables, before, strict=True):
+            variable.assign(tf.where(self._rows > 0, variable, old))
+        return result
 
     def _update(self, original: Any, is_total: bool, values: Any, sample_weight: Any = None) -> Any:
         if is_total and self._denominator is not None:
@@ -118,27 +132,33 @@ class LossDenominators:
         return original(values, sample_weight=sample_weight)
 
     @contextlib.contextmanager
-    def in_step(self, weight: Any, is_training: bool, labels: int) -> Iterator[None]:
-        """Scale the losses of a step that runs or is traced.
+    def in_step(self, batch: Any, is_training: bool) -> Iterator[None]:
+        """Weight the batch of a step that runs or is traced.
 
         Parameters
         ----------
-        weight : tf.Tensor
-            Weight of the batch, by rows or by sample weights.
+        batch : structure of tf.Tensor
+            The argument of the step.
         is_training : bool
             Whether gradients are averaged. In a test step, a single loss is weighted by its
             denominator, so that the loss over all validation rows is exact.
-        labels : int
-            The number of labels.
         """
-        self._weight, self._is_training, self._is_single = weight, is_training, labels == 1
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        self._is_single = sum(label is not None for label in keras.tree.flatten(y)) == 1
+        self._rows = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
+        self._weight, self._is_training = self._rows, is_training
+        if self._by_samples and sample_weight is not None:
+            self._weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+        if is_training:
+            for averager in self._averagers:
+                averager.weight = self._weight / self._full
         self._calls = self._other_sums = 0
         self._after, self._denominator = [], None
         self._weight_trackers()
         try:
             yield
         finally:
-            self._weight = self._denominator = None
+            self._weight = self._rows = self._denominator = None
             self._after = []
         if is_training and self._passes > 1 and self._other_sums and self._calls > 1:
             raise ParamError(

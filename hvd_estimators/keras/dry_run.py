@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import functools
 import logging
 import math
 import types
@@ -29,6 +30,7 @@ from hvd_estimators.keras.metrics import (
     scalars,
 )
 from hvd_estimators.keras.outputs import Outputs, symbolic
+from hvd_estimators.keras.own_step import why_one_batch_per_step
 from hvd_estimators.keras.sync_batch_norm import synchronized_layers
 from hvd_estimators.keras.tensors import (
     SHAPE_KINDS,
@@ -233,6 +235,7 @@ class DryRun:
         self.takes_one_row: bool | None = None
         self.squeezed_shapes: tuple[tuple[int, ...], ...] | None = None
         self._row_shapes: dict[str, tuple[int, ...]] = {}
+        self._columns: Columns = {}
         self._batch: tuple[Any, ...] | None = None
         outputs = symbolic(model, "output")
         if outputs is not None:
@@ -253,6 +256,19 @@ class DryRun:
             )
         return TensorSpec(self._inputs, structure, self._weight_col, self._class_weight)
 
+    @functools.cached_property
+    def why_one_batch_per_step(self) -> str | None:
+        """See `why_one_batch_per_step`; None for a model without its own ``train_step``."""
+        if self._copy is None or not has_own_step(self.model):
+            return None
+        trial = self._copy()
+        self._compile(trial, self.outputs)
+        return why_one_batch_per_step(trial, self.tensors.arrays(self._columns))
+
+    def _take_columns(self, columns: Columns) -> None:
+        self._columns = columns
+        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
+
     def look_at(self, columns: Columns) -> None:
         """Record the columns' shapes without calling the model.
 
@@ -261,7 +277,7 @@ class DryRun:
         ParamError
             If only a call can build the model or determine the structure of its inputs.
         """
-        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
+        self._take_columns(columns)
         self._go_without_call("dry_run is False")
         model, inputs = self.model, self._inputs
         is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
@@ -286,7 +302,7 @@ class DryRun:
         ParamError
             If the model is not built and cannot be called on the driver.
         """
-        self._row_shapes = {name: array.shape[1:] for name, array in columns.items()}
+        self._take_columns(columns)
         check_columns(self._input_fields(), columns, "feature_cols", "input")
         with tf.device("CPU:0"), contextlib.ExitStack() as stack:
             try:

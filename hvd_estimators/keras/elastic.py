@@ -13,7 +13,7 @@ import numpy as np
 from horovod.common.elastic import ObjectState
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.backend import further_optimizers, require_tensorflow
 from hvd_estimators.keras.collectives import broadcast_variables
 
 
@@ -25,8 +25,8 @@ class KerasState(ObjectState):
     (``CommitStateCallback``, ``UpdateEpochStateCallback``, ``UpdateBatchStateCallback`` of
     ``horovod.tensorflow.keras.elastic``) support this class.
 
-    A commit holds the weights and the optimizer's variables. In relaunched ranks, random layers
-    such as dropout restart their random streams.
+    A commit holds the weights and the variables of all optimizers of the model. In relaunched
+    ranks, random layers such as dropout restart their random streams.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class KerasState(ObjectState):
     Raises
     ------
     ParamError
-        If the model is not built, or there is no optimizer.
+        If the model or an optimizer in its attributes is not built, or there is no optimizer.
     DependencyError
         If Keras does not run on TensorFlow.
 
@@ -78,8 +78,15 @@ class KerasState(ObjectState):
             raise ParamError("optimizer: expected one, as the model was not compiled with any.")
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
+        others = [each for each in further_optimizers(model) if each is not optimizer]
+        if not all(each.built for each in others):
+            raise ParamError(
+                "model: expected built optimizers in its attributes, found one without variables. "
+                "Call build(variables) of each first."
+            )
         self.model = model
         self.optimizer = optimizer
+        self._optimizers = [optimizer, *others]
         self._save_variables()
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **values)
 
@@ -101,7 +108,7 @@ class KerasState(ObjectState):
         super().sync()
 
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *self.optimizer.variables]
+        return [*self.model.weights, *(v for each in self._optimizers for v in each.variables)]
 
     def _save_variables(self) -> None:
         self._saved_variables = [np.array(variable) for variable in self._variables()]

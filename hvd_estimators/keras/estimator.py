@@ -127,6 +127,12 @@ class KerasEstimator(KerasEstimatorSignatures):
             is_validated = self.getOrDefault("validation") is not None
             has_validation = is_validated or checkpoint.monitor.startswith("val_")
             dry_run.check_selection(checkpoint, has_validation)
+        passes = self.getOrDefault("backward_passes_per_step")
+        if passes > 1 and dry_run.why_one_batch_per_step is not None:
+            raise ParamError(
+                "backward_passes_per_step: expected 1 for a model whose train_step "
+                f"{dry_run.why_one_batch_per_step}, found {passes}."
+            )
         dry_run.check_monitors("callbacks", callbacks)
         dry_run.check_monitors("checkpoint_callback", [checkpoint] if checkpoint else [])
         trial = _KerasTrial(
@@ -196,16 +202,14 @@ class KerasEstimator(KerasEstimatorSignatures):
         return {**identity, "loss": named(trial.settings.loss)}
 
     def _check_checkpoint(self, path: str, trial: Any) -> None:
-        if not all(optimizer.built for optimizer in model_optimizers(trial.dry_run.model)):
-            raise ParamError(
-                f"run_id: {self.getOrDefault('run_id')!r} cannot be resumed, as optimizers among "
-                "the model's attributes are not built and would lose their state. Set another "
-                "run_id, or call build() of each optimizer with its variables before fit()."
-            )
         check_state(self._get_store(), path)
 
     def _check_spec(self, common: TrainSpec, trial: Any) -> None:
         check_batches(trial.dry_run.model, common.data)
+        if common.data.passes_per_batch > 1:
+            reason = trial.dry_run.why_one_batch_per_step
+            if reason is not None:
+                common.data.require_one_shard_per_rank("model", f"and its train_step {reason}")
         reductions_of(trial.dry_run.model, common.buffer_reduction)
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()

@@ -19,7 +19,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
 from hvd_estimators.keras.backend import kept_random_state
-from hvd_estimators.keras.denominators import LossDenominators, batch_weight
+from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.losses import NO_TEST_LOSS, has_test_loss, weights_by_samples
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
 from hvd_estimators.keras.outputs import keep_rows
@@ -67,7 +67,6 @@ class EvaluationSteps:
                 self.model.compile(**arguments)
         keep_rows(self.model, shapes)
         weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
-        self._by_samples = weights
         self._denominators = LossDenominators([], 1, 1, weights, lambda tensor, name: tensor)
         self._is_built = False
         # Keras runs test steps without AutoGraph, too.
@@ -97,8 +96,7 @@ class EvaluationSteps:
             yield
 
     def _step(self, batch: Any) -> Any:
-        weight, labels = batch_weight(batch, self._by_samples)
-        with self._denominators.in_step(weight, False, labels):
+        with self._denominators.in_step(batch, False):
             try:
                 return self.model.test_step(batch)
             except ValueError as error:

@@ -4,13 +4,16 @@
 whole file. This module reads and writes folders instead.
 
 A ``.keras`` file stores a layer's kernel with the product of its LoRA adapters added, and omits the
-adapters. The original values of such variables are written beside Keras's own files.
+adapters. The original values of such variables are written beside Keras's own files. So are the
+positions of the variables that optimizers in attributes train, since Keras restores the state of a
+built optimizer only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import shutil
@@ -18,6 +21,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
 import h5py
@@ -27,13 +31,21 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras, model_optimizers
+from hvd_estimators.keras.backend import (
+    all_layers,
+    build_optimizers,
+    is_keras,
+    model_optimizers,
+    optimizer_positions,
+    rated_optimizers,
+)
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.store.files import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
-_MEMBER = "hvd_estimators.variables.npz"
+_VALUES = "hvd_estimators.variables.npz"
+_OPTIMIZERS = "hvd_estimators.optimizers.json"
 
 
 def loads_plainly(layer: keras.Layer) -> bool:
@@ -69,28 +81,59 @@ def rewritten_variables(model: keras.Model) -> dict[int, Array]:
     }
 
 
-def write_rewritten(values: Mapping[int, Array], archive: zipfile.ZipFile) -> None:
-    """Add variables to an archive, if there are any. Keras ignores other members."""
-    if values:
-        # NumPy's files do not support bfloat16.
-        contents = {str(n): value.reshape(-1).view(np.uint8) for n, value in values.items()}
-        buffer = io.BytesIO()
-        np.savez(buffer, **contents)
-        archive.writestr(_MEMBER, buffer.getvalue())
+@dataclass(frozen=True)
+class ModelExtras:
+    """Contents of a model's file that Keras does not write. Keras ignores them.
+
+    Attributes
+    ----------
+    values : mapping
+        Variables from `rewritten_variables`.
+    positions : list of list of int
+        From `optimizer_positions`.
+    """
+
+    values: Mapping[int, Array]
+    positions: list[list[int]]
+
+    @staticmethod
+    def of(model: keras.Model) -> ModelExtras:
+        """Return the current extras of a model."""
+        return ModelExtras(rewritten_variables(model), optimizer_positions(model))
+
+    def write(self, archive: zipfile.ZipFile) -> None:
+        """Add the extras to an archive, if there are any."""
+        if any(self.positions):
+            archive.writestr(_OPTIMIZERS, json.dumps(self.positions))
+        if self.values:
+            # NumPy's files do not support bfloat16.
+            contents = {str(n): v.reshape(-1).view(np.uint8) for n, v in self.values.items()}
+            buffer = io.BytesIO()
+            np.savez(buffer, **contents)
+            archive.writestr(_VALUES, buffer.getvalue())
+
+    def __bool__(self) -> bool:
+        return bool(self.values) or any(self.positions)
 
 
-def read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
-    """Assign the variables that `write_rewritten` wrote to a model.
+def _build_optimizers(model: keras.Model, archive: zipfile.ZipFile) -> None:
+    """Build the optimizers that were built when an archive was written."""
+    if _OPTIMIZERS in archive.namelist():
+        build_optimizers(model, json.loads(archive.read(_OPTIMIZERS)))
+
+
+def _read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
+    """Assign the variables in `ModelExtras` to a model.
 
     Raises
     ------
     ValueError
         If the model has other variables.
     """
-    if _MEMBER not in archive.namelist():
+    if _VALUES not in archive.namelist():
         return
     variables = model.variables
-    with np.load(io.BytesIO(archive.read(_MEMBER))) as contents:
+    with np.load(io.BytesIO(archive.read(_VALUES))) as contents:
         for number in map(int, contents):
             content = contents[str(number)]
             if number >= len(variables):
@@ -178,10 +221,8 @@ def write_files(files: dict[str, Array], directory: str) -> None:
             content.tofile(file)
 
 
-def save_file(
-    model: keras.Model, file: str | IO[bytes], rewritten: Mapping[int, Array] | None = None
-) -> None:
-    """Write a model and its optimizer's state as a ``.keras`` file, which `load_weights` reads.
+def save_file(model: keras.Model, file: str | IO[bytes], extras: ModelExtras | None = None) -> None:
+    """Write a model and its optimizers' states as a ``.keras`` file, which `load_weights` reads.
 
     If the model has no config, the file is an archive that contains only ``model.weights.h5``.
 
@@ -191,14 +232,14 @@ def save_file(
         Built and compiled.
     file : str or file
         The path, or a file open for writing.
-    rewritten : mapping, optional
-        Variables from `rewritten_variables`. Default: the model's current values.
+    extras : ModelExtras, optional
+        Default: the model's current extras.
     """
     with zipfile.ZipFile(file, "w") as archive:
         with tempfile.TemporaryDirectory() as folder:
             _save_plainly(model, folder)
             _zip(folder, archive)
-        write_rewritten(rewritten_variables(model) if rewritten is None else rewritten, archive)
+        (ModelExtras.of(model) if extras is None else extras).write(archive)
 
 
 def save_plainly(model: keras.Model, directory: str) -> str:
@@ -219,12 +260,12 @@ def save_plainly(model: keras.Model, directory: str) -> str:
 
 
 def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
-    """Load the weights that Keras saved, and the optimizer's state if the optimizer is built.
+    """Load the weights that Keras saved, and the states of the model's optimizers.
 
     Parameters
     ----------
     model : keras.Model
-        Built and compiled.
+        Built and compiled. Optimizers in its attributes are built here.
     source : str or file
         A ``.keras`` or ``.weights.h5`` file with any name, or an archive that contains the latter.
     """
@@ -238,12 +279,13 @@ def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
             # Within an archive, every seek would read from the beginning.
             archive = stack.enter_context(zipfile.ZipFile(file))
             archive.extract(WEIGHTS, directory)
+            _build_optimizers(model, archive)
         else:
             with open(weights, "wb") as copy:
                 shutil.copyfileobj(file, copy, CHUNK_BYTES)
         model.load_weights(weights)
         if is_archive:
-            read_rewritten(model, archive)
+            _read_rewritten(model, archive)
 
 
 def _save_plainly(model: keras.Model, directory: str) -> bool:
@@ -306,10 +348,8 @@ class ModelCopy:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._values: dict[int, _Store] = {}
-        self._rewritten = rewritten_variables(model)
-        optimizers = model_optimizers(model)
-        inner = [each for optimizer in optimizers for each in inner_optimizers(optimizer)]
-        for saver in [*all_layers(model), *optimizers, *inner]:
+        self._extras = ModelExtras.of(model)
+        for saver in [*all_layers(model), *model_optimizers(model), *rated_optimizers(model)]:
             if id(saver) not in self._values:
                 store = _Store()
                 saver.save_own_variables(store)
@@ -320,7 +360,7 @@ class ModelCopy:
         """Write the file that `save_file` would have written at copy time. Runs in any thread."""
         _written.values = self._values
         try:
-            save_file(self._model, file, self._rewritten)
+            save_file(self._model, file, self._extras)
         finally:
             _written.values = {}
 
@@ -386,7 +426,7 @@ def read_content(
                 path, custom_objects=dict(custom_objects), safe_mode=safe
             )
             with zipfile.ZipFile(path) as archive:
-                read_rewritten(model, archive)
+                _read_rewritten(model, archive)
             return model
         except (TypeError, ValueError) as error:
             raise StoreError(

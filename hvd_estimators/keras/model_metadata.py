@@ -11,7 +11,12 @@ import keras
 import numpy as np
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.backend import (
+    all_layers,
+    build_optimizers,
+    further_optimizers,
+    optimizer_positions,
+)
 from hvd_estimators.keras.custom_objects import (
     UnequalCopyError,
     data_attributes,
@@ -42,6 +47,9 @@ class ModelMetadata:
         Data attributes of custom layers, by position.
     layers : list of bool
         Whether each layer is trainable. Keras's config of a `keras.Sequential` does not contain it.
+    optimizers : sequence
+        For each optimizer in the model's attributes: the positions of the variables that it
+        trains, and the values of its own. Both are empty if the optimizer is not built.
     """
 
     paths: list[str]
@@ -50,6 +58,7 @@ class ModelMetadata:
     values: Mapping[int, Array]
     attributes: Mapping[int, Mapping[str, Any]]
     layers: list[bool]
+    optimizers: Sequence[tuple[list[int], list[Array]]] = ()
 
     @staticmethod
     def of(model: keras.Model) -> ModelMetadata:
@@ -88,6 +97,8 @@ class ModelMetadata:
     def completed(self, model: keras.Model, copy: keras.Model) -> ModelMetadata:
         """Return this metadata with the values that a copy lacks, and assign them to the copy.
 
+        These include the states of the optimizers in attributes.
+
         Raises
         ------
         UnequalCopyError
@@ -100,7 +111,15 @@ class ModelMetadata:
             if not _same_bits(value, variable_value(theirs)):
                 values[number] = np.array(value)
                 theirs.assign(value)
-        return replace(metadata, values=values)
+        positions = optimizer_positions(model, [ours for ours, _ in pairs])
+        states = [
+            [variable.numpy() for variable in optimizer.variables] if of_optimizer else []
+            for optimizer, of_optimizer in zip(further_optimizers(model), positions, strict=True)
+        ]
+        optimizers = list(zip(positions, states, strict=True))
+        metadata = replace(metadata, values=values, optimizers=optimizers)
+        metadata._restore_optimizers(copy)
+        return metadata
 
     @contextlib.contextmanager
     def policy(self) -> Iterator[None]:
@@ -129,6 +148,15 @@ class ModelMetadata:
                 variable.trainable = trainable
         for number, value in self.values.items():
             variables[number].assign(value)
+        self._restore_optimizers(model)
+
+    def _restore_optimizers(self, model: keras.Model) -> None:
+        build_optimizers(model, [positions for positions, _ in self.optimizers])
+        pairs = zip(further_optimizers(model), self.optimizers, strict=False)
+        for optimizer, (positions, values) in pairs:
+            if positions:
+                for variable, value in zip(optimizer.variables, values, strict=True):
+                    variable.assign(value)
 
 
 def _set_trainable(model: keras.Model, trainable: Sequence[bool]) -> None:

@@ -16,6 +16,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import causes
 from hvd_estimators.keras.backend import (
     all_layers,
+    further_optimizers,
     has_own_compile,
     has_own_step,
     kept_random_state,
@@ -146,6 +147,11 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
         model = get("model")
         if get("optimizer") is None and not model.compiled:
             raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
+        if get("learning_rate") is not None and further_optimizers(model):
+            raise ParamError(
+                "learning_rate: it sets the rate of one optimizer, and the model has others in its "
+                "attributes. Leave it out, and set the rates of the optimizers."
+            )
         if has_own_compile(model):
             self._check_own_compile()
         else:
@@ -221,24 +227,19 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
     def _check_own_compile(self) -> None:
         """Check that a model with its own ``compile`` is compiled and needs no other settings."""
         get = self.getOrDefault
-        names = ("optimizer", "loss", "loss_weights", "metrics")
+        names = ("optimizer", "loss", "loss_weights", "metrics", "learning_rate")
         given = [name for name in names if get(name) not in (None, [])]
         if given or not get("model").compiled:
             raise ParamError(
                 f"model: its class {type(get('model')).__name__} has its own compile(), which only "
-                "you can call. Compile the model and leave optimizer, loss, loss_weights and "
-                f"metrics out; found {', '.join(given) or 'a model that is not compiled'}."
+                "you can call. Compile the model, and leave optimizer, loss, loss_weights, metrics "
+                "and learning_rate out; found "
+                f"{', '.join(given) or 'a model that is not compiled'}."
             )
-        optimizers = model_optimizers(get("model"))
-        if not optimizers:
+        if not model_optimizers(get("model")):
             raise ParamError(
                 "model: expected a Keras optimizer in the model or among its attributes, found "
                 "none. Let its compile() keep its optimizers as attributes."
-            )
-        if len(optimizers) > 1 and get("backward_passes_per_step") > 1:
-            raise ParamError(
-                "backward_passes_per_step: expected 1 for a model with several optimizers, found "
-                f"{get('backward_passes_per_step')}."
             )
 
     def _text_cols(self) -> Mapping[str, bool]:

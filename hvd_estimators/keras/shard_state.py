@@ -122,6 +122,11 @@ class VariableState:
     ----------
     model : keras.Model
         Built.
+
+    Attributes
+    ----------
+    variables : list of keras.Variable
+        The variables.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -132,7 +137,7 @@ class VariableState:
             if not layer.trainable
             for variable in layer.variables
         }
-        self._variables = [
+        self.variables = [
             variable
             for variable in model.non_trainable_variables
             if id(variable) not in seeds | frozen
@@ -140,11 +145,11 @@ class VariableState:
 
     def capture(self) -> list[Any]:
         """Return the values."""
-        return [variable.numpy() for variable in self._variables]
+        return [variable.numpy() for variable in self.variables]
 
     def restore(self, state: Sequence[Any]) -> None:
         """Restore the values that `capture` returned."""
-        for variable, value in zip(self._variables, state, strict=True):
+        for variable, value in zip(self.variables, state, strict=True):
             variable.assign(value)
 
 
@@ -186,28 +191,19 @@ class MicroBatches:
         self.variables = VariableState(model)
         self.shards = ShardStates(num_shards, rank, size, (streams, self.variables))
         self.passes = self.shards.passes
-        self._model = model
         self._steps_per_call = steps_per_call
-        self._measured: list[Any] | None = None
 
     def begin(self, batch: int) -> int | None:
         """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
         step, micro_batch = divmod(batch, self.passes)
         if self.passes > 1:
             self.shards.enter(micro_batch)
-            if micro_batch >= len(self.shards.shards):
-                # The loss of an empty micro-batch is NaN.
-                self._measured = [variable.numpy() for variable in self._model.metrics_variables]
         return step if not micro_batch and not step % self._steps_per_call else None
 
     def end(self, batch: int) -> int | None:
         """End a micro-batch; return the step, counted from 0, if the step has ended."""
         if self.passes == 1:
             return batch
-        if self._measured is not None:
-            for variable, value in zip(self._model.metrics_variables, self._measured, strict=True):
-                variable.assign(value)
-            self._measured = None
         step, micro_batch = divmod(batch, self.passes)
         if micro_batch + 1 < self.passes:
             return None

@@ -25,7 +25,13 @@ from hvd_estimators.keras.callbacks import (
     MetricAverageCallback,
     turn_off_jit_compile,
 )
-from hvd_estimators.keras.checkpoint import BestModel, PartialEpoch, RunSaver, restore_run
+from hvd_estimators.keras.checkpoint import (
+    BestModel,
+    PartialEpoch,
+    RunSaver,
+    build_metrics,
+    restore_run,
+)
 from hvd_estimators.keras.collectives import (
     GradientAverager,
     broadcast_variables,
@@ -36,7 +42,7 @@ from hvd_estimators.keras.collectives import (
     sum_tensors,
 )
 from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
-from hvd_estimators.keras.denominators import LossDenominators, batch_weight
+from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.gradients import distribute
 from hvd_estimators.keras.loop import (
     EpochEnd,
@@ -223,8 +229,9 @@ class _Trainer:
             [*ending, end], model=self.model, epochs=spec.epochs, steps=steps, verbose=0
         )
         callbacks.on_train_begin()
-        # As fit() does: an optimizer may replace the weights with averages at the end.
-        self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        if self.model.optimizer is not None:
+            # As fit() does: an optimizer may replace the weights with averages at the end.
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         callbacks.on_train_end()
 
     def _fit(
@@ -282,6 +289,8 @@ class _Trainer:
                 streams.restore,
             )
             resumed.build(train.element_spec)
+        elif self.denominators.may_be_empty:
+            build_metrics(model, train.element_spec)
         statistics = self.statistics = StatisticsCallback(
             micro_batches.shards, spec.buffer_reduction
         )
@@ -333,12 +342,15 @@ class _Trainer:
 
     def _weight_batches(self) -> None:
         """Set the batch's weight in averagers and losses from within each step."""
-        averagers, data = self.averagers, self.spec.data
-        by_samples, full = self.spec.weight_by_samples, data.batch_size
-        synchronized = SynchronizedMoments(self.model, averagers[0])
-        passes = self.spec.backward_passes_per_step * data.passes_per_batch
+        data = self.spec.data
+        synchronized = SynchronizedMoments(self.model, self.averagers[0])
         self.denominators = denominators = LossDenominators(
-            averagers, passes, full, by_samples, sum_tensors
+            self.averagers,
+            self.spec.backward_passes_per_step * data.passes_per_batch,
+            data.batch_size,
+            self.spec.weight_by_samples,
+            sum_tensors,
+            data.num_shards % data.num_ranks > 0 or 0 in data.train_batch_sizes(),
         )
 
         def explained(step: str, batch: Any) -> contextlib.AbstractContextManager[None]:
@@ -348,17 +360,10 @@ class _Trainer:
 
         def weighted(step: Callable[[Any], Any], is_training: bool) -> Callable[[Any], Any]:
             def counted(batch: Any) -> Any:
-                weight, labels = batch_weight(batch, by_samples)
-                if is_training:
-                    for averager in averagers:
-                        averager.weight = weight / full
                 moments = synchronized.in_step() if is_training else contextlib.nullcontext()
                 name = "train_step" if is_training else "test_step"
-                with (
-                    moments,
-                    denominators.in_step(weight, is_training, labels),
-                    explained(name, batch),
-                ):
+                # A layer with synchronized moments needs the averager's weight.
+                with denominators.in_step(batch, is_training), moments, explained(name, batch):
                     return step(batch)
 
             return counted

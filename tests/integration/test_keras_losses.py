@@ -168,19 +168,16 @@ class Trained:
         self.model.compile(optimizer, loss, run_eagerly=True)
         self.denominators = LossDenominators([averager], passes, 4, False, sum_tensors)
         self.steps = self.model.train_step, self.model.test_step
-        self.averager = averager
 
     def run(self, batches: Sequence[Any], is_training: bool) -> float:
         self.model.reset_metrics()
         for batch in batches:
-            weight = tf.cast(len(batch[0]), tf.float32)
-            self.averager.weight = weight / 4
-            labels = len(keras.tree.flatten(batch[1]))
+            tensors = keras.tree.map_structure(tf.constant, batch)
             with (
                 self.denominators.patched(self.model),
-                self.denominators.in_step(weight, is_training, labels),
+                self.denominators.in_step(tensors, is_training),
             ):
-                self.steps[not is_training](keras.tree.map_structure(tf.constant, batch))
+                self.steps[not is_training](tensors)
         return float(self.model.metrics[0].total), float(self.model.metrics[0].count)
 
 

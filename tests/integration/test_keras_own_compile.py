@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import keras
+import keras_reference
 import numpy as np
 import pytest
-from keras_reference import pooled_estimator
+from fewer_ranks import FourShards
+from keras_reference import make_estimator, pooled_estimator
+from rank_pool import shared_ranks
 from reference import WIDTH, write_rows
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import KerasEstimator
 
 pytestmark = pytest.mark.integration
 
@@ -90,24 +96,84 @@ def test_both_optimizers_average_gradients(store: Any) -> None:
         for a, b in zip(getattr(trained, part).weights, getattr(alone, part).weights, strict=True):
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-5, err_msg=part)
     np.testing.assert_allclose(fitted.getHistory()["judge_loss"], expected["judge_loss"], rtol=1e-4)
-    # Slots of unbuilt optimizers could not be restored.
-    with pytest.raises(ParamError, match=r"run_id: 'pair' cannot be resumed.*build\(\)"):
-        estimator.fit_on_parquet({estimator.epochs: 4})
+    resumed = estimator.fit_on_parquet({estimator.epochs: 4})
+    whole = estimator.fit_on_parquet({estimator.epochs: 4, estimator.run_id: "whole"})
+    assert_equal_states(resumed.getModel(), whole.getModel())
+
+
+class Dies(keras.callbacks.Callback):
+    """Callback that kills rank 1 once, in the second epoch."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__()
+        self.marker = marker
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        due = (self.epoch, batch) == (1, 2) and os.environ["HOROVOD_RANK"] == "1"
+        if due and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_equal_states(found: Adversaries, expected: Adversaries) -> None:
+    """Compare weights and the states of both optimizers bit for bit."""
+    for part in ("maker", "judge", "maker_optimizer", "judge_optimizer"):
+        ours, others = getattr(found, part).variables, getattr(expected, part).variables
+        for a, b in zip(ours, others, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=f"{part}: {a.path}")
+    # Two moments for each of the two weights, the iterations and the learning rate.
+    assert len(found.judge_optimizer.variables) == 6
+
+
+def test_a_killed_rank_loses_no_optimizers_state(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 120)
+    marker = tmp_path / "died"
+
+    def fit(run_id: str, **params: Any) -> Any:
+        params |= {"model": make_adversaries(), "optimizer": None, "loss": None}
+        params |= {"batch_size": 15, "epochs": 2, "run_id": run_id}
+        return make_estimator(store, 2, **params, checkpoint_every_n_steps=1).fit_on_parquet()
+
+    whole = fit("whole", backend=shared_ranks(2, "tensorflow"))
+    killed = fit("killed", max_restarts=1, callbacks=[Dies(str(marker))])
+    assert marker.exists()
+    assert killed.summary.restarts == 1
+    assert_equal_states(killed.getModel(), whole.getModel())
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"loss": "mse"}, r"own compile\(\).*found loss"),
+        ({"learning_rate": 0.1}, "learning_rate: it sets the rate of one optimizer"),
         (
             {"backward_passes_per_step": 2},
-            "expected 1 .* several optimizers, found 2",
+            "expected 1 .* train_step applies optimizers 2 times per batch, found 2",
         ),
     ],
 )
 def test_params_that_need_the_models_own_compile_are_rejected(
     store: Any, params: dict[str, Any], message: str
 ) -> None:
+    write_rows(Path(store.get_train_data_path()), 8)
     given = {"optimizer": None, "loss": None, **params}
     with pytest.raises(ParamError, match=message):
         pooled_estimator(store, 2, model=make_adversaries(), **given).fit_on_parquet()
+
+
+class FourShardsEstimator(FourShards, KerasEstimator):
+    pass
+
+
+def test_steps_that_do_not_add_up_are_rejected_on_fewer_ranks(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 8)
+    monkeypatch.setattr(keras_reference, "KerasEstimator", FourShardsEstimator)
+    params = {"model": make_adversaries(), "optimizer": None, "loss": None}
+    message = "model: the run began with 4 ranks.* its train_step applies optimizers 2 times"
+    with pytest.raises(ParamError, match=message):
+        pooled_estimator(store, 2, **params).fit_on_parquet()

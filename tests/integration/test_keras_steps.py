@@ -256,20 +256,19 @@ def backend() -> StandingBackend:
 
 
 def fit(backend: Any, store: Any, model: keras.Model, **params: Any) -> Any:
-    return make_estimator(
-        store,
-        2,
-        backend=backend,
-        model=model,
-        optimizer=None,
-        loss=None,
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "model": model,
+        "optimizer": None,
+        "loss": None,
         # If matched by position, the inputs would be swapped.
-        feature_cols=["body", "series"],
-        batch_size=8,
-        val_batch_size=4,
-        validation=0.5,
+        "feature_cols": ["body", "series"],
+        "batch_size": 8,
+        "val_batch_size": 4,
+        "validation": 0.5,
         **params,
-    ).fit_on_parquet()
+    }
+    return make_estimator(store, 2, **settings).fit_on_parquet()
 
 
 @pytest.mark.parametrize("held_out_rows", [32, 1])
@@ -387,3 +386,56 @@ def test_a_loss_of_gathered_pairs_trains_as_one_process(backend: Any, store: Any
         np.abs(a - b).max() for a, b in zip(alone.get_weights(), model.get_weights(), strict=True)
     ]
     assert max(moved) > 0.05
+
+
+def mean_error(y_true: Any, y_pred: Any) -> Any:
+    """Return one number for a batch, which is NaN without rows."""
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred))
+
+
+class Tracked(keras.Model):
+    """Step with a tracker of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = mean_error(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"error": self.tracker.result()}
+
+    @property
+    def metrics(self) -> Any:
+        return [self.tracker]
+
+
+@pytest.mark.parametrize("kind", [keras.Model, Tracked])
+def test_batches_without_rows_do_not_count_in_means(backend: Any, store: Any, kind: Any) -> None:
+    columns = write(store.get_train_data_path(), 7, seed=0)
+    write(store.get_val_data_path(), 3, seed=1)
+
+    def compiled() -> Any:
+        model, own = make(kind), kind is Tracked
+        settings: dict[str, Any] = {} if own else {"loss": mean_error, "metrics": [mean_error]}
+        model.compile(keras.optimizers.SGD(RATE), **settings, jit_compile=False)
+        return model
+
+    params = {"epochs": 2, "validation": None, "batch_size": 1}
+    # The first rank has three rows, and the other four.
+    fitted = fit(backend, store, compiled(), **params)
+    alone, history = compiled(), fitted.getHistory()
+    for epoch in range(2):
+        errors: list[Any] = []
+        for rows in global_batches(7, 2, 1):
+            x, y = inputs_of(columns, rows), columns["label"][rows, None]
+            errors.extend(np.abs(alone(x).numpy() - y)[:, 0])
+            alone.train_on_batch(x, y)
+        for name, values in history.items():
+            assert values[epoch] == pytest.approx(np.mean(errors), rel=1e-5), name
+    assert set(history) == ({"loss", "error"} if kind is Tracked else {"loss", "mean_error"})
+    assert_same_weights(fitted.getModel(), alone)
