@@ -142,7 +142,7 @@ class Steps:
     def end(self, epoch: int, before: int, batches: int) -> None:
         if batches != self.stop_after:
             return
-        values = [variable.numpy() for variable in self.shards.variables._variables]
+        values = [variable.numpy() for variable in self.shards.variables.variables]
         partial = {
             "metrics": [metric_states(self.model)],
             "variables": [dict(enumerate(values))],
