@@ -98,14 +98,15 @@ def further_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers in attributes of a model and its layers, besides ``optimizer``."""
     values: list[Any] = []
     for layer in all_layers(model):
-        for name, value in list(vars(layer).items()):
-            if layer is model and name == "optimizer":
-                continue
+        for value in list(vars(layer).values()):
             if isinstance(value, Mapping):
                 values += value.values()
             else:
                 values += value if isinstance(value, (list, tuple)) else [value]
-    return _distinct([value for value in values if isinstance(value, keras.optimizers.Optimizer)])
+    optimizers = [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
+    # TensorFlow tracks the model's own optimizer in another attribute.
+    own = getattr(model, "optimizer", None)
+    return _distinct([optimizer for optimizer in optimizers if optimizer is not own])
 
 
 def _distinct(
@@ -117,7 +118,7 @@ def _distinct(
 def optimizer_positions(
     model: keras.Model, variables: Sequence[keras.Variable] | None = None
 ) -> list[list[int]]:
-    """Return what `build_optimizers` needs to build another copy of a model.
+    """Return the positions that `build_optimizers` takes for another copy of a model.
 
     Parameters
     ----------

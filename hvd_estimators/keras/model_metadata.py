@@ -49,7 +49,7 @@ class ModelMetadata:
         Whether each layer is trainable. Keras's config of a `keras.Sequential` does not contain it.
     optimizers : sequence
         For each optimizer in the model's attributes: the positions of the variables that it
-        trains, and the values of its own. Both are empty if the optimizer is not built.
+        trains, and the values of its state. Both are empty if the optimizer is not built.
     """
 
     paths: list[str]

@@ -99,9 +99,10 @@ class _Active:
 
     collectives: Collectives | None = None
     lifetime = contextlib.ExitStack()
-    # Default groups of sessions that failed. They are never deleted, because the destructor of a
-    # group waits for its operations, which may never end.
-    failed: ClassVar[list[Any]] = []
+    # Default groups that the next session replaces: of `connect`, and of sessions that failed. They
+    # are never deleted, because the destructor of a group waits for its operations, which may never
+    # end.
+    replaceable: ClassVar[list[Any]] = []
 
 
 def current() -> Collectives:
@@ -155,6 +156,7 @@ def session(
         If the number of ranks differs from ``ranks``.
     """
     connected = _implementation(kind).connected(mp_start_method, ranks, use_gpu)
+    _leave_replaceable_group()
     with (
         _keeping_failed_group(),
         connected as collectives,
@@ -165,17 +167,23 @@ def session(
         yield collectives
 
 
+def _leave_replaceable_group() -> None:
+    if dist.is_initialized() and dist.group.WORLD in _Active.replaceable:
+        dist.destroy_process_group()
+        # `connect` makes another group.
+        _Active.collectives = None
+        _Active.lifetime.close()
+
+
 @contextlib.contextmanager
 def _keeping_failed_group() -> Iterator[None]:
     """Keep the default group that the block makes, if the block fails, until the next session."""
-    if dist.is_initialized() and dist.group.WORLD in _Active.failed:
-        dist.destroy_process_group()
     is_own = not dist.is_initialized()
     try:
         yield
     except BaseException:
         if is_own and dist.is_initialized():
-            _Active.failed.append(dist.group.WORLD)
+            _Active.replaceable.append(dist.group.WORLD)
         raise
 
 
@@ -205,7 +213,10 @@ def connect() -> None:
     """
     if _Active.collectives is None:
         kind, _ = choose_collectives("auto")
+        is_own = not dist.is_initialized()
         _Active.collectives = _implementation(kind).connect()
+        if is_own:
+            _Active.replaceable.append(dist.group.WORLD)
         _Active.lifetime.enter_context(synchronizing_on_cpus())
 
 

@@ -22,7 +22,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import IO, Any
 
 import cloudpickle
@@ -135,9 +135,6 @@ class OptimizerPickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
-            # Loading changes step() of the class: it then reads these tables of each object.
-            for name in _STEP_HOOKS:
-                vars(obj).setdefault(name, OrderedDict())
             make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
             state = _optimizer_state(obj), step_hooks_of(obj)
             return make, (type(obj),), state, None, None, _set_optimizer_state
@@ -189,6 +186,10 @@ def _set_optimizer_state(
     optimizer: torch.optim.Optimizer, state: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     attributes, hooks = state
+    # torch's __setstate__ changes step() of the class: it then reads these tables of each object.
+    # A wrapper that skips the base class's constructor lacks them.
+    for name in _STEP_HOOKS:
+        setattr(torch.optim.Optimizer, name, MappingProxyType({}))
     optimizer.__setstate__(attributes)
     _set_hooks(optimizer, hooks)
 

@@ -379,10 +379,13 @@ def test_the_users_wrapper_still_steps_after_a_copy_was_loaded():
 
     load_optimizer(dump_optimizer(optimizer, net), copied)
 
-    before = net.weight.detach().clone()
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(net.weight, before - 0.1)
+    another = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    for each in (optimizer, another):
+        before = net.weight.detach().clone()
+        net.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        each.step()
+        torch.testing.assert_close(net.weight, before - 0.1)
 
 
 class NeedsArguments:
