@@ -60,6 +60,10 @@ _MOST_PADDING_BYTES = 2**20
 
 # Each session of this process has its own keys. All ranks count alike.
 _sessions = itertools.count()
+# The newest closed group. A user's DistributedDataParallel also refers to it. If that object's
+# destructor ended the group, it would hold the interpreter's lock, for which threads of the group
+# may wait before they end.
+_closed: list[Any] = []
 
 
 class DistributedCollectives(Collectives):
@@ -163,6 +167,7 @@ class DistributedCollectives(Collectives):
         # A rank that ended earlier would look lost to ranks that still receive.
         self.barrier()
         if self._is_own:
+            _closed[:] = [self._group]
             dist.destroy_process_group()
 
     def _waits_on_gpu(self, tensor: torch.Tensor) -> bool:
