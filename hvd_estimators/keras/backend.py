@@ -89,30 +89,21 @@ def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Laye
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return all optimizers of a model: its own first, then those in attributes of its layers."""
-    compiled = getattr(model, "optimizer", None)
-    own = [compiled] if isinstance(compiled, keras.optimizers.Optimizer) else []
-    return _distinct([*own, *further_optimizers(model)])
-
-
-def further_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers in attributes of a model and its layers, besides ``optimizer``."""
-    values: list[Any] = []
+    values = [getattr(model, "optimizer", None)]
     for layer in all_layers(model):
         for value in list(vars(layer).values()):
             if isinstance(value, Mapping):
                 values += value.values()
             else:
                 values += value if isinstance(value, (list, tuple)) else [value]
-    optimizers = [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
-    # TensorFlow tracks the model's own optimizer in another attribute.
-    own = getattr(model, "optimizer", None)
-    return _distinct([optimizer for optimizer in optimizers if optimizer is not own])
-
-
-def _distinct(
-    optimizers: Sequence[keras.optimizers.Optimizer],
-) -> list[keras.optimizers.Optimizer]:
+    optimizers = (value for value in values if isinstance(value, keras.optimizers.Optimizer))
     return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+def further_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers in attributes of a model and its layers, besides ``optimizer``."""
+    own = getattr(model, "optimizer", None)
+    return [optimizer for optimizer in model_optimizers(model) if optimizer is not own]
 
 
 def optimizer_positions(

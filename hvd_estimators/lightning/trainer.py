@@ -145,10 +145,7 @@ class _Trainer:
         self.trainer = trainer = spec.flavor.get("Trainer")(
             **{"default_root_dir": scratch, **arguments, **self.objects.arguments}
         )
-        recorder = of_flavor(EpochRecorder, spec.flavor)(
-            progress,
-            validation_loader,
-        )
+        recorder = of_flavor(EpochRecorder, spec.flavor)(progress, validation_loader)
         if self.restored is not None:
             recorder.history[:] = self.restored.history
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(

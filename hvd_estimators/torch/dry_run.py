@@ -940,7 +940,8 @@ def _check_reduction(
             "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
             "halves, %.6g. Several ranks then do not train as one process. Return {'loss': ..., "
             "'denominator': ...} if it is a mean over something else than rows. If it compares "
-            "rows with each other, see 'A loss over the rows of all ranks' in the page on torch.",
+            "rows with each other, see 'Contrastive losses over the rows of all ranks' in the page "
+            "on torch.",
             name,
             rows,
             float(part.value),

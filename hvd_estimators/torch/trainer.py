@@ -358,7 +358,7 @@ class _Trainer:
                 share=share,
                 passes_per_step=self.num_micro_batches,
                 index=index,
-                weights=self.averager.weights,
+                weights=weights,
             )
             self.user_steps = evaluation.step_loss is None
             if self.averager.gradients != computed and not self.user_steps:
