@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
+from importlib.metadata import distributions
 from pathlib import Path
 
 import docutils.core
@@ -143,6 +144,21 @@ def test_pages_and_settings_name_the_same_versions_of_python() -> None:
     for name in ("Makefile", "README.rst", "CONTRIBUTING.rst", "docs/install.rst"):
         assert not [version for version in older if re.search(rf"Python {version}\b", read(name))]
     assert not any(version in SpecifierSet(options["python_requires"]) for version in older)
+
+
+def test_all_pinned_packages_accept_the_python_of_debian_12() -> None:
+    # pip does not say so: it tries all versions of the package that needs the refused one.
+    python = "3.11.2"
+    needed = {
+        f"{package.name} {package.version}": package.metadata["Requires-Python"]
+        for package in distributions()
+    }
+    assert len(needed) > 100
+    assert not {
+        name: wanted
+        for name, wanted in needed.items()
+        if wanted and not SpecifierSet(wanted).contains(python)
+    }
 
 
 def test_the_citation_names_this_version_and_home() -> None:
