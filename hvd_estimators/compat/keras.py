@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hvd_estimators.compat.reading import UpstreamReading
 from hvd_estimators.keras.estimator import KerasEstimator as NativeEstimator
 
 
-class KerasEstimator(UpstreamReading, NativeEstimator):
+class KerasEstimator(NativeEstimator):
     """The estimator, whose models add no column ``prediction`` by default."""
 
     _upstream_names = True

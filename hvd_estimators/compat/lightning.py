@@ -7,13 +7,12 @@ from importlib.util import find_spec
 
 from lightning_utilities.core.imports import module_available
 
-from hvd_estimators.compat.reading import UpstreamReading
 from hvd_estimators.lightning.estimator import LightningEstimator as NativeEstimator
 
 MIN_PL_VERSION = "2.0.0"
 
 
-class TorchEstimator(UpstreamReading, NativeEstimator):
+class TorchEstimator(NativeEstimator):
     """The estimator, with ``horovod.spark``'s columns and names of metrics.
 
     A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.

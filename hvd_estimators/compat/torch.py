@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hvd_estimators.compat.reading import UpstreamReading
 from hvd_estimators.torch.estimator import TorchEstimator as NativeEstimator
 
 
-class TorchEstimator(UpstreamReading, NativeEstimator):
+class TorchEstimator(NativeEstimator):
     """The estimator, with ``horovod.spark``'s columns and names of metrics.
 
     A metric is named ``group_<number>_<label>``. Models add no column ``prediction`` by default.

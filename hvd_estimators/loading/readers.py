@@ -46,6 +46,7 @@ from hvd_estimators.loading.shuffle import (
     stream_batches,
 )
 from hvd_estimators.loading.transform import RowFunction, Transformation, Transformed
+from hvd_estimators.loading.transform_pool import TransformPool
 from hvd_estimators.store.base import Store
 
 Batch = dict[str, Array]
@@ -236,8 +237,9 @@ class PlannedDataModule(ChunkedDataModule):
     total_train_steps : int, optional
         Number of training batches of the whole run, including skipped ones. Passes after them are
         read only on demand. Default: unknown, so that any pass is read ahead.
-    reader_pool_type : {"thread", "dummy"}
-        Type of the worker pool. With "dummy", the calling thread reads.
+    reader_pool_type : {"thread", "process", "dummy"}
+        Type of the worker pool. With "process", threads read and processes transform. With "dummy",
+        the calling thread reads and transforms.
     train_reader_worker_count, val_reader_worker_count : int
         Number of workers of the pool.
     transformation : Transformation, optional
@@ -294,6 +296,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.memory = BufferPool()
         self._lock = threading.Lock()
         self._open: set[OnDemand[Chunk] | Prefetch[Chunk]] = set()
+        self._idle_pools: dict[int, list[TransformPool]] = {}
         self._is_closed = False
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -303,6 +306,9 @@ class PlannedDataModule(ChunkedDataModule):
             sources = list(self._open)
         for source in sources:
             source.close()
+        for pools in self._idle_pools.values():
+            for pool in pools:
+                pool.close()
 
     @abstractmethod
     def read(
@@ -372,7 +378,9 @@ class PlannedDataModule(ChunkedDataModule):
         numbers = _numbers(first_pass, stop_pass)
         rngs = (self._rng(number, "rows") if self.shuffle else None for number in numbers)
         passes = self._train_passes(_numbers(first_pass, stop_pass))
-        with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
+        first_row = first_pass * self.train_plan.rows(self.cur_shard)
+        workers = self.train_reader_worker_count
+        with contextlib.closing(self._parts(passes, workers, first_row)) as parts:
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
     def _chunks_in_memory(self, sizes: BatchSizes, first_pass: int) -> Generator[Chunk, None, None]:
@@ -390,7 +398,9 @@ class PlannedDataModule(ChunkedDataModule):
         parts_drawn = (
             chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory)
         )
-        transformed = self._transformed(parts_drawn)
+        transformed = self._transformed(
+            parts_drawn, self.train_reader_worker_count, first_pass * total
+        )
         yield from stream_batches(transformed, sizes, itertools.repeat(None), self.memory)
 
     def _val_chunks(self) -> Generator[Chunk, None, None]:
@@ -445,19 +455,42 @@ class PlannedDataModule(ChunkedDataModule):
             step += 1
 
     def _parts(
-        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int, first_row: int = 0
     ) -> Generator[Columns, None, None]:
         read = self._read_cached if self.inmemory_cache_all else self.read
-        with contextlib.closing(read(passes, workers)) as parts:
-            yield from self._transformed(parts)
+        with (
+            contextlib.closing(read(passes, workers)) as parts,
+            contextlib.closing(self._transformed(parts, workers, first_row)) as transformed,
+        ):
+            yield from transformed
 
-    def _transformed(self, parts: Iterable[Columns]) -> Iterator[Columns]:
-        transformed = None if self.transformation is None else Transformed(self.transformation)
-        for part in parts:
-            if transformed is None:
-                yield part
-            else:
+    def _transformed(
+        self, parts: Iterable[Columns], workers: int, first_row: int
+    ) -> Generator[Columns, None, None]:
+        """Yield transformed parts; ``first_row`` is the number of rows before them in the run."""
+        if self.transformation is None:
+            yield from parts
+            return
+        transformed = Transformed(self.transformation)
+        if self.reader_pool_type != "process":
+            for part in parts:
                 yield from transformed.parts(part, PART_BYTES)
+            return
+        with self._lock:
+            idle = self._idle_pools.setdefault(workers, [])
+            pool = idle.pop() if idle else None
+        # Processes stay for later passes, because starting them takes time.
+        pool = pool or TransformPool(self.transformation, workers)
+        seed = [self.random_seed, self.cur_shard]
+        try:
+            yield from pool.transform(iter(parts), transformed, seed, first_row)
+        except Exception:
+            pool.close()
+            raise
+        finally:
+            if not pool.is_closed:
+                with self._lock:
+                    idle.append(pool)
 
     def _read_cached(
         self, passes: Iterator[Sequence[InterleaveGroup]], workers: int

@@ -55,7 +55,7 @@ class ReaderOptions:
         Directory of the disk cache; None for the system's temporary directory.
     cache_size_limit : int
         Approximate maximum size of the disk cache in bytes.
-    reader_pool_type : {"thread", "dummy"}
+    reader_pool_type : {"thread", "process", "dummy"}
         Type of the reader's worker pool.
     train_reader_worker_count, val_reader_worker_count : int
         Number of workers of the pool.

@@ -19,7 +19,7 @@ RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
 
 
-_FIRST_ROWS = 32
+FIRST_ROWS = 32
 """Number of rows that are transformed first, to measure their size."""
 
 _MOST_SHOWN = 200
@@ -175,22 +175,24 @@ class Transformed:
         DataError
             If the fields, types or shapes of the rows differ from the first rows.
         """
-        rows, start, step = num_rows(columns), 0, _FIRST_ROWS
+        rows, start, step = num_rows(columns), 0, FIRST_ROWS
         while start < rows:
-            part = self._transformation(take(columns, slice(start, start + step)))
-            self._check(part, columns, start)
+            given = take(columns, slice(start, start + step))
+            part = self._transformation(given)
+            self.check(part, given)
             yield part
             start += step
             size = sum(array.nbytes for array in part.values()) / num_rows(part)
             step = max(int(num_bytes / max(size, 1)), 1)
 
-    def _check(self, part: Columns, columns: Columns, start: int) -> None:
+    def check(self, part: Columns, given: Columns) -> None:
+        """Check the next transformed rows, of which ``given`` are the originals; see `parts`."""
         first = self._rows
         self._rows += num_rows(part)
         if self._first is None:
             self._first = take(part, slice(0, 0))
             return
-        where = f"rows {first} to {self._rows - 1} that were read, {_described(columns, start)}"
+        where = f"rows {first} to {self._rows - 1} that were read, {_described(given, 0)}"
         if part.keys() != self._first.keys():
             raise _other_fields(self._name, self._first, part, where)
         for name, like in self._first.items():

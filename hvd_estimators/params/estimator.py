@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
@@ -281,17 +281,6 @@ class TrainingParams(DeclaredParams):
 _LEAST_BUFFER_BYTES = 2**20
 
 
-def pool_type(name: str, value: Any) -> Literal["thread", "dummy"]:
-    """Accept the kinds of parallel readers."""
-    if value == "process":
-        raise ParamError(
-            f"{name}: 'process' is not supported: Petastorm's worker processes open a port on this "
-            "machine, and its other users could run code there. Set reader_pool_type='thread'; "
-            "with data_module='arrow', its threads decode in parallel."
-        )
-    return cast("Literal['thread', 'dummy']", one_of("thread", "dummy")(name, value))
-
-
 class ReadingParams(DeclaredParams):
     """Params for reading, shuffling and caching rows."""
 
@@ -318,9 +307,10 @@ class ReadingParams(DeclaredParams):
         aliases=["ValReaderNumWorkers"],
     )
     reader_pool_type = param(
-        "Kind of parallel readers: 'thread' or 'dummy' (not parallel).",
+        "Kind of parallel readers: 'thread', 'process' (transformations run in processes) or 'dummy' "
+        "(not parallel).",
         default="thread",
-        convert=pool_type,
+        convert=one_of("thread", "process", "dummy"),
     )
     inmemory_cache_all = param(
         "Whether each rank keeps its rows in memory after the first epoch.",

@@ -50,7 +50,7 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
     shuffle: bool | None
     train_reader_num_workers: int | None
     val_reader_num_workers: int | None
-    reader_pool_type: Literal["thread", "dummy"] | None
+    reader_pool_type: Literal["thread", "process", "dummy"] | None
     inmemory_cache_all: bool | None
     cache_type: Literal["null", "local-disk"] | None
     cache_location: str | None

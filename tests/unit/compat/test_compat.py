@@ -247,24 +247,6 @@ def test_helpers_of_util_and_conf(compat: None, monkeypatch: pytest.MonkeyPatch)
     assert SPARK_CONF_BLACKLIST_ENABLED == ("spark.excludeOnFailure.enabled", "true")
 
 
-@pytest.mark.parametrize("framework", ["keras", "lightning", "torch"])
-def test_threads_read_instead_of_processes(
-    compat: None, framework: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = importlib.import_module(f"horovod.spark.{framework}")
-    name = "KerasEstimator" if framework == "keras" else "TorchEstimator"
-    native = importlib.import_module(f"hvd_estimators.{framework}")
-    estimator = getattr(module, name)(reader_pool_type="process")
-    assert estimator.getReaderPoolType() == "thread"
-    assert "threads read instead of processes" in caplog.text
-    assert estimator.setReaderPoolType("dummy").getReaderPoolType() == "dummy"
-    own = getattr(native, name.replace("Torch", "Lightning") if framework == "lightning" else name)
-    # Only this param differs from the estimator's own.
-    assert {
-        p: d for p, d in type(estimator)._declarations.items() if d is not own._declarations[p]
-    } == {"reader_pool_type": type(estimator)._declarations["reader_pool_type"]}
-
-
 def test_ranks_know_the_names_before_unpickling(compat: None, tmp_path: Path) -> None:
     """A class of a module that imports horovod.spark is pickled by reference."""
     (tmp_path / "users_library.py").write_text(

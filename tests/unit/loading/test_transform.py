@@ -227,7 +227,7 @@ def test_errors_about_fields_that_change_name_the_rows(
 ):
     # A part holds rows 32 to 69 and others.
     monkeypatch.setattr(interleave, "PART_BYTES", 35 * 8)
-    monkeypatch.setattr(transformation_module, "_FIRST_ROWS", 35)
+    monkeypatch.setattr(transformation_module, "FIRST_ROWS", 35)
     with pytest.raises(DataError, match=message + r".* in rows 70 to \d+ .*'x': .*70.*edit_fields"):
         read_with(tmp_path, transformation)
 

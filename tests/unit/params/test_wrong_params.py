@@ -129,9 +129,6 @@ ALL = {
     "reader_pool_type": param(
         ParamError, "reader_pool_type", "expected one of 'thread'", reader_pool_type="threads"
     ),
-    "reader_pool_type: process": param(
-        ParamError, "reader_pool_type", "Set reader_pool_type='thread'", reader_pool_type="process"
-    ),
     "cache_type: not Petastorm": param(
         ParamError, "cache_type", "Set data_module='petastorm'", cache_type="local-disk"
     ),

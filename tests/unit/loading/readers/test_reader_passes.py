@@ -94,14 +94,16 @@ def test_a_rank_without_validation_rows_has_no_validation_batches(dataset, tmp_p
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_rows_are_transformed_once_per_pass(dataset, cache):
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_rows_are_transformed_once_per_pass(dataset, cache, pool):
     def transform(row):
         return {"id": row["id"], "sum": row["pair"].sum() + 1, "three": [row["id"]] * 3}
 
     count = steps(dataset)
     plain = take(dataset, 2 * count, inmemory_cache_all=cache)
 
-    with module(dataset, transform_fn=transform, inmemory_cache_all=cache) as data:
+    options = {"inmemory_cache_all": cache, "reader_pool_type": pool}
+    with module(dataset, transform_fn=transform, **options) as data:
         batches = list(itertools.islice(data.train_data(), 2 * count))
 
     assert [batch["id"].tolist() for batch in batches] == plain
@@ -112,8 +114,10 @@ def test_rows_are_transformed_once_per_pass(dataset, cache):
 
 
 @pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_transformations_may_edit_their_input(dataset, cache, by_row):
+@pytest.mark.parametrize(
+    ("by_row", "pool"), [(False, "thread"), (True, "thread"), (False, "process")]
+)
+def test_transformations_may_edit_their_input(dataset, cache, by_row, pool):
     """Each pass starts from the stored values."""
 
     def edit(fields):
@@ -127,6 +131,7 @@ def test_transformations_may_edit_their_input(dataset, cache, by_row):
         dataset,
         transformation=edits,
         inmemory_cache_all=cache,
+        reader_pool_type=pool,
         val_plan=dataset.plan(1),
         val_batch_size=4,
     ) as data:
