@@ -49,7 +49,11 @@ def estimator_of_lengths(store: Any, **params: Any) -> Any:
     return make_estimator(store, **{**defaults, **params})
 
 
-@pytest.mark.parametrize("reader", [None, "arrow"], ids=["the default", "arrow"])
+@pytest.mark.parametrize(
+    "reading",
+    [{}, {"data_module": "arrow"}, {"reader_pool_type": "process"}],
+    ids=["the default", "arrow", "processes"],
+)
 @pytest.mark.parametrize(
     "form",
     [
@@ -61,9 +65,9 @@ def estimator_of_lengths(store: Any, **params: Any) -> Any:
     ],
 )
 def test_a_transformation_turns_strings_into_numbers(
-    spark: Any, store: Any, form: dict[str, Any], reader: str
+    spark: Any, store: Any, form: dict[str, Any], reading: dict[str, Any]
 ) -> None:
-    model = estimator_of_lengths(store, data_module=reader, **form).fit(make_frame(spark))
+    model = estimator_of_lengths(store, **reading, **form).fit(make_frame(spark))
 
     assert float(model.getModel().weight) == pytest.approx(3, abs=0.05)
     assert float(model.getModel().bias) == pytest.approx(0, abs=0.15)
