@@ -307,8 +307,8 @@ class ReadingParams(DeclaredParams):
         aliases=["ValReaderNumWorkers"],
     )
     reader_pool_type = param(
-        "Kind of parallel readers: 'thread', 'process' (transformations run in processes) or 'dummy' "
-        "(not parallel).",
+        "Kind of parallel readers: 'thread', 'process' (transformations run in processes), or "
+        "'dummy' (not parallel).",
         default="thread",
         convert=one_of("thread", "process", "dummy"),
     )
