@@ -15,7 +15,6 @@ from hvd_estimators.torch.collectives import PendingSum, current, exchange
 from hvd_estimators.torch.loss import Evaluation, StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates
 from hvd_estimators.torch.objective import Objective, RankObjective
-from hvd_estimators.torch.serialization import load_optimizer, load_with_references
 from hvd_estimators.torch.tensors import Batch
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
@@ -31,11 +30,12 @@ class ModuleAdapter(LightningModule):
     ----------
     module : torch.nn.Module
         The module to train.
-    optimizer : bytes
-        See `dump_optimizer`.
-    objects : bytes
-        A pickled tuple: the objective and the objects of the param ``stateful``, which refer to
-        the module and the optimizer. See `dump_with_references`.
+    optimizer : torch.optim.Optimizer
+        The user's optimizer.
+    learning_rate : float or None
+        Replaces the optimizer's rates.
+    objects : tuple
+        The objective and the objects of the param ``stateful``.
     has_own_step : bool
         Whether ``train_minibatch_fn`` runs the training steps.
     passes_per_step : int
@@ -52,8 +52,9 @@ class ModuleAdapter(LightningModule):
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: bytes,
-        objects: bytes,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: float | None,
+        objects: tuple[Objective, Any],
         has_own_step: bool,
         passes_per_step: int,
         loss_parts: int,
@@ -64,6 +65,7 @@ class ModuleAdapter(LightningModule):
         self.passes_per_step = passes_per_step
         self.train_spec: TrainSpec | None = None
         self._optimizer = optimizer
+        self._learning_rate = learning_rate
         self._objects = objects
         self._objective: Objective | None = None
         self._on_rank: RankObjective | None = None
@@ -85,10 +87,10 @@ class ModuleAdapter(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the user's optimizer, bound to the module's parameters."""
-        optimizer = load_optimizer(self._optimizer, self.module)
-        objects = load_with_references(self._objects, self.module, optimizer)
-        self._objective, self._stateful = objects
-        return optimizer
+        self._objective, self._stateful = self._objects
+        for group in self._optimizer.param_groups if self._learning_rate is not None else ():
+            group["lr"] = self._learning_rate
+        return self._optimizer
 
     def on_fit_start(self) -> None:
         """Create the losses on this rank's device."""

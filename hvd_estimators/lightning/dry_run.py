@@ -19,12 +19,12 @@ from hvd_estimators.lightning.trainer_args import precision_of
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import (
     check_sync_batch_norm,
-    copied,
     takes_one_row,
     torch_traceless,
 )
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import as_stated
+from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec
 
 if TYPE_CHECKING:

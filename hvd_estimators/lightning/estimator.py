@@ -38,7 +38,6 @@ from hvd_estimators.lightning.trainer_args import (
 from hvd_estimators.summary import as_records
 from hvd_estimators.torch.dry_run import check_embeddings, check_one_row
 from hvd_estimators.torch.serialization import (
-    copy_hooks,
     dump_module,
     load_module,
     load_trained,
@@ -225,7 +224,6 @@ class LightningEstimator(LightningEstimatorSignatures):
     ) -> LightningModel:
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
-        copy_hooks(given, module)
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
@@ -235,8 +233,6 @@ class LightningEstimator(LightningEstimatorSignatures):
                 metadata=metadata,
             )
         )
-        if not self._is_lightning:
-            self._refer_to_trained(model, None)
         return model
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:

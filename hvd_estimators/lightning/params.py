@@ -26,7 +26,6 @@ from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.serialization import (
     dump_module,
-    dump_with_references,
     load_module,
     plain_module,
 )
@@ -208,13 +207,6 @@ class LightningParams(TorchEstimator):
         # A LightningModule can ignore any field of a batch.
         return replace(transformation, all_needed=False)
 
-    def _dump_objects(self) -> bytes:
-        """Serialize objective and stateful objects; callbacks belong to the Trainer's objects."""
-        get = self.getOrDefault
-        stateful = tuple(get("stateful") or ())
-        given = self._objective(), stateful
-        return dump_with_references(given, get("model"), get("optimizer"), stateful)
-
     def _lightning_module(self, flavor: Flavor) -> LightningModule:
         """Return the module to train: the user's, or an adapter around it."""
         get = self.getOrDefault
@@ -224,8 +216,9 @@ class LightningParams(TorchEstimator):
             return adapted
         return of_flavor(ModuleAdapter, flavor)(
             module=module,
-            optimizer=self._dump_optimizer(),
-            objects=self._dump_objects(),
+            optimizer=get("optimizer"),
+            learning_rate=get("learning_rate"),
+            objects=(self._objective(), tuple(get("stateful") or ())),
             has_own_step=get("train_minibatch_fn") is not None,
             passes_per_step=get("backward_passes_per_step"),
             loss_parts=max(1, len(get("label_cols") or ())),

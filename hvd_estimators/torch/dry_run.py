@@ -1,28 +1,22 @@
 """Dry runs on the driver: checks that columns, model, loss and labels fit each other.
 
-A dry run works on copies and does not change the user's objects. Functions and classes from scripts
-and notebooks are copied with the globals that they use, as for the ranks. cloudpickle alone would
-not copy such a class in the process that defined it, but would overwrite the class.
+A dry run works on copies and does not change the user's objects.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-import io
 import itertools
 import logging
 import math
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-import cloudpickle
 import torch
 
 from hvd_estimators._util.documents import to_python
@@ -38,11 +32,7 @@ from hvd_estimators.torch.loss import Evaluation, Loss, LossPart, StepShare, Ste
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
-from hvd_estimators.torch.serialization import (
-    OptimizerPickler,
-    hooks_of,
-    without_compile_notes,
-)
+from hvd_estimators.torch.serialization import copied, plain_module
 from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
 from hvd_estimators.torch.tensors import (
     NO_COMPLEX_COLUMN,
@@ -51,91 +41,6 @@ from hvd_estimators.torch.tensors import (
     TensorSpec,
     require_tensors,
 )
-
-T = TypeVar("T")
-
-
-def copied(value: T) -> T:
-    """Return a copy of a value, preserving references between its objects.
-
-    Unlike `copy.deepcopy`, this function copies functions, modules with computed tensors
-    (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
-
-    Raises
-    ------
-    Exception
-        Any exception, if an object cannot be pickled.
-    """
-    buffer = io.BytesIO()
-    copier = _Copier(buffer)
-    copier.dump(value)
-    buffer.seek(0)
-    loaded: T = _Loader(buffer, copier.copies).load()
-    return loaded
-
-
-class _Copier(OptimizerPickler):
-    """Pickler that stores references to copies of tensors; parameters with hooks are pickled."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.copies: list[Any] = []
-        self._positions: dict[int, int] = {}
-        self._alive: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        """Return the position in ``copies`` of an object that is not pickled. Called by pickle."""
-        if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)) or hooks_of(obj):
-            return None
-        position = self._positions.get(id(obj))
-        if position is not None:
-            return position
-        for original, replacement in self._copy(obj):
-            self._positions[id(original)] = len(self.copies)
-            self.copies.append(replacement)
-            # The original must stay alive, so that no other object gets its id.
-            self._alive.append(original)
-        return self._positions[id(obj)]
-
-    def _copy(self, obj: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield an object and its copy; for TorchScript, also its parameters and their copies."""
-        if isinstance(obj, torch.Tensor):
-            # torch cannot deepcopy tensors that are computed from others.
-            is_leaf = obj.is_leaf
-            yield obj, copy.deepcopy(obj, self._memo) if is_leaf else obj.detach().clone()
-        else:
-            script = copy.deepcopy(obj)
-            yield obj, script
-            yield from zip(obj.parameters(), script.parameters(), strict=True)
-
-
-class _Loader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, copies: list[Any]) -> None:
-        super().__init__(file)
-        self._copies = copies
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._copies[pid]
-
-    def find_class(self, module: str, name: str) -> Any:
-        value = super().find_class(module, name)
-        if value in _MAKING_CLASSES:
-            return functools.partial(_new_class, value)
-        return value
-
-
-_MAKING_CLASSES = (
-    cloudpickle.cloudpickle._make_skeleton_class,
-    cloudpickle.cloudpickle._make_skeleton_enum,
-)
-
-
-def _new_class(make: Any, *arguments: Any) -> Any:
-    """Create a new class instead of returning this process's class with the same tracker id."""
-    *given, _, extra = arguments
-    return make(*given, None, extra)
-
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +109,7 @@ def check_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimi
     if type(optimizer).__module__.startswith("torch.optim."):
         return
     try:
-        _, optimizer = copied((without_compile_notes(module), optimizer))
+        _, optimizer = copied((plain_module(module), optimizer))
         with torch_traceless():
             set_optimizer_mode(optimizer, training=True)
             for group in optimizer.param_groups:
@@ -456,8 +361,7 @@ def check_own_step(
     batch = _batch(objective.tensors, columns)
     device = torch.device("cpu")
     try:
-        module = without_compile_notes(module)
-        module, optimizer, objective = copied((module, optimizer, objective))
+        module, optimizer, objective = copied((plain_module(module), optimizer, objective))
         with torch_traceless(), torch.enable_grad():
             on_rank = objective.on_rank(
                 device, model=module, optimizer=optimizer, rank=0, size=1, spec=None
@@ -951,7 +855,7 @@ def _check_reduction(
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:
     """Return an uncompiled copy for evaluation; compiling takes longer than running a few rows."""
-    return copied(without_compile_notes(module))
+    return copied(plain_module(module))
 
 
 def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,19 +28,16 @@ from hvd_estimators.torch.dry_run import (
 )
 from hvd_estimators.torch.lookups import Lookups
 from hvd_estimators.torch.model import TorchModel
-from hvd_estimators.torch.optimizer_step import autocast, learning_rates
+from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
-    copy_hooks,
     load_module,
-    load_optimizer,
     load_trained,
     module_file,
     plain_module,
     restore_optimizer,
-    with_references_to,
 )
-from hvd_estimators.torch.trainer import TorchTrainSpec, train
+from hvd_estimators.torch.trainer import TorchTrainSpec, TrainedObjects, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.row_weights import check_classes
 from hvd_estimators.training.run_state import check_state
@@ -157,10 +155,21 @@ class TorchEstimator(TorchEstimatorSignatures):
         get = self.getOrDefault
         return TorchTrainSpec(
             **{**vars(common), "callbacks": ()},
-            module=module_file(get("model")),
             collectives=self._chosen_collectives(),
-            optimizer=self._dump_optimizer(),
-            objects=self._dump_objects(),
+            objects=module_file(self._trained_objects(), get("stateful") or ()),
+        )
+
+    def _trained_objects(self) -> TrainedObjects:
+        get = self.getOrDefault
+        return TrainedObjects(
+            module=get("model"),
+            optimizer=get("optimizer"),
+            callbacks=tuple(get("callbacks")),
+            stateful=tuple(get("stateful") or ()),
+            objective=self._objective(),
+            options=StepOptions(**{name: get(name) for name in self._step_params}),
+            learning_rate=get("learning_rate"),
+            returned={name: get(name) for name in ("loss", "loss_constructors", "metrics")},
         )
 
     def _rank_function(self) -> Trainer:
@@ -169,11 +178,16 @@ class TorchEstimator(TorchEstimatorSignatures):
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
     ) -> TorchModel:
-        spec = run_results.spec
-        module, state = load_trained(run_results.state, lambda: load_module(spec.module))
-        copy_hooks(self.getOrDefault("model"), module)
-        optimizer = load_optimizer(spec.optimizer, module)
-        restore_optimizer(optimizer, module, state)
+        given: Callable[[], TrainedObjects] = functools.cache(
+            lambda: load_module(run_results.spec.objects)
+        )
+        module, state = load_trained(run_results.state, lambda: given().module)
+        if state["others"]:
+            optimizer, returned = state["others"]
+        else:
+            optimizer, returned = given().optimizer, given().returned
+            if module is given().module:
+                restore_optimizer(optimizer, module, state)
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
@@ -183,16 +197,8 @@ class TorchEstimator(TorchEstimatorSignatures):
                 metadata=metadata,
             )
         )
-        self._refer_to_trained(model, optimizer)
+        model.setParams(**returned)
         return model
-
-    def _refer_to_trained(self, model: TorchModel, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let losses and metrics that refer to the given module refer to the trained one."""
-        names = ("loss", "loss_constructors", "metrics")
-        given = {name: model.getOrDefault(name) for name in names}
-        before = self.getOrDefault("model"), self.getOrDefault("optimizer")
-        after = model.getOrDefault("model"), optimizer
-        model.setParams(**with_references_to(given, before, after))
 
     def get_model_class(self) -> type[TorchModel]:
         """Return the class of the model that `fit` returns. Subclasses can override this method."""

@@ -19,7 +19,7 @@ from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import autocast
 from hvd_estimators.torch.predictor import Forward
-from hvd_estimators.torch.serialization import load_module, load_with_references, plain_module
+from hvd_estimators.torch.serialization import load_module, plain_module
 
 
 class TorchEvaluator:
@@ -28,9 +28,8 @@ class TorchEvaluator:
     Parameters
     ----------
     document : bytes or path
-        Result of `hvd_estimators.torch.serialization.module_payload`.
-    objective : bytes
-        An `Objective`, see `hvd_estimators.torch.serialization.dump_with_references`.
+        Result of `hvd_estimators.torch.serialization.module_payload` for a module and its
+        `Objective`.
     precision : str
         Precision of validation in training, see ``precision``.
     resources : Resources
@@ -40,16 +39,13 @@ class TorchEvaluator:
     def __init__(
         self,
         document: bytes | os.PathLike[str],
-        objective: bytes,
         precision: str,
         resources: Resources = DEFAULT_RESOURCES,
     ) -> None:
         forward = Forward("float32", resources)
         self._device = forward.device
-        module = plain_module(load_module(document, mapped=True)).eval()
-        self._module = forward.placed(module)
-        # References to the optimizer are None: losses and metrics do not step it.
-        loaded: Objective = load_with_references(objective, self._module, None)
+        module, loaded = load_module(document, mapped=True)
+        self._module = forward.placed(plain_module(module).eval())
         self._tensors = loaded.tensors
         self._precision = precision
         self._objective = loaded.on_rank(self._device, model=self._module, rank=0, size=1)

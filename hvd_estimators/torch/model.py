@@ -35,9 +35,9 @@ from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
+    check_parameters,
     dump_module,
     dump_optimizer,
-    dump_with_references,
     load_module,
     load_optimizer,
     module_payload,
@@ -54,6 +54,7 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
         if name == "model" and isinstance(value, torch.nn.Module):
             return dump_module(value)
         if name == "optimizer" and isinstance(value, torch.optim.Optimizer):
+            check_parameters(self.getOrDefault("model"), value)
             return dump_optimizer(value, self.getOrDefault("model"))
         return cloudpickle.dumps(value)
 
@@ -153,13 +154,11 @@ class TorchModel(TorchFiles, TorchModelSignatures):
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
         module, precision = self._plain_model(), self.getOrDefault("precision")
         objective = objective_of(self.getOrDefault, self._transform_spec())
-        optimizer = self.getOrDefault("optimizer")
-        document = dump_with_references(objective, module, optimizer)
 
         def load(payload: Payload, resources: Resources = DEFAULT_RESOURCES) -> TorchEvaluator:
-            return TorchEvaluator(payload, document, precision, resources)
+            return TorchEvaluator(payload, precision, resources)
 
-        return module_payload(module), load, functools.partial(combine, objective)
+        return module_payload(module, objective), load, functools.partial(combine, objective)
 
     def export_onnx(
         self,

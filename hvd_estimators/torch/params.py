@@ -47,11 +47,9 @@ from hvd_estimators.torch.optimizer_step import (
     make_scheduler,
 )
 from hvd_estimators.torch.serialization import (
-    OptimizerPickler,
     Pickler,
-    check_hooks,
+    check_parameters,
     dump_optimizer,
-    dump_with_references,
     load_optimizer,
     plain_module,
 )
@@ -312,15 +310,12 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
     def _check_sent(self) -> None:
         super()._check_sent()
         model = plain_module(self.getOrDefault("model"))
-        # Scripts and torch.compile's notes are not pickled.
-        noted = "_compile_kwargs" in getattr(model, "__dict__", {})
-        if not (noted or isinstance(model, torch.jit.ScriptModule)):
-            check_sendable("model", model, Pickler)
-        if model is not None:
-            check_hooks(model, None)
+        if isinstance(model, torch.nn.Module):
+            check_parameters(model, None)
+        check_sendable("model", model, Pickler)
         optimizer = self.getOrDefault("optimizer")
         if isinstance(optimizer, torch.optim.Optimizer):
-            check_sendable("optimizer", optimizer, OptimizerPickler)
+            check_sendable("optimizer", optimizer, Pickler)
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
@@ -362,8 +357,7 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
                 "step it in a train_minibatch_fn, with stateful=[scheduler].",
                 ", ".join(str(group.get("lr")) for group in get("optimizer").param_groups),
             )
-        check_hooks(get("model"), get("optimizer"))
-        dump_optimizer(get("optimizer"), get("model"))
+        check_parameters(get("model"), get("optimizer"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
             logger.warning(
                 "model: model.compile() has no effect on the ranks, because pickling drops it. Set "
@@ -526,25 +520,6 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
             return JointLoss(functions[0])
         get = self.getOrDefault
         return Loss(functions, loss_weights(get("loss_weights"), len(get("label_cols"))))
-
-    def _dump_optimizer(self) -> bytes:
-        """Serialize the optimizer for the ranks, with the learning rate that is set."""
-        module, rate = self.getOrDefault("model"), self.getOrDefault("learning_rate")
-        document = dump_optimizer(self.getOrDefault("optimizer"), module)
-        if rate is None:
-            return document
-        copied = load_optimizer(document, module)
-        for group in copied.param_groups:
-            group["lr"] = rate
-        return dump_optimizer(copied, module)
-
-    def _dump_objects(self) -> bytes:
-        """Serialize callbacks, objective and stateful objects for the ranks."""
-        get = self.getOrDefault
-        stateful = tuple(get("stateful") or ())
-        step = StepOptions(**{name: get(name) for name in self._step_params})
-        given = tuple(get("callbacks")), self._objective(), stateful, step
-        return dump_with_references(given, get("model"), get("optimizer"), stateful)
 
     def _warn_of_undeclared_state(self) -> None:
         """Warn if train_minibatch_fn is set and no object with a state is declared."""

@@ -1,29 +1,25 @@
-"""Serialization of modules and optimizers; a loaded optimizer is bound to its module.
+"""Serialization of modules, optimizers and the objects that share them.
 
-Modules are pickled by value. ``torch.nn.utils.parametrize``, on which ``weight_norm``,
-``spectral_norm`` and ``orthogonal`` are based, gives a module a class that raises when it is
-pickled. `Pickler` recreates such a module from its original class, and restores the
-parametrizations with the other attributes. It also pickles the hooks of parameters, which torch
-drops. The module is also a ``pickle_module`` for ``torch.save``.
+Objects that are pickled together keep their references to each other: an optimizer holds the
+parameters of its module, a scheduler its optimizer, and a function the layer that it names. So the
+driver sends what a rank trains as one document, and rank 0 returns one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import copyreg
 import functools
 import importlib
 import io
 import logging
+import operator
 import os
 import pickle
 import sys
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType, MappingProxyType, MethodType
-from typing import IO, Any
+from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
+from typing import IO, Any, TypeVar
 
 import cloudpickle
 import torch
@@ -38,72 +34,108 @@ from hvd_estimators.exceptions import ParamError, StoreError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LARGE_BYTES = 2**25
 
-_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Pickler(cloudpickle.Pickler):
-    """Pickler like cloudpickle's that also supports parametrizations and parameters' hooks."""
+    """Pickler like cloudpickle's that also takes torch's special modules, and whole optimizers.
+
+    - Parametrized modules (``weight_norm``, ``spectral_norm``) have a generated class that raises.
+    - TorchScript is saved as TorchScript; an optimizer gets the parameters of the loaded script.
+    - A ``torch.compile`` module whose options cannot be pickled is replaced by the plain module.
+    - torch drops the attributes of optimizers that it does not know, and their step hooks.
+    """
+
+    shared: Mapping[int, tuple[str, str]] = {}
+    """Module and variable of objects that the receiver imports, by id."""
+
+    def __init__(self, file: Any, protocol: int | None = None, **options: Any) -> None:
+        super().__init__(file, protocol, **options)
+        # Parts of scripts by id: the script, and the part's name.
+        self._of_scripts: dict[int, tuple[Any, str]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """Return an object's pickle reduction. Called by pickle."""
-        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
-            given = parametrize.type_before_parametrizations(obj)
-            # In Python 3.11 and later, all objects have __getstate__.
-            get_state = getattr(given, "__getstate__", None)
-            state = dict(vars(obj)) if get_state is None else get_state(obj)
-            tensors: Any = obj.parametrizations
-            return _parametrized, (given, tuple(tensors)), state
+        if id(obj) in self._of_scripts:
+            return _part, self._of_scripts[id(obj)]
+        if id(obj) in self.shared:
+            return _variable, self.shared[id(obj)]
+        if isinstance(obj, torch.nn.Module):
+            return self._reduce_module(obj)
+        if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
+            # Hooks are pickled as state, because they may refer to the optimizer.
+            make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+            return make, (type(obj),), self._optimizer_state(obj), None, None, _set_optimizer_state
         if isinstance(obj, FunctionType) and _calls_hooks(obj):
             return _itself, (obj.__wrapped__,)  # type: ignore[attr-defined]
         if isinstance(obj, MethodType) and _calls_hooks(obj.__func__):
             return functools.partial, (_step_of_class, type(obj.__self__), obj.__self__)
-        if hooks_of(obj):
-            # Hooks are pickled as state, because they may refer to their parameter.
-            make, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return make, arguments, hooks_of(obj), None, None, _set_hooks
         return super().reducer_override(obj)
 
+    def _reduce_module(self, module: torch.nn.Module) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):
+            for parts in (module.named_modules, module.named_parameters, module.named_buffers):
+                self._of_scripts.update((id(p), (module, name)) for name, p in parts() if name)
+            buffer = io.BytesIO()
+            torch.jit.save(module, buffer)
+            return _load_script, (buffer.getvalue(),)
+        if plain_module(module) is not module and not _sends_options(module):
+            return _itself, (plain_module(module),)
+        if "_compile_kwargs" in vars(module):
+            # With Lightning, torch.compile stores its arguments on the module it compiles.
+            module = copy.copy(module)
+            del vars(module)["_compile_kwargs"]
+            return module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if parametrize.is_parametrized(module):
+            kind = parametrize.type_before_parametrizations(module)
+            # In Python 3.11 and later, all objects have __getstate__.
+            get_state = getattr(kind, "__getstate__", lambda module: dict(vars(module)))
+            tensors: Any = module.parametrizations
+            return _parametrized, (kind, tuple(tensors)), get_state(module)
+        return super().reducer_override(module)
 
-def hooks_of(value: Any) -> dict[str, Any]:
-    """Return the hooks of a parameter, by the attribute that holds them; empty for other values."""
-    if not isinstance(value, torch.nn.Parameter):
-        return {}
-    hooks = {name: getattr(value, name) for name in _PARAMETER_HOOKS}
-    return {name: by_id for name, by_id in hooks.items() if by_id}
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's attributes with the user's ``step`` and step hooks."""
+        base = torch.optim.Optimizer([torch.zeros(1)], {})
+        left_out = vars(base).keys() - base.__getstate__().keys() - {*_STEP_HOOKS} | {"step"}
+        state = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+        step = _users_step(optimizer)
+        return state if step is None else {**state, "step": step}
 
 
-def _set_hooks(owner: Any, hooks: Mapping[str, Mapping[int, Any]]) -> None:
-    """Set the hooks of a parameter or an optimizer."""
-    _reserve_ids(hooks)
-    for name, by_id in hooks.items():
-        setattr(owner, name, by_id)
+def _part(script: Any, name: str) -> Any:
+    return operator.attrgetter(name)(script)
 
 
-def _reserve_ids(attributes: Mapping[str, Any]) -> None:
-    """Give new hooks of this process other ids than loaded hooks, which they would replace."""
-    for name, by_id in attributes.items():
-        if name.endswith("hooks") and isinstance(by_id, dict):
-            ids = [key for key in by_id if isinstance(key, int)]
-            RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in ids), 0)
+def _variable(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
-def copy_hooks(given: torch.nn.Module, trained: torch.nn.Module) -> None:
-    """Give a trained module the hooks of the original module's parameters.
+def _itself(value: T) -> T:
+    return value
 
-    Hooks that refer to the original module or its parameters refer to the trained ones afterwards.
-    """
-    hooks = {
-        name: {attribute: OrderedDict(by_id) for attribute, by_id in hooks_of(parameter).items()}
-        for name, parameter in plain_module(given).named_parameters()
-        if hooks_of(parameter)
-    }
-    parameters = dict(plain_module(trained).named_parameters())
-    if hooks.keys() <= parameters.keys():
-        for name, found in with_references_to(hooks, (given, None), (trained, None)).items():
-            _set_hooks(parameters[name], found)
+
+def _load_script(document: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(document), map_location="cpu")
+
+
+def _sends_options(module: torch.nn.Module) -> bool:
+    """Return whether the options of a ``torch.compile`` module can be pickled; warn if not."""
+    try:
+        cloudpickle.dumps(getattr(module, "dynamo_ctx", None))
+    except Exception as error:
+        logger.warning(
+            "model: the options of torch.compile cannot be sent to other processes (%s: %s). "
+            "They run the module without compiling it.",
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
 
 
 def _calls_hooks(function: Any) -> bool:
@@ -113,32 +145,13 @@ def _calls_hooks(function: Any) -> bool:
     Torch wraps the function again when an object of the class is created or unpickled.
     """
     wrap = torch.optim.Optimizer.profile_hook_step
-    return (
-        isinstance(function, FunctionType)
-        and function.__globals__ is wrap.__globals__
-        and hasattr(function, "hooked")
-    )
-
-
-def _itself(function: FunctionType) -> FunctionType:
-    return function
+    is_function = isinstance(function, FunctionType)
+    return is_function and function.__globals__ is wrap.__globals__ and hasattr(function, "hooked")
 
 
 def _step_of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``step`` of an optimizer class, which calls hooks, for one of its objects."""
     return kind.step(*args, **kwargs)
-
-
-class OptimizerPickler(Pickler):
-    """Pickler that saves hooks and all attributes of optimizers; torch drops unknown attributes."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return an object's pickle reduction. Called by pickle."""
-        if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
-            make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-            state = _optimizer_state(obj), step_hooks_of(obj)
-            return make, (type(obj),), state, None, None, _set_optimizer_state
-        return super().reducer_override(obj)
 
 
 def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -148,24 +161,7 @@ def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
     return is_of_torch and kind.__reduce_ex__ is base.__reduce_ex__
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes with the user's ``step``, without hooks.
-
-    Torch's ``__getstate__`` drops unknown attributes, so it is not used. A wrapper's may drop
-    flags, and the ``defaults``, which torch's ``__setstate__`` needs.
-    """
-    if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
-        plain = {n: v for n, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
-        return {**plain, "defaults": optimizer.defaults, **optimizer.__getstate__()}
-    optimizer_base = torch.optim.Optimizer([torch.zeros(1)], {})
-    bookkeeping = vars(optimizer_base).keys() - optimizer_base.__getstate__().keys()
-    left_out = bookkeeping | {"step"}
-    state = {name: value for name, value in vars(optimizer).items() if name not in left_out}
-    step = users_step(optimizer)
-    return state if step is None else {**state, "step": step}
-
-
-def users_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+def _users_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """Return the ``step`` that the user has set on an optimizer, without a scheduler's wrapper."""
     step: Any = vars(optimizer).get("step")
     while hasattr(step, "_wrapped_by_lr_sched"):
@@ -176,22 +172,12 @@ def users_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     return step
 
 
-def step_hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's hooks that run in a step, by the attribute that holds them."""
-    hooks = {name: vars(optimizer).get(name) for name in _STEP_HOOKS}
-    return {name: by_id for name, by_id in hooks.items() if by_id}
-
-
-def _set_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    attributes, hooks = state
+def _set_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     # torch's __setstate__ changes step() of the class: it then reads these tables of each object.
     # A wrapper that skips the base class's constructor lacks them.
     for name in _STEP_HOOKS:
         setattr(torch.optim.Optimizer, name, MappingProxyType({}))
-    optimizer.__setstate__(attributes)
-    _set_hooks(optimizer, hooks)
+    optimizer.__setstate__(state)
 
 
 def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
@@ -214,115 +200,24 @@ def plain_module(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
-def dump_module(module: torch.nn.Module) -> bytes:
-    """Serialize a module: TorchScript as TorchScript, all other modules pickled by value.
-
-    After loading, a ``torch.compile`` module is compiled again at its first call, with the same
-    options. If the options cannot be pickled, the plain module is loaded instead.
-    """
-    buffer = io.BytesIO()
-    _write_module(module, buffer)
-    return buffer.getvalue()
-
-
-def module_file(module: torch.nn.Module) -> LocalFile:
-    """Write a module to a file as `dump_module` does; the module may exceed the memory."""
-    local = LocalFile()
-    with open(local.path, "wb") as file:
-        _write_module(module, file)
-    return local
-
-
-def module_payload(module: torch.nn.Module) -> bytes | LocalFile:
-    """Return the `dump_module` result; for a large module, a file that is written when read."""
-    tensors = (*module.parameters(), *module.buffers())
-    if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
-        return dump_module(module)
-    return LazyFile(functools.partial(_write_module, module))
-
-
-def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> torch.nn.Module:
-    """Load a module that `dump_module` or `module_payload` wrote, on the CPU.
-
-    Parameters
-    ----------
-    document : bytes or path
-        The serialized module.
-    mapped : bool
-        Memory-map the tensors of a file instead of reading them. Processes that load the same file
-        then share one copy, until a process changes a tensor.
-    """
-    options: dict[str, Any] = {
-        "map_location": "cpu",
-        "weights_only": False,
-        "pickle_module": unpickle_imports,
-    }
-    with io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb") as file:
-        with zipfile.ZipFile(file) as archive:
-            is_script = any(name.endswith("/constants.pkl") for name in archive.namelist())
-        file.seek(0)
-        if is_script:
-            return torch.jit.load(file, map_location="cpu")
-        is_mapped = mapped and not isinstance(document, bytes)
-        source = {"f": os.fspath(document), "mmap": True} if is_mapped else {"f": file}
-        module: torch.nn.Module = torch.load(**source, **options)
-    for part in module.modules():
-        _reserve_ids(vars(part))
-    return module
-
-
-def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        torch.jit.save(module, file)
-        return
-    uncompiled = plain_module(module)
-    if uncompiled is not module:
-        try:
-            _pickle(module, file)
-            return
-        except Exception as error:
-            logger.warning(
-                "model: the options of torch.compile cannot be sent to other processes (%s: %s). "
-                "They run the module without compiling it.",
-                type(error).__name__,
-                error,
-            )
-            file.seek(0)
-            file.truncate()
-    _pickle(without_compile_notes(uncompiled), file)
-
-
-def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a plain module without the arguments of ``torch.compile``, which may not pickle.
-
-    If Lightning is imported, ``torch.compile`` stores these arguments on the module.
-    """
-    bare = plain_module(module)
-    if "_compile_kwargs" in vars(bare):
-        bare = copy.copy(bare)
-        del vars(bare)["_compile_kwargs"]
-    return bare
-
-
-def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
-    """Pickle a module, without intermediate copies of the tensors."""
-    pickle_module = sys.modules[__name__]
-    torch.save(module, file, pickle_module=pickle_module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
-    """Serialize an optimizer, with references to the module's parameters.
-
-    Parameter groups, options, state and step hooks are preserved, for any optimizer class. Hooks
-    can refer to the module and its parts.
+def check_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check that an optimizer has only parameters of the module, and that these have no hooks.
 
     Raises
     ------
     ParamError
-        If the optimizer holds a parameter that does not belong to the module.
+        If the optimizer holds another parameter, or a parameter has a hook.
     """
-    own = set(map(id, plain_module(module).parameters()))
-    for group in optimizer.param_groups:
+    own = {id(p): (name, p) for name, p in plain_module(module).named_parameters()}
+    for name, parameter in own.values():
+        tables = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if any(getattr(parameter, table, None) for table in tables):
+            raise ParamError(
+                f"model: the parameter {name!r} has a hook, and torch does not send hooks of "
+                "parameters to other processes. Register the hook on the ranks, in a callback's "
+                f"on_train_begin(), such as module.get_parameter({name!r}).register_hook(...)."
+            )
+    for group in [] if optimizer is None else optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in own:
                 raise ParamError(
@@ -334,91 +229,206 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
                     "{estimator.model: net, estimator.optimizer: optimizer}."
                 )
 
-    return _dump(optimizer, _references_to(module, None))
+
+def dump_module(module: Any) -> bytes:
+    """Serialize a module, or a tuple of objects that share one, by value.
+
+    After loading, a ``torch.compile`` module is compiled again at its first call, with the same
+    options. If the options cannot be pickled, the plain module is loaded instead.
+    """
+    buffer = io.BytesIO()
+    _write(module, buffer)
+    return buffer.getvalue()
+
+
+def module_file(module: Any, shared: Iterable[Any] = ()) -> LocalFile:
+    """Write a module to a file as `dump_module` does; the module may exceed the memory.
+
+    Parameters
+    ----------
+    module : object
+        A module, or objects that share one.
+    shared : iterable of object
+        If an object is a global variable of a module that the ranks import, the file refers to
+        that variable. Functions of the module then use the same object.
+    """
+    local = LocalFile()
+    with open(local.path, "wb") as file:
+        _write(module, file, shared)
+    return local
+
+
+def module_payload(module: torch.nn.Module, *others: Any) -> bytes | LocalFile:
+    """Return the `dump_module` result of a module, or of a tuple of it and other objects.
+
+    For a large module, the result is a file that is written when it is read.
+    """
+    content = (module, *others) if others else module
+    tensors = (*module.parameters(), *module.buffers())
+    if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
+        return dump_module(content)
+    return LazyFile(functools.partial(_write, content))
+
+
+def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any:
+    """Load what `dump_module`, `module_file` or `module_payload` wrote, on the CPU.
+
+    Parameters
+    ----------
+    document : bytes or path
+        The serialized module.
+    mapped : bool
+        Memory-map the tensors of a file instead of reading them. Processes that load the same file
+        then share one copy, until a process changes a tensor.
+    """
+    is_bytes = isinstance(document, bytes)
+    source: Any = io.BytesIO(document) if isinstance(document, bytes) else os.fspath(document)
+    return _received(
+        torch.load(
+            source,
+            map_location="cpu",
+            weights_only=False,
+            pickle_module=unpickle_imports,
+            mmap=mapped and not is_bytes,
+        )
+    )
+
+
+def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = ()) -> None:
+    """Pickle a value, without intermediate copies of the tensors."""
+    found = ((id(entry), _global_variable(entry)) for entry in shared)
+    kind = type("_Pickler", (Pickler,), {"shared": {key: v for key, v in found if v is not None}})
+    module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
+    torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _sent(value: Any) -> tuple[int, Any]:
+    return RemovableHandle.next_id, value
+
+
+def _received(document: tuple[int, T]) -> T:
+    next_id, value = document
+    # A new hook with the id of a loaded one would replace it.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)
+    return value
+
+
+def _global_variable(value: Any) -> tuple[str, str] | None:
+    """Return module and name of the importable global variable that holds a value, if any."""
+    by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__spec__", None) is None or f"{name}.".startswith(
+            tuple(f"{root}." for root in by_value)
+        ):
+            continue
+        for variable, entry in list(vars(module).items()):
+            if entry is value:
+                return name, variable
+    return None
+
+
+class _TensorPickler(Pickler):
+    """Pickler that stores names of tensors.
+
+    Parameters
+    ----------
+    file : file
+        For the pickle.
+    tensors : dict of str to torch.Tensor
+        Tensors by name.
+    collects : bool
+        Whether to add all other tensors to ``tensors``.
+    hooks : bool
+        Whether to pickle the step hooks of optimizers.
+    """
+
+    def __init__(
+        self, file: IO[bytes], tensors: dict[str, torch.Tensor], collects: bool, hooks: bool
+    ) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._collects = collects
+        self._hooks = hooks
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """Return the name of a tensor. Called by pickle."""
+        name = self._names.get(id(obj))
+        is_plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
+        if name is None and self._collects and is_plain and id(obj) not in self._of_scripts:
+            name = self._names[id(obj)] = str(len(self._names))
+            self._tensors[name] = obj
+        return name
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return an object's pickle reduction. Called by pickle."""
+        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # the driver may have no GPU
+        return super().reducer_override(obj)
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = super()._optimizer_state(optimizer)
+        return {n: v for n, v in state.items() if self._hooks or n not in _STEP_HOOKS}
+
+
+def _dump(
+    value: Any, tensors: dict[str, torch.Tensor], collects: bool = True, hooks: bool = True
+) -> bytes:
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, tensors, collects, hooks).dump(_sent(value))
+    return buffer.getvalue()
+
+
+class _TensorUnpickler(unpickle_imports.Unpickler):
+    def __init__(self, document: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(document))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+class _Copier(_TensorUnpickler):
+    """Unpickler that copies the classes of scripts and notebooks, with the globals they use."""
+
+    def _make_class(self, make: Callable[..., type], args: tuple[Any, ...]) -> type:
+        *given, _, extra = args
+        return make(*given, None, extra)
+
+
+def _load(document: bytes, tensors: Mapping[str, torch.Tensor]) -> Any:
+    return _received(_TensorUnpickler(document, tensors).load())
+
+
+def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
+    """Serialize an optimizer of any class, with the names of the module's parameters."""
+    return _dump(optimizer, dict(plain_module(module).named_parameters()), collects=False)
 
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
-    optimizer: torch.optim.Optimizer = _load(document, _referents(module, None))
+    optimizer: torch.optim.Optimizer = _load(
+        document, dict(plain_module(module).named_parameters())
+    )
     return optimizer
 
 
-def check_hooks(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Check that the hooks of a module's parameters and of an optimizer can be sent to the ranks.
+def copied(value: T) -> T:
+    """Return a copy of a value, preserving references between its objects.
 
-    Raises
-    ------
-    ParamError
-        If a hook cannot be pickled, or a parameter's hook refers to an optimizer.
+    Unlike `copy.deepcopy`, this function copies functions and classes of scripts, modules with
+    computed tensors (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
     """
-    hooks = [
-        (f"model: a hook of the parameter {name!r}", hook, _ParameterHookPickler)
-        for name, parameter in plain_module(module).named_parameters()
-        for by_id in hooks_of(parameter).values()
-        for hook in by_id.values()
-    ]
-    if hooks and isinstance(module, torch.jit.ScriptModule):
-        raise ParamError(
-            f"{hooks[0][0]} would be lost, because TorchScript does not save hooks. Set the module "
-            "that is not scripted, or compile it with torch.compile."
-        )
-    if optimizer is not None:
-        hooks += [
-            ("optimizer: a step hook", hook, OptimizerPickler)
-            for by_id in step_hooks_of(optimizer).values()
-            for hook in by_id.values()
-        ]
-        hooks.append(("optimizer: its own step()", users_step(optimizer), OptimizerPickler))
-    references = _references_to(module, None)
-    for source, hook, pickler in hooks:
-        try:
-            _dump(hook, references, pickler)
-        except ParamError as error:
-            raise ParamError(f"{source} {error}") from None
-        except Exception as error:
-            raise ParamError(
-                f"{source} is sent to the ranks with cloudpickle, which fails: "
-                f"{type(error).__name__}: {error}. Create objects that cannot be sent within the "
-                "hook, or register the hook on the ranks, as in a callback's on_train_begin()."
-            ) from error
-
-
-class _ParameterHookPickler(Pickler):
-    """Pickler that rejects optimizers: a parameter's hook would get a copy."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return an object's pickle reduction. Called by pickle."""
-        if isinstance(obj, torch.optim.Optimizer):
-            raise ParamError(
-                f"refers to an optimizer ({type(obj).__name__}), and gradients are not averaged "
-                "over the ranks when the hook runs. Use optimizer.register_step_pre_hook(), or a "
-                "train_minibatch_fn."
-            )
-        return super().reducer_override(obj)
-
-
-def _dump(
-    value: Any, references: Mapping[int, Any], pickler: type[Pickler] = OptimizerPickler
-) -> bytes:
-    """Pickle a value, with references in place of objects, by their id."""
-
-    class Referring(pickler):  # type: ignore[misc, valid-type]
-        def persistent_id(self, obj: Any) -> Any:
-            return references.get(id(obj))
-
-    buffer = io.BytesIO()
-    Referring(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def _load(document: bytes, referents: Mapping[Any, Any]) -> Any:
-    """Load a pickle with references to these objects."""
-
-    class Referred(unpickle_imports.Unpickler):
-        def persistent_load(self, pid: Any) -> Any:
-            return referents[pid]
-
-    return Referred(io.BytesIO(document)).load()
+    tensors: dict[str, torch.Tensor] = {}
+    document = _dump(value, tensors)
+    memo: dict[int, Any] = {}
+    # torch cannot deepcopy tensors that are computed from others.
+    copies = {
+        name: copy.deepcopy(tensor, memo) if tensor.is_leaf else tensor.detach().clone()
+        for name, tensor in tensors.items()
+    }
+    loaded: T = _received(_Copier(document, copies).load())
+    return loaded
 
 
 def optimizer_content(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
@@ -549,132 +559,16 @@ def load_state(file: IO[bytes] | str) -> dict[str, Any]:
     return state
 
 
-def dump_with_references(
-    value: Any,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    shared: Iterable[Any] = (),
-) -> bytes:
-    """Serialize the user's objects, with references to the model and the optimizer.
-
-    On the ranks, a scheduler then steps the training optimizer. A function that names the model
-    uses the trained model.
-
-    Parameters
-    ----------
-    value : object
-        Object to pickle, in one document, so that shared objects stay shared.
-    module, optimizer
-        The model and its optimizer. References replace both, and the model's layers, parameters and
-        buffers.
-    shared : iterable of object
-        If an object is a global variable of a module that the ranks import, the document refers to
-        that variable. Functions of the module then use the same object.
-    """
-    references: dict[int, tuple[str, ...]] = {}
-    for entry in shared:
-        variable = _global_variable(entry)
-        if variable is not None:
-            references[id(entry)] = ("global", *variable)
-    references.update(_references_to(module, optimizer))
-    return _dump(value, references)
-
-
-def _references_to(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[int, tuple[str, ...]]:
-    references: dict[int, tuple[str, ...]] = {
-        id(part): (kind, name) for kind, name, part in _parts_of(module)
-    }
-    if optimizer is not None:
-        references[id(optimizer)] = ("optimizer", "")
-    return references
-
-
-def load_with_references(
-    document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Any:
-    """Load the result of `dump_with_references`, with references to this model and optimizer."""
-    return _load(document, _referents(module, optimizer))
-
-
-def _referents(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> _Referents:
-    parts = _Referents({(kind, name): part for kind, name, part in _parts_of(module)})
-    parts["optimizer", ""] = optimizer
-    return parts
-
-
-def with_references_to(
-    value: Any,
-    before: tuple[torch.nn.Module, torch.optim.Optimizer | None],
-    after: tuple[torch.nn.Module, torch.optim.Optimizer | None],
-) -> Any:
-    """Return a value whose objects refer to another model and optimizer.
-
-    Parameters
-    ----------
-    value : object
-        Returned unchanged if it refers to no part of ``before``, otherwise copied.
-    before, after : tuple
-        A model and its optimizer.
-    """
-    references = _Recorded(_references_to(*before))
-    document = _dump(value, references)
-    return _load(document, _referents(*after)) if references.are_used else value
-
-
-class _Recorded(dict[int, tuple[str, ...]]):
-    """References that record whether any of them was needed."""
-
-    are_used = False
-
-    def get(self, key: int, default: Any = None) -> Any:
-        found = super().get(key, default)
-        self.are_used |= found is not None
-        return found
-
-
-class _Referents(dict[tuple[str, ...], Any]):
-    """Objects by their references; a global variable is imported."""
-
-    def __missing__(self, key: tuple[str, ...]) -> Any:
-        _, module, variable = key
-        return getattr(importlib.import_module(module), variable)
-
-
-def _parts_of(module: torch.nn.Module) -> list[tuple[str, str, Any]]:
-    """Return kind, name and object of each part of a model."""
-    inner = plain_module(module)
-    return [
-        ("model", "", module),
-        *(("module", name, part) for name, part in inner.named_modules()),
-        *(("parameter", name, part) for name, part in inner.named_parameters()),
-        *(("buffer", name, part) for name, part in inner.named_buffers()),
-    ]
-
-
-def _global_variable(value: Any) -> tuple[str, str] | None:
-    """Return module and name of the importable global variable that holds a value, if any."""
-    by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())
-    for name, module in list(sys.modules.items()):
-        if getattr(module, "__spec__", None) is None or f"{name}.".startswith(
-            tuple(f"{root}." for root in by_value)
-        ):
-            continue
-        for variable, entry in list(vars(module).items()):
-            if entry is value:
-                return name, variable
-    return None
-
-
 def trained_file(
-    module: torch.nn.Module, given: Callable[[], torch.nn.Module], further: Mapping[str, Any]
+    module: torch.nn.Module,
+    given: Callable[[], torch.nn.Module],
+    further: Mapping[str, Any],
+    others: tuple[Any, ...] = (),
 ) -> LocalFile:
-    """Write a trained module and further plain values to a file. Runs on the ranks.
+    """Write a trained module and the objects that share it to a file. Runs on the ranks.
 
-    The file holds tensors and plain values only. One of these values is the pickled module, in
-    which names stand for parameters and buffers. The pickled module is omitted if attributes of the
-    module cannot be pickled.
+    The file holds tensors and plain values only. One of these values is the pickled objects, in
+    which names stand for tensors. An object is left out if it cannot be pickled.
 
     Parameters
     ----------
@@ -684,25 +578,39 @@ def trained_file(
         Returns the module that the rank received.
     further : mapping
         Tensors and plain values.
+    others : tuple
+        Further objects, such as the optimizer.
     """
     module = module.cpu()
     inner = plain_module(module)
-    tensors = dict([*inner.named_parameters(), *inner.named_buffers()])
-    state = {**further, "model": inner.state_dict(), "tensors": tensors}
-    try:
-        if isinstance(module, torch.jit.ScriptModule):
-            state["script"] = dump_module(module)
+    state = {**further, "model": inner.state_dict()}
+    for objects in ((module, *others), (module,)):
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            # Ranks, and callbacks on them, have registered step hooks.
+            state["objects"] = _dump(objects, tensors, hooks=False)
+        except Exception as error:
+            failure = error
         else:
-            state["module"] = _pickled_trained(module, tensors)
-    except Exception as error:
+            state["tensors"] = {name: _on_cpu(tensor) for name, tensor in tensors.items()}
+            break
+    else:
         if state["model"].keys() != plain_module(given()).state_dict().keys():
-            raise
-        state["lost"] = _unpicklable(inner) or [f"{type(error).__name__}: {error}"]
+            raise failure
+        state["lost"] = _unpicklable(inner) or [f"{type(failure).__name__}: {failure}"]
     # The user's extra state may be of any type; the pickled module holds it.
     state["model"] = {n: v for n, v in state["model"].items() if isinstance(v, torch.Tensor)}
     local = LocalFile()
     save_state(state, local.path)
     return local
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    moved = tensor.detach().cpu()
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
 
 def load_trained(
@@ -716,12 +624,18 @@ def load_trained(
         The file.
     given : callable
         Returns a copy of the original module. The copy gets the weights if the file has no module.
+
+    Returns
+    -------
+    module : torch.nn.Module
+        The trained module.
+    content : dict
+        The values. ``others`` has the further objects, and is empty if they could not be pickled.
     """
     content = load_state(state.path)
-    if "script" in content:
-        return load_module(content["script"]), content
-    if "module" in content:
-        return _load(content["module"], content["tensors"]), content
+    if "objects" in content:
+        module, *content["others"] = _load(content["objects"], content["tensors"])
+        return module, content
     logger.warning(
         "The trained module cannot be pickled because of %s. The returned model has the trained "
         "weights. Its other attributes are those from before training.",
@@ -729,33 +643,7 @@ def load_trained(
     )
     module = given()
     plain_module(module).load_state_dict(content["model"], strict=False)
-    return module, content
-
-
-def _pickled_trained(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    names = {id(tensor): name for name, tensor in tensors.items()}
-
-    class TrainedPickler(Pickler):
-        def persistent_id(self, obj: Any) -> str | None:
-            return names.get(id(obj))
-
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-                # The driver may have no GPU.
-                return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return super().reducer_override(obj)
-
-    def dump(value: torch.nn.Module) -> bytes:
-        buffer = io.BytesIO()
-        TrainedPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-        return buffer.getvalue()
-
-    inner = plain_module(module)
-    if inner is not module:
-        # The options of torch.compile may not be picklable.
-        with contextlib.suppress(Exception):
-            return dump(module)
-    return dump(without_compile_notes(inner))
+    return module, {**content, "others": []}
 
 
 def _unpicklable(module: torch.nn.Module) -> list[str]:

@@ -32,13 +32,16 @@ from hvd_estimators.torch.collectives import (
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import MetricSums
-from hvd_estimators.torch.objective import LEAVES_BACKWARD
-from hvd_estimators.torch.optimizer_step import OptimizerStep, StepRate, set_optimizer_mode
+from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
+from hvd_estimators.torch.optimizer_step import (
+    OptimizerStep,
+    StepOptions,
+    StepRate,
+    set_optimizer_mode,
+)
 from hvd_estimators.torch.serialization import (
     load_module,
-    load_optimizer,
     load_optimizer_state,
-    load_with_references,
     optimizer_content,
     plain_module,
     trained_file,
@@ -66,26 +69,64 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class TrainedObjects:
+    """The user's objects, which are pickled together because they refer to each other.
+
+    Attributes
+    ----------
+    module, optimizer
+        The module, and its optimizer.
+    callbacks, stateful : tuple of object
+        Values of the params.
+    objective : Objective
+        Losses and metrics.
+    options : StepOptions
+        Settings of the steps.
+    learning_rate : float or None
+        Replaces the optimizer's rates.
+    returned : dict
+        Params of the fitted model that may refer to the module, by name.
+    """
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    callbacks: tuple[Any, ...]
+    stateful: tuple[Any, ...]
+    objective: Objective
+    options: StepOptions
+    learning_rate: float | None
+    returned: dict[str, Any]
+
+
+def load_objects(file: LocalFile, device: torch.device) -> TrainedObjects:
+    """Load `TrainedObjects`, with the module and its optimizer on a device."""
+    objects: TrainedObjects = load_module(file)
+    for buffer in objects.module.buffers():
+        # Unlike Module.to(), this keeps the tensor, which other objects may refer to.
+        buffer.data = buffer.data.to(device)
+    objects.module.to(device)
+    # Loading moves the optimizer's state to the device of its parameters.
+    load_optimizer_state(objects.optimizer, objects.optimizer.state_dict())
+    if objects.learning_rate is not None:
+        for group in objects.optimizer.param_groups:
+            group["lr"] = objects.learning_rate
+    return objects
+
+
+@dataclass(frozen=True)
 class TorchTrainSpec(TrainSpec):
     """Job specification for a torch rank.
 
     Attributes
     ----------
-    module : LocalFile
-        See `module_file`.
     collectives : str
         ``"horovod"`` or ``"torch"``, see `choose_collectives`.
-    optimizer : bytes
-        See `dump_optimizer`.
-    objects : bytes
-        A pickled tuple: the callbacks; the `Objective` with losses and metrics; the objects of the
-        param ``stateful``; the `StepOptions`. See `dump_with_references`.
+    objects : LocalFile
+        `TrainedObjects`, see `module_file`.
     """
 
-    module: LocalFile
     collectives: str
-    optimizer: bytes
-    objects: bytes
+    objects: LocalFile
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:
@@ -113,16 +154,15 @@ class _Trainer:
         # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
         self.num_micro_batches = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        self.module = load_module(spec.module).to(self.device)
+        objects = load_objects(spec.objects, self.device)
+        self.module = objects.module
         # For a compiled module, the trained original with the names that the user knows.
         self.original_module = plain_module(self.module)
-        self.optimizer = load_optimizer(spec.optimizer, self.module)
-        # Loading moves the optimizer's state to the device of its parameters.
-        load_optimizer_state(self.optimizer, self.optimizer.state_dict())
-        objects = load_with_references(spec.objects, self.module, self.optimizer)
-        self.callbacks, self.given_objective, stateful, options = objects
+        self.optimizer = objects.optimizer
+        self.callbacks, self.given_objective = objects.callbacks, objects.objective
+        self.returned = objects.returned
         # The optimizer has its state from before training, from which schedulers start.
-        self.step = OptimizerStep(self.optimizer, options, self.device)
+        self.step = OptimizerStep(self.optimizer, objects.options, self.device)
         self.objective = self.given_objective.on_rank(
             self.device,
             model=self.module,
@@ -137,7 +177,7 @@ class _Trainer:
         self.checkpoints.add_stateful(
             {
                 "callbacks": self.callbacks,
-                "stateful": stateful,
+                "stateful": objects.stateful,
                 **self.step.objects,
                 **self.objective.users_objects,
             }
@@ -217,8 +257,12 @@ class _Trainer:
         if self.rank == 0:
             # A handle in the module refers to all hooks of its parameter.
             self.averager.remove()
-            further = optimizer_content(self.optimizer, self.original_module)
-            state = trained_file(self.module, lambda: load_module(spec.module, True), further)
+            state = trained_file(
+                self.module,
+                lambda: load_module(spec.objects, mapped=True).module,
+                optimizer_content(self.optimizer, self.original_module),
+                (self.optimizer, self.returned),
+            )
         shapes = tuple(map(tuple, self.output_shapes or ())) or None
         digests = weight_digests(self.original_module)
         return TrainResult(

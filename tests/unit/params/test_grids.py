@@ -18,7 +18,8 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.torch.serialization import load_optimizer
+from hvd_estimators.torch.serialization import module_file
+from hvd_estimators.torch.trainer import load_objects
 
 pytestmark = pytest.mark.versions
 
@@ -61,9 +62,12 @@ def test_learning_rate_replaces_the_rates_of_a_copied_optimizer() -> None:
     groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}]
     given = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
 
-    document = TorchEstimator(model=net, optimizer=given, learning_rate=0.5)._dump_optimizer()
+    estimator = TorchEstimator(
+        model=net, optimizer=given, learning_rate=0.5, loss=torch.nn.MSELoss(), feature_cols=["x"]
+    )
 
-    made = load_optimizer(document, net)
+    file = module_file(estimator._trained_objects())
+    made = load_objects(file, torch.device("cpu")).optimizer
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.5]
     assert [group["momentum"] for group in made.param_groups] == [0.9, 0.9]
     assert [group["lr"] for group in given.param_groups] == [0.1, 0.2]

@@ -12,7 +12,6 @@ from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.package import default_flavor, of_flavor
 from hvd_estimators.torch.loss import StepShare, StepWeights
 from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.serialization import dump_optimizer, dump_with_references
 from hvd_estimators.torch.tensors import TensorSpec
 
 TENSORS = TensorSpec(("x",), ("blue", "amber"), sample_weight_col="w")
@@ -83,8 +82,9 @@ def test_loss_and_metrics_agree_with_manual_code_and_with_lightning() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     adapter = of_flavor(ModuleAdapter, default_flavor())(
         module,
-        dump_optimizer(optimizer, module),
-        dump_with_references((make(), ()), module, optimizer),
+        optimizer,
+        None,
+        (make(), ()),
         has_own_step=False,
         passes_per_step=1,
         loss_parts=1,

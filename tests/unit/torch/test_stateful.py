@@ -21,9 +21,9 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.serialization import (
-    dump_with_references,
+    load_module,
     load_state,
-    load_with_references,
+    module_file,
     save_state,
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
@@ -203,34 +203,6 @@ def test_attributes_that_training_changes_are_reported_once(
             assert "get_extra_state()" in messages[0]
 
 
-def test_objects_refer_to_the_model_and_optimizer_in_training() -> None:
-    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
-        return net, torch.optim.SGD(net.parameters(), 0.1)
-
-    net, optimizer = make()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    def step() -> Any:
-        def below() -> Any:
-            return scheduler, net[1].running_mean, net[0].weight
-
-        return below()
-
-    document = dump_with_references((step, scheduler, net), net, optimizer)
-    trained, its_optimizer = make()
-    found, its_scheduler, same = load_with_references(document, trained, its_optimizer)
-    assert same is trained
-    used, mean, weight = found()
-    assert used is its_scheduler
-    assert mean is trained[1].running_mean
-    assert weight is trained[0].weight
-    its_optimizer.step()
-    its_scheduler.step()
-    assert its_optimizer.param_groups[0]["lr"] == 0.05
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
 def test_globals_of_importable_modules_are_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,12 +220,8 @@ def test_globals_of_importable_modules_are_not_copied(
     (tmp_path / "users_steps.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
     steps = importlib.import_module("users_steps")
-    net = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
     given = steps.step, (steps.counter,)
-    step, (counter,) = load_with_references(
-        dump_with_references(given, net, optimizer, given[1]), net, optimizer
-    )
+    step, (counter,) = load_module(module_file(given, given[1]))
     assert step() is counter is steps.counter
 
 

@@ -17,10 +17,10 @@ from hvd_estimators.torch.dry_run import (
     check_initialized,
     check_modes,
     check_own_step,
-    copied,
     takes_one_row,
 )
 from hvd_estimators.torch.objective import JointLoss, Objective, check_joint
+from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec, require_tensors, select_outputs
 
 F = torch.nn.functional

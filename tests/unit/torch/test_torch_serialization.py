@@ -20,23 +20,22 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.torch.dry_run import check_optimizer_state, copied
+from hvd_estimators.torch.dry_run import check_optimizer_state
 from hvd_estimators.torch.serialization import (
-    OptimizerPickler,
     Pickler,
-    check_hooks,
-    copy_hooks,
+    check_parameters,
+    copied,
     dump_module,
     dump_optimizer,
-    dump_with_references,
     load_module,
     load_optimizer,
     load_optimizer_state,
     load_state,
-    load_with_references,
+    load_trained,
     optimizer_content,
     restore_optimizer,
     save_state,
+    trained_file,
 )
 
 
@@ -80,9 +79,7 @@ def step(module, optimizer):
 
 
 def round_trip(module, optimizer):
-    document = dump_optimizer(optimizer, module)
-    loaded = load_module(dump_module(module))
-    return loaded, load_optimizer(document, loaded)
+    return load_module(dump_module((module, optimizer)))
 
 
 OPTIMIZERS = {
@@ -244,7 +241,7 @@ def test_optimizers_of_other_parameters_are_rejected(others):
     parameters = foreign if others == "all" else [*module.parameters(), foreign[0]]
 
     with pytest.raises(ParamError, match=r"optimizer: .* shape \(1, 7\) that is not one of"):
-        dump_optimizer(torch.optim.SGD(parameters, lr=0.1), module)
+        check_parameters(module, torch.optim.SGD(parameters, lr=0.1))
 
 
 def test_plain_torch_can_read_saved_state():
@@ -429,7 +426,7 @@ def test_plain_objects_are_not_loaded_by_another_process(monkeypatch):
     scheduled = torch.optim.AdamW(net.parameters())
     check_sendable("stateful", [torch.optim.lr_scheduler.StepLR(scheduled, 1), lambda x: net(x)])
     check_sendable("model", net, Pickler)
-    check_sendable("optimizer", scheduled, OptimizerPickler)
+    check_sendable("optimizer", scheduled, Pickler)
 
 
 class Queued(torch.optim.SGD):
@@ -472,21 +469,10 @@ def test_attributes_of_optimizers_are_serialized_without_process_state():
     assert not torch.equal(copied.weight, before)
 
 
-class Scaled:
-    """Hook that scales a gradient by the mean of a layer's weight."""
-
-    def __call__(self, parameter):
-        parameter.grad.mul_(self.layer.weight.mean())
-
-
 def hooked():
-    """Return a module and an optimizer with all kinds of hooks, which refer to the module."""
+    """Return a module and an optimizer with step hooks that refer to the module."""
     module = network()
-    first, _, last = module
-    first.weight.register_hook(lambda gradient: gradient * (first.weight > 0))
-    first.weight.register_post_accumulate_grad_hook(scaled := Scaled())
-    scaled.layer = last
-    module.handle = last.weight.register_hook(lambda gradient: torch.zeros_like(gradient))
+    first = module[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     optimizer.register_step_pre_hook(lambda *_: setattr(module[1].bias, "grad", None))
     steps_of_class = optimizer.step
@@ -502,13 +488,12 @@ def hooked():
 
 
 @pytest.mark.parametrize("copy_pair", [round_trip, lambda *pair: copied(pair)])
-def test_hooks_are_serialized_and_refer_to_the_loaded_module(copy_pair):
+def test_step_hooks_are_serialized_and_refer_to_the_loaded_module(copy_pair):
     module, optimizer = hooked()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before = copy.deepcopy(module.state_dict())
     loaded, own = copy_pair(module, optimizer)
     rate = own.register_step_pre_hook(lambda *_: own.param_groups[0].update(lr=0.4))
-    copy_hooks(module, plain := network())
 
     step(loaded, own)
     assert all(torch.equal(value, before[n]) for n, value in module.state_dict().items())
@@ -517,64 +502,94 @@ def test_hooks_are_serialized_and_refer_to_the_loaded_module(copy_pair):
     step(module, optimizer)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0)
-    step(plain, torch.optim.SGD(plain.parameters(), lr=0.4))
-    assert torch.equal(plain[0].weight, module[0].weight)
-    assert torch.equal(plain[2].weight, before["2.weight"])
-    loaded.handle.remove()
-    step(loaded, own)
-    assert not torch.equal(loaded[2].weight, before["2.weight"])
 
 
 def test_new_hooks_do_not_replace_loaded_ones(monkeypatch):
     module = torch.nn.Linear(2, 1)
-    module.bias.register_hook(lambda gradient: gradient * 0)
     module.register_forward_hook(lambda part, inputs, output: output * 0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     optimizer.register_step_pre_hook(lambda *_: None)
-    document = dump_module(module), dump_optimizer(optimizer, module)
-    for given in (module._forward_hooks, module.bias._backward_hooks):
+    document = dump_module((module, optimizer))
+    for given in (module._forward_hooks, optimizer._optimizer_step_pre_hooks):
         monkeypatch.setattr(RemovableHandle, "next_id", next(iter(given)))
-        loaded = load_module(document[0])
+        loaded, own = load_module(document)
         loaded.register_forward_hook(lambda part, inputs, output: output + 3)
-        loaded.bias.register_hook(lambda gradient: gradient + 5)
-        output = loaded(torch.ones(1, 2))
-        output.sum().backward()
-        assert (output.item(), loaded.bias.grad.item()) == (3, 5)
-    monkeypatch.setattr(RemovableHandle, "next_id", next(iter(optimizer._optimizer_step_pre_hooks)))
-    loaded_optimizer = load_optimizer(document[1], module)
-    loaded_optimizer.register_step_pre_hook(lambda *_: None)
-    assert len(loaded_optimizer._optimizer_step_pre_hooks) == 2
+        own.register_step_pre_hook(lambda *_: None)
+        assert loaded(torch.ones(1, 2)).item() == 3
+        assert len(own._optimizer_step_pre_hooks) == 2
 
 
-def test_hooks_that_cannot_be_sent_are_rejected():
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_rejected(register):
+    module = network()
+    handle = getattr(module[2].bias, register)(lambda gradient: None)
+    with pytest.raises(ParamError, match=r"'2\.bias' has a hook.* on_train_begin\(\)"):
+        check_parameters(module, None)
+    handle.remove()
+    check_parameters(module, None)
+
+
+def test_step_hooks_that_cannot_be_sent_are_rejected():
     module, lock = network(), threading.Lock()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    handle = optimizer.register_step_post_hook(lambda *_: lock)
-    with pytest.raises(ParamError, match=r"optimizer: a step hook is sent .* cannot pickle"):
-        check_hooks(module, optimizer)
-    handle.remove()
-    handle = module[2].bias.register_hook(lambda gradient: gradient * optimizer.defaults["lr"])
-    with pytest.raises(ParamError, match=r"hook of the parameter '2\.bias' refers to an optimizer"):
-        check_hooks(module, optimizer)
-    handle.remove()
-    check_hooks(module, optimizer)
-    script = torch.jit.script(network())
-    script[2].bias.register_hook(lambda gradient: gradient)
-    with pytest.raises(ParamError, match="TorchScript does not save hooks"):
-        check_hooks(script, None)
+    optimizer.register_step_post_hook(lambda *_: lock)
+    with pytest.raises(ParamError, match=r"optimizer: .* cannot pickle"):
+        check_sendable("optimizer", optimizer, Pickler)
 
 
-def test_optimizers_in_users_objects_are_rebound_to_the_model():
-    net = torch.nn.Linear(2, 1)
+def test_objects_that_refer_to_each_other_are_sent_together():
+    net = network()
     first, second = torch.optim.SGD(net.parameters(), 0.1), torch.optim.LBFGS(net.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
-    document = dump_with_references((scheduler, [Outer(second), second]), net, first, (second,))
-    copied = copy.deepcopy(net)
-    optimizer = load_optimizer(dump_optimizer(first, net), copied)
-    found, (outer, bound) = load_with_references(document, copied, optimizer)
+    view = net[1].running_mean[:2]
 
-    assert found.optimizer is outer.inner is bound
-    assert [id(p) for p in bound._params] == [id(p) for p in copied.parameters()]
+    def used():
+        return net, net[1].running_mean, scheduler, view
+
+    document = dump_module((net, first, [Outer(second), second], scheduler, used))
+    copied_net, optimizer, (outer, bound), its_scheduler, call = load_module(document)
+
+    assert its_scheduler.optimizer is outer.inner is bound
+    parameters = [id(p) for p in copied_net.parameters()]
+    assert [id(p) for p in bound._params] == parameters
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == parameters
+    found, mean, same, its_view = call()
+    assert found is copied_net
+    assert mean is copied_net[1].running_mean
+    assert same is its_scheduler
+    mean += 1
+    assert torch.equal(its_view, mean[:2])
+
+
+def test_trained_objects_return_together_and_without_hooks_of_the_rank():
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.3})
+    step(module, optimizer)
+    lock = threading.Lock()
+    optimizer.register_step_post_hook(lambda *_: lock)
+
+    def loss():
+        return module[0].weight
+
+    file = trained_file(module, network, {"n": 3}, (optimizer, loss))
+    trained, content = load_trained(file, network)
+    own, its_loss = content["others"]
+    assert content["n"] == 3
+    assert its_loss() is trained[0].weight is own.param_groups[0]["params"][0]
+    assert own.param_groups[1]["lr"] == 0.3
+    optimizer._optimizer_step_post_hooks.clear()
+    assert step(trained, own) == step(module, optimizer)
+    for name, value in module.state_dict().items():
+        assert torch.equal(trained.state_dict()[name], value)
+    # An object that cannot be pickled does not cost the module's attributes.
+    module.steps = 7
+    trained, content = load_trained(trained_file(module, network, {}, (lock,)), network)
+    assert (trained.steps, content["others"]) == (7, [])
+    module.lock = lock
+    trained, content = load_trained(trained_file(module, network, {}, (optimizer,)), network)
+    assert torch.equal(trained[2].weight, module[2].weight)
+    assert content["lost"] == ["lock"]
 
 
 def test_global_hooks_see_steps_of_classes_serialized_by_value():
