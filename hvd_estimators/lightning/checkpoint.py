@@ -48,7 +48,7 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
-from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
+from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state
 from hvd_estimators.training.horovod_session import seed_rank
@@ -155,7 +155,6 @@ class RunCheckpoint(Callback):
         self._trainable: TrainableState | None = None
         self._non_persistent: Mapping[str, bytes] = {}
         self._stateful: StatefulObjects | None = None
-        self._attributes: AttributeWatch | None = None
         self._gradients: Mapping[str, torch.Tensor] | None = None
         # Parts of a loaded checkpoint, until they are restored.
         self._loaded: dict[str, Any] = {}
@@ -221,9 +220,6 @@ class RunCheckpoint(Callback):
         library_objects = _known_objects(trainer)
         given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
         self._stateful = StatefulObjects(given, pl_module, library_objects, self._base_attributes)
-        self._attributes = AttributeWatch(
-            pl_module, library_objects, self._base_attributes, is_active=trainer.is_global_zero
-        )
         self._non_persistent = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
         self._reducer.start(self._loaded.pop(_BASES, {}))
@@ -242,8 +238,6 @@ class RunCheckpoint(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the previous epoch, and seed this one as a resumed run does."""
         if self._has_started:
-            assert self._attributes is not None
-            self._attributes.epoch_ended()
             self.save(trainer)
             self._control.after_epoch(trainer.current_epoch)
         self._has_started = True
@@ -263,9 +257,6 @@ class RunCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store gradients that no step has used; a longer run uses them."""
-        assert self._attributes is not None
-        self._attributes.epoch_ended()
-        self._attributes.training_ended()
         self._gradients = _averager(trainer).unused_gradients()
 
     def save(self, trainer: Trainer, *, stopped: bool = False) -> None:
@@ -342,8 +333,6 @@ class RunCheckpoint(Callback):
         state, self._restored = self._restored, None
         if state is not None and state.rows:
             self._resume(trainer, state)
-        assert self._attributes is not None
-        self._attributes.epoch_started()
 
     def _resume(self, trainer: Trainer, state: RunState) -> None:
         self._has_started = True

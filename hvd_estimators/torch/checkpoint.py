@@ -25,7 +25,7 @@ from hvd_estimators.torch.shard_state import (
     TrainableState,
     non_persistent_buffers,
 )
-from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
+from hvd_estimators.torch.stateful import StatefulObjects
 from hvd_estimators.torch.tensors import snapshot
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, gather_state, restore
 from hvd_estimators.training.run_state import RunState
@@ -63,8 +63,6 @@ class RunCheckpoints:
         Shards that this rank runs.
     buffers : BufferReducer
         Reducer of the module's buffers.
-    attributes : AttributeWatch
-        Warns, on rank 0, about module attributes that no checkpoint holds.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class RunCheckpoints:
         self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
         self.buffers = BufferReducer(module, self.shards, spec.buffer_reduction)
         self._stateful = StatefulObjects({}, module, (optimizer,))
-        self.attributes = AttributeWatch(module, (optimizer,), is_active=rank == 0)
         self._saved: dict[str, Any] = {}
         self._metric_states: list[Any] = []
         self.gradients: Mapping[str, torch.Tensor] = {}

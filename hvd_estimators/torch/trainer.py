@@ -251,7 +251,6 @@ class _Trainer:
                     break
                 if epoch + 1 < spec.epochs:
                     self.control.after_epoch(epoch + 1)
-            self.checkpoints.attributes.training_ended()
             self._callbacks("on_train_end")
         state = None
         if self.rank == 0:
@@ -277,13 +276,11 @@ class _Trainer:
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         train, done = self._start_epoch(epoch)
         self.progress.start_epoch(epoch, done)
-        self.checkpoints.attributes.epoch_started()
         set_optimizer_mode(self.optimizer, training=True)
         self._train_epoch(epoch, batches, train, done)
         # Validation, callbacks and checkpoints between epochs use the optimizer's evaluation
         # weights.
         set_optimizer_mode(self.optimizer, training=False)
-        self.checkpoints.attributes.epoch_ended()
         if epoch == self.first_epoch:
             outside = self.averager.outside
             check_same_weights(self.original_module, epoch, self.spec.run, outside)

@@ -97,11 +97,11 @@ class Scheduling:
     """Callback that leaves a scheduler on the module, where the module could also use it."""
 
     def on_train_begin(self, module: Any, optimizer: Any) -> None:
-        module.schedulers = {"rate": [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]}
+        module.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         self.module = module
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
-        self.module.schedulers["rate"][0].step()
+        self.module.scheduler.step()
 
 
 def torch_run(store: Any, backend: Any, run_id: str, net: Any, **params: Any) -> Any:
