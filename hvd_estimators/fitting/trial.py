@@ -7,11 +7,9 @@ that use this one, so it imports no PySpark.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import random
-import re
 import sys
 import threading
 import warnings
@@ -26,7 +24,6 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.unpickling_trial import failing, has_own_pickling
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +31,7 @@ logger = logging.getLogger(__name__)
 def check_sendable(
     name: str, value: Any, pickler: type[cloudpickle.Pickler] = cloudpickle.Pickler
 ) -> None:
-    """Check that an object can be pickled and loaded, without spending time on its arrays.
-
-    Another process loads objects whose classes define their pickling.
+    """Check that an object can be pickled, without spending time on its arrays.
 
     Parameters
     ----------
@@ -50,20 +45,12 @@ def check_sendable(
     Raises
     ------
     ParamError
-        If the object cannot be pickled, or cannot be loaded.
+        If the object cannot be pickled.
     """
-    suspects: dict[type, Any] = {}
-    tried: set[type] = set()
-
     class Trial(pickler):
         """Pickler that skips arrays and tensors, which are always picklable but may be large."""
 
         def persistent_id(self, obj: Any) -> str | None:
-            kind = type(obj)
-            if kind not in tried:
-                tried.add(kind)
-                if has_own_pickling(kind):
-                    suspects[kind] = obj
             is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
             return "array" if is_array or hasattr(type(obj), "untyped_storage") else None
 
@@ -90,26 +77,6 @@ def check_sendable(
             "on_train_begin), and leave Spark's context, sessions and DataFrames out of functions "
             "and objects."
         ) from error
-    if suspects:
-        _check_loadable(name, [value, *suspects.values()], pickler)
-
-
-def _check_loadable(name: str, parts: Sequence[Any], pickler: type[cloudpickle.Pickler]) -> None:
-    """Check that another process can load objects."""
-    documents = []
-    for part in parts:
-        buffer = io.BytesIO()
-        pickler(buffer).dump(part)
-        documents.append(buffer.getvalue())
-    found = failing(parts, documents)
-    if found is not None:
-        part, error = found
-        kind = type(part)
-        raise ParamError(
-            f"{name}: {kind.__module__}.{kind.__qualname__} can be pickled, and loading the pickle "
-            f"in another process fails with {error}. Create the object on the ranks, such as in a "
-            "callback's on_train_begin(), or give its class a __reduce__() that recreates it."
-        )
 
 
 def _find(value: Any, fails: Callable[[Any], bool], depth: int = 6) -> tuple[str, Any]:
@@ -234,9 +201,6 @@ _OTHER_KINDS = (NotImplementedError, RecursionError, UnicodeError)
 
 # Packages that query the process's rank, GPU or environment.
 _PACKAGES = ("horovod", "mpi4py", "os", "torch.cuda", "torch.distributed", "torch.xpu")
-_WORDS = re.compile(
-    r"\b(cuda|cudnn|nvidia|gpus?|horovod|process group|allocate memory)\b", re.IGNORECASE
-)
 
 # Streams, warning filters and random states belong to the whole process.
 _lock = threading.RLock()
@@ -284,7 +248,7 @@ def leave_to_ranks(error: BaseException, shape_kinds: tuple[type[BaseException],
     judged = isinstance(error, (*_SHAPE_KINDS, *shape_kinds)) and not isinstance(
         error, _OTHER_KINDS
     )
-    if judged and not any(_WORDS.search(str(e)) or _comes_from_process(e) for e in causes(error)):
+    if judged and not any(map(_comes_from_process, causes(error))):
         return False
     log_untried(error)
     return True
@@ -301,33 +265,11 @@ def log_untried(error: BaseException) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and the exceptions that led to it, the newest first.
-
-    Omits exceptions that a caller of this code was already handling, because a fit may run in the
-    ``except`` block of a program.
-    """
-    callers = _callers(error)
-    visited: set[int] = set()
+    """Yield an exception and the exceptions that led to it, the newest first."""
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in visited and not _caught_in(callers, cause):
-        visited.add(id(cause))
+    while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _callers(error: BaseException) -> set[int]:
-    """Return the ids of the frames that called the frame that caught an exception."""
-    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
-    callers = set()
-    while frame is not None:
-        callers.add(id(frame))
-        frame = frame.f_back
-    return callers
-
-
-def _caught_in(frames: set[int], error: BaseException) -> bool:
-    traceback = error.__traceback__
-    return traceback is not None and id(traceback.tb_frame) in frames
 
 
 def _comes_from_process(error: BaseException) -> bool:

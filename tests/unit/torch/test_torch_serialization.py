@@ -3,7 +3,6 @@
 import collections
 import copy
 import io
-import os
 import pickle
 import subprocess
 import sys
@@ -383,50 +382,6 @@ def test_the_users_wrapper_still_steps_after_a_copy_was_loaded():
         net(torch.ones(1, 2)).sum().backward()
         each.step()
         torch.testing.assert_close(net.weight, before - 0.1)
-
-
-class NeedsArguments:
-    """Object that pickles, and whose class cannot create it without an argument."""
-
-    def __new__(cls, model):
-        return super().__new__(cls)
-
-    def __init__(self, model):
-        self.model = model
-
-
-class OnlyHere(dict):
-    """Object that a table of this process restores, so only another process shows the error."""
-
-    def __reduce__(self):
-        return _in_this_process, ()
-
-
-def _in_this_process():
-    return {os.getppid(): OnlyHere}[int(os.environ["TEST_PARENT"])]()
-
-
-class Restored(NeedsArguments):
-    def __reduce__(self):
-        return Restored, (self.model,)
-
-
-@pytest.mark.parametrize("name", ["NeedsArguments", "OnlyHere"])
-def test_an_object_that_another_process_cannot_load_is_named(name, monkeypatch):
-    monkeypatch.setenv("TEST_PARENT", str(os.getppid()))
-    broken = OnlyHere() if name == "OnlyHere" else NeedsArguments(torch.nn.Linear(1, 1))
-    check_sendable("stateful", [Restored(3)])
-    with pytest.raises(ParamError, match=rf"^stateful: .*\.{name} can be pickled, and loading"):
-        check_sendable("stateful", [torch.nn.Linear(1, 1), {"ema": broken}])
-
-
-def test_plain_objects_are_not_loaded_by_another_process(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a process"))
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
-    scheduled = torch.optim.AdamW(net.parameters())
-    check_sendable("stateful", [torch.optim.lr_scheduler.StepLR(scheduled, 1), lambda x: net(x)])
-    check_sendable("model", net, Pickler)
-    check_sendable("optimizer", scheduled, Pickler)
 
 
 class Queued(torch.optim.SGD):
