@@ -203,6 +203,7 @@ def check_fit(
     columns: Columns,
     metrics: Metrics | None = None,
     validates: bool = True,
+    declares_state: bool = False,
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model, its loss and its metrics.
 
@@ -226,6 +227,8 @@ def check_fit(
         The metrics. Default: none.
     validates : bool
         Whether the fit validates.
+    declares_state : bool
+        Whether the param ``stateful`` lists the objects whose state the loss uses.
 
     Returns
     -------
@@ -248,11 +251,11 @@ def check_fit(
     with _called_in("evaluation"):
         for raw in _try_call(module.eval(), tensors, batch):
             in_evaluation = loss if validates or not isinstance(loss, JointLoss) else None
-            shapes = _check_outputs(raw, in_evaluation, tensors, batch, metrics)
+            shapes = _check_outputs(raw, in_evaluation, tensors, batch, metrics, declares_state)
     if shapes and isinstance(loss, JointLoss):
         with _called_in("training"):
             for raw in _try_call(module.train(), tensors, batch):
-                _check_joint_loss(loss, raw, batch, tensors, module)
+                _check_joint_loss(loss, raw, batch, tensors, declares_state, module)
     return shapes
 
 
@@ -283,6 +286,7 @@ def _check_outputs(
     tensors: TensorSpec,
     batch: Batch,
     metrics: Metrics | None,
+    declares_state: bool,
 ) -> list[tuple[int, ...]]:
     """Check what a model returned; see `check_fit`."""
     outputs = require_tensors(tensors.select(raw), raw)
@@ -307,9 +311,9 @@ def _check_outputs(
         if output.is_complex():
             logger.warning("model: training works, but %s", NO_COMPLEX_COLUMN)
     if isinstance(loss, JointLoss):
-        _check_joint_loss(loss, raw, batch, tensors)
+        _check_joint_loss(loss, raw, batch, tensors, declares_state)
     elif loss is not None:
-        _check_loss(loss, outputs, batch, tensors)
+        _check_loss(loss, outputs, batch, tensors, declares_state)
     if metrics is not None and metrics.names != []:
         aligned = tensors.align(raw, batch.labels)
         _check_metrics(metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
@@ -566,6 +570,7 @@ def _check_joint_loss(
     raw: Any,
     batch: Batch,
     tensors: TensorSpec,
+    declares_state: bool,
     module: torch.nn.Module | None = None,
 ) -> None:
     """Check a joint loss on what a model returned; with ``module``, also on halves of the rows."""
@@ -591,7 +596,9 @@ def _check_joint_loss(
             "column_dtypes to what the loss expects."
         )
 
-    if not _try_loss(call, message) or _depends_on_calls(call, trial) or module is None:
+    if not _try_loss(call, message) or module is None:
+        return
+    if _depends_on_calls(call, trial, declares_state):
         return
     is_of_rows = True
     try:
@@ -675,7 +682,9 @@ def _shapes_of(raw: Any) -> str:
     return type(raw).__name__
 
 
-def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec) -> None:
+def _check_loss(
+    loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec, declares_state: bool
+) -> None:
     aligned, targets = tensors.align(outputs, batch.labels)
     # Loss modules may have state, and functions may count in global variables.
     loss = copied(loss)
@@ -709,7 +718,7 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
             loss.check_targets(tensors.label_cols, aligned, targets)
             raise
 
-    is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss)
+    is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss, declares_state)
     if is_tried and batch.weights is None:
         _check_reduction(
             batch.rows,
@@ -720,7 +729,9 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
         )
 
 
-def _depends_on_calls(call: Callable[[], Any], loss: Loss | JointLoss) -> bool:
+def _depends_on_calls(
+    call: Callable[[], Any], loss: Loss | JointLoss, declares_state: bool
+) -> bool:
     """Return whether a loss has state or is random; warn if checkpoints may lack its state."""
     values = []
     try:
@@ -734,9 +745,8 @@ def _depends_on_calls(call: Callable[[], Any], loss: Loss | JointLoss) -> bool:
     same = [math.isclose(first, value, rel_tol=1e-6, abs_tol=1e-9) for value in others]
     if all(same) or not all(map(math.isfinite, values)):
         return False
-    if not same[0] and not any(
-        StatefulObjects({"loss": loss.functions}, torch.nn.Module()).items()
-    ):
+    saved = StatefulObjects({"loss": loss.functions}, torch.nn.Module())
+    if not same[0] and not declares_state and not any(saved.items()):
         logger.warning(
             "loss: the loss of the same rows is %.6g and then %.6g, so it has state, such as a "
             "count of its calls. Checkpoints do not hold this state, and a resumed run starts "

@@ -99,6 +99,7 @@ class TorchEstimator(TorchEstimatorSignatures):
             tried = check_fit(
                 *(get("model"), self._loss(), tensors, columns, self._named_metrics()),
                 validates=get("validation") is not None,
+                declares_state=get("stateful") is not None,
             )
 
         def call(rows: int) -> Callable[[Any], Any]:

@@ -14,7 +14,6 @@ from hvd_estimators.torch.collectives import (
     bits_of,
     current,
     exchange,
-    reduce_group,
 )
 from hvd_estimators.training.shard_state import (
     HostStreams,
@@ -199,92 +198,31 @@ class BufferReducer:
     ) -> None:
         self._module = module
         self._shards = shards
-        self._reductions = reductions_of(module, reductions)
+        self._given = reductions_of(module, reductions)
         self.bases: dict[str, torch.Tensor] = {}
         self._compared = shards.num_shards == 1
         self.start()
 
     def start(self, bases: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start from the current buffers, or within an epoch from the saved bases."""
-        self.bases = {}
-        for name, buffer in self._named():
-            if self._reductions[name] == "sum" and not is_lazy(buffer):
-                saved = (bases or {}).get(name, buffer)
-                self.bases[name] = saved.detach().cpu().clone()
+        self.bases = {
+            name: (bases or {}).get(name, buffer).detach().cpu().clone()
+            for name, buffer, reduction in self._reduced()
+            if reduction == "sum"
+        }
 
     def reduce(self) -> None:
         """Set the buffers of all shards to the reduced values."""
         if not self._compared:
             self._compared = True
             self._warn_of_unequal()
-        self._average_batch_norm()
-        if self._reductions:
-            self._reduce_named()
-            self.start()
-
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._module.named_buffers():
-            if name in self._reductions:
-                yield name, buffer
-
-    def _warn_of_unequal(self) -> None:
-        """Warn, on rank 0, about buffers that differ between the shards and are not reduced."""
-        own = ShardBuffers(self._module, self._shards).digests
-        first, *others = merge_by_shard(exchange.gather(own, "buffers"), self._shards.num_shards)
-        norms = {
-            f"{name}.{buffer}" if name else buffer
-            for name, layer in self._module.named_modules()
-            if isinstance(layer, torch.nn.modules.batchnorm._NormBase)
-            for buffer, _ in layer.named_buffers(recurse=False)
-        }
-        unequal = [
-            name
-            for name in first
-            if any(of_shard.get(name) != first[name] for of_shard in others)
-            and name not in self._reductions
-            and name not in norms
-        ]
-        if unequal and current().rank == 0:
-            logger.warning(
-                "model: the ranks have different values of %s, because each computes them from its "
-                "own rows. The model that fit() returns has rank 0's. Set "
-                "buffer_reduction={%r: 'sum'}, or 'mean', 'max' or 'min', to combine them; 'rank0' "
-                "gives all ranks the values of rank 0.",
-                named_weights(unequal),
-                unequal[0],
-            )
-
-    def _average_batch_norm(self) -> None:
-        shards, named = self._shards, {id(buffer) for _, buffer in self._named()}
-        shards.enter(0)
-        statistics = [b for b in batch_norm_statistics(self._module) if id(b) not in named]
-        if not statistics:
-            return
-        if shards.passes == 1:
-            if current().size > 1:
-                reduce_group(statistics, "mean", "batch_norm")
-            return
-        sums = [torch.zeros_like(value) for value in statistics]
-
-        def add(shard: int) -> None:
-            for total, value in zip(sums, statistics, strict=True):
-                total += value / shards.num_shards
-
-        def set_mean(shard: int) -> None:
-            for value, mean in zip(statistics, sums, strict=True):
-                value.copy_(mean)
-
-        shards.for_each(add)
-        if current().size > 1:
-            reduce_group(sums, "sum", "batch_norm")
-        shards.for_each(set_mean)
-
-    def _reduce_named(self) -> None:
+        self._shards.enter(0)
+        reductions = {name: reduction for name, _, reduction in self._reduced()}
         own: dict[str, torch.Tensor] = {}
 
         def combine(shard: int) -> None:
-            for name, buffer in self._named():
-                value, reduction = _in_64_bits(buffer), self._reductions[name]
+            for name, buffer, reduction in self._reduced():
+                value = _in_64_bits(buffer)
                 if name in self.bases:
                     value = value - _in_64_bits(self.bases[name])
                 if reduction == "rank0" and shard:
@@ -292,21 +230,53 @@ class BufferReducer:
                 own[name] = _COMBINE[reduction](own[name], value) if name in own else value
 
         self._shards.for_each(combine)
-        reduced = _reduced_over_ranks(own, self._reductions)
+        reduced = _reduced_over_ranks(own, reductions)
+        for name, value in reduced.items():
+            if name in self.bases:
+                reduced[name] = value + _in_64_bits(self.bases[name])
+            elif reductions[name] == "mean":
+                reduced[name] = value / self._shards.num_shards
 
         def set_reduced(shard: int) -> None:
-            for name, buffer in self._named():
+            for name, buffer, _ in self._reduced():
                 value = reduced[name]
-                if name in self.bases:
-                    value = value + _in_64_bits(self.bases[name])
-                if self._reductions[name] == "mean":
-                    value = value / self._shards.num_shards
-                    if not buffer.is_floating_point() and not buffer.is_complex():
-                        value = value.round()
+                if not (buffer.is_floating_point() or buffer.is_complex()):
+                    value = value.round()
                 buffer.copy_(torch.view_as_complex(value) if buffer.is_complex() else value)
 
         with torch.no_grad():
             self._shards.for_each(set_reduced)
+        self.start()
+
+    def _reduced(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Yield name, buffer and reduction of the buffers that are reduced."""
+        statistics = set(map(id, batch_norm_statistics(self._module)))
+        for name, buffer in self._module.named_buffers():
+            reduction = self._given.get(name, "mean" if id(buffer) in statistics else None)
+            if reduction is not None and not is_lazy(buffer):
+                yield name, buffer, reduction
+
+    def _warn_of_unequal(self) -> None:
+        """Warn, on rank 0, about buffers that differ between the shards and are not reduced."""
+        own = ShardBuffers(self._module, self._shards).digests
+        first, *others = merge_by_shard(exchange.gather(own, "buffers"), self._shards.num_shards)
+        reduced = {name for name, _, _ in self._reduced()}
+        unequal = [
+            name
+            for name in first.keys() - reduced
+            # Batch normalization does not count the steps in which a rank has no rows.
+            if not name.endswith("num_batches_tracked")
+            and any(of_shard.get(name) != first[name] for of_shard in others)
+        ]
+        if unequal and current().rank == 0:
+            logger.warning(
+                "model: the ranks have different values of %s, because each computes them from its "
+                "own rows. The model that fit() returns has rank 0's. Set "
+                "buffer_reduction={%r: 'sum'}, or 'mean', 'max' or 'min', to combine them; 'rank0' "
+                "gives all ranks the values of rank 0.",
+                named_weights(sorted(unequal)),
+                min(unequal),
+            )
 
 
 _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

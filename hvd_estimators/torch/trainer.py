@@ -99,8 +99,22 @@ class TrainedObjects:
 
 
 def load_objects(file: LocalFile, device: torch.device) -> TrainedObjects:
-    """Load `TrainedObjects`, with the module and its optimizer on a device."""
-    objects: TrainedObjects = load_module(file)
+    """Load `TrainedObjects`, with the module and its optimizer on a device.
+
+    Raises
+    ------
+    ParamError
+        If an object pickles, and cannot be loaded.
+    """
+    try:
+        objects: TrainedObjects = load_module(file)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise ParamError(
+            "model, optimizer, loss, metrics, callbacks or stateful: an object was pickled on the "
+            f"driver, and a rank cannot load it ({type(error).__name__}: {error}). Create the "
+            "object on the ranks, such as in a callback's on_train_begin(), or give its class a "
+            "__reduce__() that recreates it."
+        ) from error
     for buffer in objects.module.buffers():
         # Unlike Module.to(), this keeps the tensor, which other objects may refer to.
         buffer.data = buffer.data.to(device)

@@ -200,7 +200,8 @@ def test_the_dry_run_uses_the_custom_step_and_changes_nothing() -> None:
 
 def test_one_row_suffices_for_batch_normalization_over_several_values() -> None:
     def takes(module: torch.nn.Module, *shape: int) -> Any:
-        return takes_one_row(module, lambda copy: copy(torch.ones(1, *shape)))
+        one, two = (lambda copy, rows=rows: copy(torch.ones(rows, *shape)) for rows in (1, 2))
+        return takes_one_row(module, one, [two])
 
     images = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
     pooled = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.BatchNorm2d(1))

@@ -31,11 +31,13 @@ from hvd_estimators.torch.serialization import (
     load_optimizer_state,
     load_state,
     load_trained,
+    module_file,
     optimizer_content,
     restore_optimizer,
     save_state,
     trained_file,
 )
+from hvd_estimators.torch.trainer import load_objects
 
 
 def saved(state):
@@ -382,6 +384,22 @@ def test_the_users_wrapper_still_steps_after_a_copy_was_loaded():
         net(torch.ones(1, 2)).sum().backward()
         each.step()
         torch.testing.assert_close(net.weight, before - 0.1)
+
+
+class NeedsArguments:
+    """Object that pickles, and whose class cannot create it without an argument."""
+
+    def __new__(cls, model):
+        return super().__new__(cls)
+
+    def __init__(self, model):
+        self.model = model
+
+
+def test_an_object_that_a_rank_cannot_load_is_a_typed_error():
+    file = module_file({"stateful": [NeedsArguments(torch.nn.Linear(1, 1))]})
+    with pytest.raises(ParamError, match=r"cannot load it \(TypeError: .*NeedsArguments.__new__"):
+        load_objects(file, torch.device("cpu"))
 
 
 class Queued(torch.optim.SGD):
