@@ -61,7 +61,8 @@ class Holder:
         (lambda c: c, "it"),
         (lambda c: [c], "it[0]"),
         (lambda c: Holder(scheduler=c, number=3), "it.scheduler"),
-        (lambda c: [Holder(), Holder(mine=c, again=c)], "it[1].mine"),
+        (lambda c: Holder(all={"a": c}), "it.all['a']"),
+        (lambda c: [Holder(), Holder(mine=[0, c], again=c)], "it[1].mine[1]"),
     ],
 )
 def test_state_of_given_objects_and_their_attributes_is_restored(
@@ -81,9 +82,9 @@ def test_state_of_given_objects_and_their_attributes_is_restored(
 
 def test_only_one_level_of_attributes_is_saved() -> None:
     counter = Counter()
-    hidden = [Holder(inner=Holder(c=counter)), Holder(all=[counter]), lambda: counter]
+    hidden = [Holder(inner=Holder(c=counter)), Holder(all=[[counter]]), lambda: counter]
     net = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    net.all = [counter]  # type: ignore[assignment]
+    net.all = {"a": [counter]}  # type: ignore[assignment]
     assert not StatefulObjects({"it": hidden}, net).capture()
 
 
@@ -209,8 +210,7 @@ def test_state_of_pytorchs_objects_is_restored(caplog: pytest.LogCaptureFixture)
             torch.amp.GradScaler("cpu", init_scale=8.0),
             average,
         ]
-        named = {f"held{n}": value for n, value in enumerate(held)}
-        callback = Holder(module=net, optimizer=optimizer, head=net, **named)
+        callback = Holder(module=net, optimizer=optimizer, head=net, held=held)
         return StatefulObjects({"callbacks": (callback, None)}, net, (optimizer,)), held
 
     states, held = make()
@@ -219,7 +219,7 @@ def test_state_of_pytorchs_objects_is_restored(caplog: pytest.LogCaptureFixture)
     held[1].step()
     held[3].update_parameters(held[3].module)
     captured = states.capture()
-    assert list(captured) == [f"callbacks[0].held{n}" for n in range(4)]
+    assert list(captured) == [f"callbacks[0].held[{n}]" for n in range(4)]
     assert not caplog.records
     file = io.BytesIO()
     save_state(captured, file)
