@@ -31,7 +31,9 @@ from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.optimizer_step import StepOptions, autocast, learning_rates
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
+    dump_optimizer,
     load_module,
+    load_optimizer,
     load_trained,
     module_file,
     plain_module,
@@ -186,9 +188,9 @@ class TorchEstimator(TorchEstimatorSignatures):
         if state["others"]:
             optimizer, returned = state["others"]
         else:
-            optimizer, returned = given().optimizer, given().returned
-            if module is given().module:
-                restore_optimizer(optimizer, module, state)
+            document, returned = dump_optimizer(given().optimizer, given().module), given().returned
+            optimizer = load_optimizer(document, module)
+            restore_optimizer(optimizer, module, state)
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),

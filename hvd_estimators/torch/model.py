@@ -35,7 +35,6 @@ from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.optimizer_step import PRECISIONS
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
-    check_parameters,
     dump_module,
     dump_optimizer,
     load_module,
@@ -54,7 +53,6 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
         if name == "model" and isinstance(value, torch.nn.Module):
             return dump_module(value)
         if name == "optimizer" and isinstance(value, torch.optim.Optimizer):
-            check_parameters(self.getOrDefault("model"), value)
             return dump_optimizer(value, self.getOrDefault("model"))
         return cloudpickle.dumps(value)
 

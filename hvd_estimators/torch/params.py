@@ -312,7 +312,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         model = plain_module(self.getOrDefault("model"))
         if isinstance(model, torch.nn.Module):
             check_parameters(model, None)
-        check_sendable("model", model, Pickler)
+        if not isinstance(model, torch.jit.ScriptModule):
+            check_sendable("model", model, Pickler)
         optimizer = self.getOrDefault("optimizer")
         if isinstance(optimizer, torch.optim.Optimizer):
             check_sendable("optimizer", optimizer, Pickler)

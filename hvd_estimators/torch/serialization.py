@@ -591,13 +591,14 @@ def trained_file(
             state["objects"] = _dump(objects, tensors, hooks=False)
         except Exception as error:
             failure = error
+            state["lost"] = [f"{type(error).__name__}: {error}"]
         else:
             state["tensors"] = {name: _on_cpu(tensor) for name, tensor in tensors.items()}
             break
     else:
         if state["model"].keys() != plain_module(given()).state_dict().keys():
             raise failure
-        state["lost"] = _unpicklable(inner) or [f"{type(failure).__name__}: {failure}"]
+        state["lost"] = _unpicklable(inner) or state["lost"]
     # The user's extra state may be of any type; the pickled module holds it.
     state["model"] = {n: v for n, v in state["model"].items() if isinstance(v, torch.Tensor)}
     local = LocalFile()
@@ -633,14 +634,18 @@ def load_trained(
         The values. ``others`` has the further objects, and is empty if they could not be pickled.
     """
     content = load_state(state.path)
+    if "lost" in content:
+        has_module = "objects" in content
+        logger.warning(
+            "The trained %s cannot be pickled because of %s. The returned model has the trained "
+            "weights. Its other %s are those from before training.",
+            "optimizer, loss or metrics" if has_module else "module",
+            ", ".join(content["lost"]),
+            "objects" if has_module else "attributes",
+        )
     if "objects" in content:
         module, *content["others"] = _load(content["objects"], content["tensors"])
         return module, content
-    logger.warning(
-        "The trained module cannot be pickled because of %s. The returned model has the trained "
-        "weights. Its other attributes are those from before training.",
-        ", ".join(content["lost"]),
-    )
     module = given()
     plain_module(module).load_state_dict(content["model"], strict=False)
     return module, {**content, "others": []}

@@ -534,7 +534,7 @@ def test_objects_that_refer_to_each_other_are_sent_together():
     assert torch.equal(its_view, mean[:2])
 
 
-def test_trained_objects_return_together_and_without_hooks_of_the_rank():
+def test_trained_objects_return_together_and_without_hooks_of_the_rank(caplog):
     module = network()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.3})
@@ -559,6 +559,7 @@ def test_trained_objects_return_together_and_without_hooks_of_the_rank():
     module.steps = 7
     trained, content = load_trained(trained_file(module, network, {}, (lock,)), network)
     assert (trained.steps, content["others"]) == (7, [])
+    assert "The trained optimizer, loss or metrics cannot be pickled" in caplog.text
     module.lock = lock
     trained, content = load_trained(trained_file(module, network, {}, (optimizer,)), network)
     assert torch.equal(trained[2].weight, module[2].weight)
