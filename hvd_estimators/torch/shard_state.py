@@ -308,7 +308,8 @@ def _in_64_bits(buffer: torch.Tensor) -> torch.Tensor:
     value = buffer.detach().cpu()
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
-    return value.to(torch.float64 if value.is_floating_point() else torch.int64)
+    # A copy, because the buffer gets the values of the rank's next shard.
+    return value.to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)
 
 
 def _reduced_over_ranks(

@@ -78,6 +78,7 @@ class Counted(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(1)
         for name in ("most", "least", "total", "mean", "first", "other"):
             self.register_buffer(name, torch.zeros(2))
+        self.register_buffer("exact", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("rows", torch.tensor(2**53, dtype=torch.int64))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool), persistent=False)
         self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
@@ -86,7 +87,7 @@ class Counted(torch.nn.Module):
         value = torch.tensor([shard + 1.0, -shard - 1.0])
         self.most.copy_(torch.maximum(self.most, value))
         self.least.copy_(torch.minimum(self.least, value))
-        for buffer in (self.mean, self.first, self.other):
+        for buffer in (self.mean, self.first, self.other, self.exact):
             buffer.copy_(value)
         self.total += value
         self.rows += shard + 1
@@ -97,7 +98,7 @@ class Counted(torch.nn.Module):
 
 def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
     rules = {"most": "max", "least": "min", "total": "sum", "mean": "mean", "first": "rank0"}
-    rules |= {"rows": "sum", "seen": "max", "phase": "sum", "running_mean": "max"}
+    rules |= {"exact": "mean", "rows": "sum", "seen": "max", "phase": "sum", "running_mean": "max"}
     module = Counted()
     states = ShardStates(3, 0, 1, (BufferState(module),))
     states.for_each(lambda _: None)
@@ -129,6 +130,7 @@ def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
             "least": [0.0, -3.0],
             "total": [6.0 * epoch, -6.0 * epoch],
             "mean": [2.0, -2.0],
+            "exact": [2.0, -2.0],
             "first": [1.0, -1.0],
             "rows": 2**53 + 6 * epoch,
             "seen": [True] * 3,
