@@ -90,7 +90,7 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
-        self.module: LightningModule = load_module(spec.module)  # type: ignore[assignment]
+        self.module: LightningModule = load_module(spec.module)
         if isinstance(self.module, ModuleAdapter):
             self.module.train_spec = spec
         self.objects: TrainerObjects = loads(spec.objects)
