@@ -297,7 +297,9 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any
 def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = ()) -> None:
     """Pickle a value, without intermediate copies of the tensors."""
     found = ((id(entry), _global_variable(entry)) for entry in shared)
-    kind = type("SharingPickler", (Pickler,), {"shared": {key: v for key, v in found if v is not None}})
+    kind = type(
+        "SharingPickler", (Pickler,), {"shared": {key: v for key, v in found if v is not None}}
+    )
     module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
     torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
