@@ -47,6 +47,7 @@ def check_sendable(
     ParamError
         If the object cannot be pickled.
     """
+
     class Trial(pickler):
         """Pickler that skips arrays and tensors, which are always picklable but may be large."""
 
