@@ -1,4 +1,4 @@
-"""The trainer's own callbacks: history, progress, NaN checks, stopping, and hooks of Lightning 1.
+"""The trainer's own callbacks: history, progress, NaN checks and stopping.
 
 The callbacks work with either Lightning package; `of_flavor` makes the classes.
 """
@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
-from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.loaders import ValidationLoader
 from hvd_estimators.lightning.package import (
     Callback,
@@ -175,7 +173,7 @@ class EpochRecorder(Checkpoint):
     ) -> None:
         """Add the loss of a validation batch, if the module returns it."""
         made_progress()
-        rows = 1 if self._validation is None else self._validation.share.rows
+        rows = 1 if self._validation is None else self._validation.rows
         self._count(1, outputs, rows)
         self._validated = True
 
@@ -200,10 +198,6 @@ class EpochRecorder(Checkpoint):
             {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
             for loss, results in zip(self._losses, results_of(trainer), strict=True)
         )
-        if isinstance(pl_module, ModuleAdapter) and pl_module.counts_losses:
-            for stage, measured in (("train", train), ("val", validation)):
-                if f"{stage}_loss" in measured:
-                    measured["loss"] = measured[f"{stage}_loss"]
         record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)
         self._progress.record(record)
@@ -299,85 +293,3 @@ def steps_taken(trainer: Trainer) -> int:
     if trainer.global_step or trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.total_batch_idx + 1
-
-
-# Lightning 2 rejects these hooks. Library modules written for ``horovod.spark`` define them and
-# cannot be changed.
-_EPOCH_END_HOOKS = ("training_epoch_end", "validation_epoch_end")
-
-
-def has_epoch_ends(module: LightningModule) -> bool:
-    """Return whether a module has one of the hooks."""
-    return any(callable(getattr(module, name, None)) for name in _EPOCH_END_HOOKS)
-
-
-@contextlib.contextmanager
-def without_epoch_ends(module: LightningModule) -> Iterator[None]:
-    """Hide the hooks until the block ends, because the Trainer raises if it finds them."""
-    with contextlib.ExitStack() as stack:
-        for name in _EPOCH_END_HOOKS:
-            stack.enter_context(patch_attribute(module, name, None))
-        yield
-
-
-class EpochEnds(Callback):
-    """Call a module's epoch-end hooks with the epoch's step outputs, as Lightning 1 did.
-
-    ``training_epoch_end`` gets a list with one dict per batch, with the key ``loss``.
-    ``validation_epoch_end`` gets the return values of ``validation_step`` that are not None, in one
-    list per loader if there are several loaders. Both hooks get only the rank's own batches. In a
-    resumed run they get only the batches since the run was resumed.
-
-    Parameters
-    ----------
-    module : LightningModule
-        The module.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._hooks = {name: getattr(module, name, None) for name in _EPOCH_END_HOOKS}
-        self._trained: list[Any] = []
-        self._validated: dict[int, list[Any]] = {}
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Store the output of a training step."""
-        if self._hooks["training_epoch_end"] is not None:
-            given = _outputs_of_shards(trainer, outputs)
-            self._trained += [_detached(output) for output, rows in given if rows]
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the module's hook, if it exists."""
-        hook = self._hooks["training_epoch_end"]
-        if hook is not None:
-            hook(self._trained)
-        self._trained = []
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Store the output of a validation step."""
-        if self._hooks["validation_epoch_end"] is not None:
-            of_loader = self._validated.setdefault(dataloader_idx, [])
-            has_no_rows = getattr(trainer.strategy, "has_no_rows", False)
-            if outputs is not None and not has_no_rows:
-                of_loader.append(_detached(outputs))
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the module's hook, if it exists."""
-        hook = self._hooks["validation_epoch_end"]
-        if hook is not None:
-            outputs = [self._validated[index] for index in sorted(self._validated)]
-            hook(outputs[0] if len(outputs) == 1 else outputs)
-        self._validated = {}
-
-
-def _detached(outputs: Any) -> Any:
-    return apply_to_collection(outputs, torch.Tensor, torch.Tensor.detach)

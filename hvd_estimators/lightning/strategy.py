@@ -49,7 +49,7 @@ from hvd_estimators.torch.collectives import (
     sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StepShare, StepWeights, as_stated
+from hvd_estimators.torch.loss import StepWeights, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
@@ -298,19 +298,17 @@ class HorovodStrategy(ParallelStrategy):
         return self._averager.weights
 
     @property
-    def step_share(self) -> StepShare:
-        """Weight of this rank's batch in the current step; here all batches weigh the same."""
-        return StepShare(1, 1.0, self.world_size)
+    def batch_weight(self) -> tuple[int, float]:
+        """Rows of the current batch, and the factor of its loss; here batches weigh the same."""
+        return 1, 1.0
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
         """Return a loss for the backward pass, and whether its gradients count."""
-        rows, factor = self.step_share.rows, self.step_share.factor
+        rows, factor = self.batch_weight
         stated = self._stated
         if not module.automatic_optimization:
             loss, stated = as_stated(loss, "manual_backward")
         if stated is None:
-            if getattr(module, "scales_its_loss", False):
-                return loss, True
             if module.automatic_optimization:
                 self.weights.step_factor(None, rows)
             self._loss_scale = factor
@@ -326,7 +324,7 @@ class HorovodStrategy(ParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        rows, factor = self.step_share.rows, self.step_share.factor
+        rows, factor = self.batch_weight
         stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
         if not rows:
             stated = torch.zeros_like(stated)
@@ -337,9 +335,6 @@ class HorovodStrategy(ParallelStrategy):
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""
-        step_loss = getattr(self.lightning_module, "step_loss", None)
-        if step_loss is not None:
-            return step_loss
         # The mean of an empty batch may be NaN.
         return loss * self._loss_scale if self._loss_scale else 0.0
 
@@ -580,17 +575,12 @@ class WeightedStrategy(HorovodStrategy):
     @property
     def has_no_rows(self) -> bool:
         """True if the rank has no rows in the current batch, whose results are discarded."""
-        return self._current is not None and not self._current.share.rows
+        return self._current is not None and not self._current.rows
 
     @property
-    def step_share(self) -> StepShare:
-        """Weight of this rank's batch in the current step, for losses that scale themselves."""
-        return super().step_share if self._train is None else self._train.share
-
-    @property
-    def has_users_batches(self) -> bool:
-        """True if batches come from the user's LightningDataModule."""
-        return self._train is None
+    def batch_weight(self) -> tuple[int, float]:
+        """Rows of the current batch, and the factor of its loss."""
+        return (1, 1.0) if self._train is None else (self._train.rows, self._train.factor)
 
     @property
     def averager(self) -> GradientAverager:
@@ -665,7 +655,7 @@ class WeightedStrategy(HorovodStrategy):
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._counted(self._train) as count:
             output = count(super().training_step(*args, **kwargs))
-        rows = 1 if self._train is None else self._train.share.rows
+        rows = 1 if self._train is None else self._train.rows
         named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
         self.outputs.append((named, rows))
         if self._shards.passes > 1 and named.get("loss") is None:
@@ -744,7 +734,7 @@ class WeightedStrategy(HorovodStrategy):
             yield count
             return
         if results is not None:
-            results.batch_size = loader.share.rows
+            results.batch_size = loader.rows
         with contextlib.ExitStack() as stack:
             if is_placeholder:
                 callbacks: Any = module.trainer
@@ -763,7 +753,7 @@ class WeightedStrategy(HorovodStrategy):
             raise
 
     def _rows_of(self, batch: Any) -> int:
-        return super()._rows_of(batch) if self._current is None else self._current.share.rows
+        return super()._rows_of(batch) if self._current is None else self._current.rows
 
     def _drop_placeholder_entries(self) -> None:
         """Remove list entries that steps and hooks added for a batch without rows.

@@ -297,6 +297,12 @@ def check_module(module: Any, flavor: Flavor) -> None:
         If a method is missing.
     """
     base = flavor.get("LightningModule")
+    for name in ("training_epoch_end", "validation_epoch_end"):
+        if callable(getattr(module, name, None)):
+            raise ParamError(
+                f"model: Lightning 2 has no {name}(outputs), which {type(module).__name__} "
+                f"defines. Rewrite it as on_{name.replace('training', 'train')}(self)."
+            )
     for method in ("training_step", "configure_optimizers"):
         is_own = method in vars(module) or getattr(type(module), method) is not getattr(
             base, method

@@ -264,7 +264,7 @@ def test_ranks_without_rows_take_part_with_rows_of_weight_zero() -> None:
     loader = TrainLoader(
         batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)
     )
-    taken = [(len(batch["x"]), loader.share.rows, loader.share.factor) for batch in loader]
+    taken = [(len(batch["x"]), loader.rows, loader.factor) for batch in loader]
     assert taken == [(4, 4, 0.8), (1, 1, 0.2), (1, 0, 0.0)]
     batches = list(loader)
     assert all(batch["x"].dtype == torch.float64 for batch in batches)

@@ -85,7 +85,7 @@ for hidden in {hidden}:
     sys.modules[hidden] = None
 import importlib, torch
 from hvd_estimators.lightning import HorovodStrategy, LightningEstimator
-from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.package import default_flavor, of_flavor
 assert "lightning" not in sys.modules or sys.modules["lightning"] is None
 assert not sys.modules.get("pytorch_lightning")
@@ -94,7 +94,7 @@ assert flavor.name == "{package}"
 package = importlib.import_module("{package}")
 trainer = package.Trainer(strategy=HorovodStrategy(), devices=1, accelerator="cpu", logger=False)
 assert trainer.strategy.world_size == 1
-assert issubclass(of_flavor(ModuleAdapter, flavor), package.LightningModule)
+assert issubclass(of_flavor(RunCheckpoint, flavor), package.Callback)
 loaded = {{name for name in ("lightning", "pytorch_lightning") if sys.modules.get(name)}}
 assert loaded == {{"{package}".partition(".")[0]}}, loaded
 """
