@@ -64,8 +64,8 @@ def _for_plain_module(estimator: NativeEstimator) -> PlainEstimator:
                 f"Leave {name} out, or set model to a LightningModule."
             )
     made.setParams(**{name: value for name, value in given.items() if made.hasParam(name)})
-    for name in ("_grid_index", "_grid_tracking", "_shared_data"):
-        setattr(made, name, getattr(estimator, name))
+    made._grid_index, made._shared_data = estimator._grid_index, estimator._shared_data
+    made._grid_tracking = estimator._grid_tracking
     return made
 
 

@@ -6,8 +6,7 @@ The callbacks work with either Lightning package; `of_flavor` makes the classes.
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +17,10 @@ from hvd_estimators.lightning.package import (
     Callback,
     Checkpoint,
     is_library,
-    is_lightning,
     patch_attribute,
     patch_method,
 )
-from hvd_estimators.lightning.results import results_of
+from hvd_estimators.lightning.results import names_of
 from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.training.progress import Progress
@@ -32,22 +30,27 @@ from hvd_estimators.training.step_control import StepControl
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_ATTRIBUTE = "should_stop"
 _HOOK = "on_train_batch_start"
 _SKIP_EPOCH = -1
 
 
-def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
+def agree_on_stopping(trainer: Trainer, every: int) -> Callable[[], None]:
     """Make all ranks stop at the same step.
 
     The module or a callback of one rank may set ``trainer.should_stop``, for example because of the
     rank's own loss. The other ranks would then wait for that rank indefinitely. Therefore the ranks
-    agree at the start of an epoch, after each validation and after each epoch.
+    agree at the start of an epoch, after each validation and after each epoch. They also agree
+    after some batches; between these, a stop waits.
 
-    The ranks also agree after each batch if the code of the module or of a callback names the
-    attribute. Otherwise a stop requested by other code takes effect at the end of the epoch. The
-    ranks also agree if the module's ``on_train_batch_start`` returns -1 to skip the rest of the
+    If the module's ``on_train_batch_start`` returns -1 on a rank, all ranks skip the rest of the
     epoch.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        The Trainer.
+    every : int
+        The number of batches between two agreements.
 
     Returns
     -------
@@ -56,8 +59,6 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
     """
     loop: Any = trainer.fit_loop
     module: Any = trainer.lightning_module
-    given: Any = trainer
-    each_batch = any(map(_names_attribute, [module, *given.callbacks]))
     is_postponed = False
 
     def agree() -> None:
@@ -65,15 +66,16 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
         trainer.should_stop = _any_rank(trainer.should_stop or is_postponed)
         is_postponed = False
 
-    def postpone() -> None:
+    def after_batch() -> None:
         nonlocal is_postponed
-        is_postponed, trainer.should_stop = is_postponed or trainer.should_stop, False
+        if loop.epoch_loop.batch_progress.current.completed % every == 0:
+            agree()
+        else:
+            is_postponed, trainer.should_stop = is_postponed or trainer.should_stop, False
 
     undo = contextlib.ExitStack()
     undo.enter_context(patch_method(loop.epoch_loop, "on_run_start", after=agree))
-    undo.enter_context(
-        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else postpone)
-    )
+    undo.enter_context(patch_method(loop.epoch_loop, "on_advance_end", before=after_batch))
     undo.enter_context(patch_method(loop.epoch_loop.val_loop, "run", after=agree))
     undo.enter_context(patch_method(loop, "on_advance_end", after=agree))
     if _HOOK in vars(module) or not is_library(getattr(type(module), _HOOK)):
@@ -87,32 +89,20 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
     return undo.close
 
 
-def _names_attribute(owner: Any) -> bool:
-    """Return whether code in an object's classes or function attributes may stop training."""
-    if type(owner).__name__ == "EarlyStopping" and is_lightning(owner, "callbacks.EarlyStopping"):
-        return False  # It stops after a validation or an epoch, on all ranks.
-    members = [*vars(owner).values()]
-    for kind in type(owner).__mro__:
-        members += vars(kind).values()
-    return any(_ATTRIBUTE in names for member in members for names in _names(member))
-
-
-def _names(member: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the names and string constants in the code of a function and its nested functions."""
-    while hasattr(member, "__wrapped__"):
-        member = member.__wrapped__
-    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    code = getattr(function, "__code__", None)
-    waiting = [code] if isinstance(code, types.CodeType) else []
-    while waiting:
-        code = waiting.pop()
-        yield code.co_names
-        yield tuple(constant for constant in code.co_consts if isinstance(constant, str))
-        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
 def _any_rank(flag: bool) -> bool:
     return sum_over_ranks(float(flag), name="should_stop") > 0
+
+
+class ValueReducer(Checkpoint):
+    """Reduce values that hooks log at the end of a training epoch, before others monitor them.
+
+    Lightning calls the ``on_train_epoch_end`` of checkpoint callbacks after the module's.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reduce the values."""
+        strategy: Any = trainer.strategy
+        strategy.reduce_logged()
 
 
 class EpochRecorder(Checkpoint):
@@ -194,9 +184,13 @@ class EpochRecorder(Checkpoint):
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        loop: Any = trainer.fit_loop.epoch_loop
         train, validation = (
-            {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
-            for loss, results in zip(self._losses, results_of(trainer), strict=True)
+            {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in names}}
+            for loss, names in (
+                (self._losses[0], names_of(loop._results)),
+                (self._losses[1], names_of(loop.val_loop._results)),
+            )
         )
         record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)

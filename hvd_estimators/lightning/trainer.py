@@ -12,7 +12,7 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
 from hvd_estimators._util.unpickle_imports import loads
-from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
+from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN, ValueReducer
 from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
     TrainLoader,
@@ -124,6 +124,7 @@ class _Trainer:
             batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
             buffers=self.buffers,
             by_batch=spec.weighs_by_batch,
+            batches_between_stops=self._batches_between_stops,
         )
         callbacks = [*self.objects.callbacks]
         if spec.terminate_on_nan:
@@ -148,9 +149,10 @@ class _Trainer:
             spec.run.checkpoints_path or scratch,
             self.restored,
         )
-        # One callback must run before all others, and one after all others.
+        # Two callbacks must run before all others, and one after all others.
         connected: Any = trainer
-        connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
+        reducer = of_flavor(ValueReducer, spec.flavor)()
+        connected.callbacks = [run_checkpoint, reducer, *connected.callbacks, recorder]
         with run_checkpoint.within_epochs(trainer):
             if "weights_only" in inspect.signature(trainer.fit).parameters:  # Lightning 2.6
                 data["weights_only"] = False
@@ -267,6 +269,14 @@ class _Trainer:
         if not self.module.automatic_optimization:
             return 1
         return trainer.accumulate_grad_batches
+
+    @property
+    def _batches_between_stops(self) -> int:
+        arguments, callbacks = self.objects.arguments, self.objects.callbacks
+        is_timed = any(is_lightning(callback, "callbacks.Timer") for callback in callbacks)
+        if arguments.get("max_time") or is_timed:
+            return 1
+        return int(arguments.get("log_every_n_steps") or self.spec.log_every_n_steps)
 
     def _restore(self) -> RunState | None:
         """Return the state of the run's checkpoint, if any; the Trainer loads the checkpoint."""

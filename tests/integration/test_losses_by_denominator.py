@@ -386,10 +386,10 @@ class LanguageModule(LightningModule):
         return found
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = own_loss(self.net, batch)
-        self.log("val_loss", loss)
+        loss, tokens = own_loss(self.net, batch), (batch["label"] != -100).sum()
+        self.log("val_loss", loss, batch_size=int(tokens))
         self.log("val_rows", float(len(batch["label"])), reduce_fx="sum")
-        return {"loss": loss, "denominator": (batch["label"] != -100).sum()}
+        return {"loss": loss, "denominator": tokens}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=RATE)

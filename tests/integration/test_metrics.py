@@ -275,6 +275,7 @@ def test_all_ranks_stop_if_one_stops(
         validation=0.3,
         batch_size=8,
         epochs=2,
+        log_every_n_steps=1,
         # Also in the middle of an epoch.
         trainer_args={"val_check_interval": 2} if how == "validation" else {},
     )

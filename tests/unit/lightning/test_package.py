@@ -36,7 +36,7 @@ def make_module(package: str) -> Any:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_strategy_works_with_either_packages_trainer(package: str) -> None:
     module = make_module(package)
-    strategy = HorovodStrategy()
+    strategy = HorovodStrategy(package=package)
     trainer = importlib.import_module(package).Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -49,13 +49,17 @@ def test_the_strategy_works_with_either_packages_trainer(package: str) -> None:
     )
     assert trainer.strategy is strategy
     assert isinstance(strategy, HorovodStrategy)
-    assert is_lightning(strategy, "strategies.ParallelStrategy")
+    assert is_lightning(strategy, "strategies.DDPStrategy")
     trainer.fit(module, torch.utils.data.DataLoader([torch.tensor([2.0])] * 3))
     # Three steps, each of 0.5 * 2.
     assert module.layer.weight.item() == 3.0
 
 
 def test_the_strategys_package_is_that_of_its_plugin() -> None:
+    for package in PACKAGES:
+        importlib.import_module(package)
+    with pytest.raises(ParamError, match=r"package: .* one of 'lightning.pytorch', 'pytorch_li"):
+        HorovodStrategy()
     for package in PACKAGES:
         plugin = importlib.import_module(f"{package}.plugins").MixedPrecision("bf16-mixed", "cpu")
         strategy = HorovodStrategy(precision_plugin=plugin)
