@@ -32,7 +32,6 @@ from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import (
     LightningTrainSpec,
     TrainerObjects,
-    adapted_trainer_args,
     as_list,
 )
 from hvd_estimators.summary import as_records
@@ -170,7 +169,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault
         flavor = self._flavor()
-        trainer_args = adapted_trainer_args(get("trainer_args") or {}, flavor)
+        trainer_args = dict(get("trainer_args") or {})
         by_lightning = trainer_args.get("accumulate_grad_batches", 1) > 1
         common = replace(
             common,

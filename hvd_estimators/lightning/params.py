@@ -12,7 +12,6 @@ from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.loggers import PROFILERS
 from hvd_estimators.lightning.package import Flavor, is_lightning, one_flavor
 from hvd_estimators.lightning.trainer_args import (
-    adapted_trainer_args,
     as_list,
     check_callbacks,
     check_module,
@@ -110,8 +109,7 @@ class LightningParams(TorchEstimator):
             )
         flavor = self._flavor()
         check_objects(get("logger"), get("profiler"))
-        arguments = adapted_trainer_args(get("trainer_args") or {}, flavor)
-        check_trainer_args(arguments, flavor, get("callbacks"))
+        check_trainer_args(get("trainer_args") or {}, flavor, get("callbacks"))
         check_modes(get("model"))
         check_module(get("model"), flavor)
 
