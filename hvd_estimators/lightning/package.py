@@ -41,9 +41,21 @@ else:
     DDPStrategy = _placeholder("DDPStrategy", "strategies.DDPStrategy")
 
 __all__ = [
-    *("FLAVORS", "Callback", "Checkpoint", "CheckpointIO", "ClusterEnvironment", "DDPStrategy"),
-    *("Flavor", "default_flavor", "flavor_of", "is_library", "is_lightning", "of_flavor"),
-    *("one_flavor", "patch_attribute", "patch_method"),
+    "FLAVORS",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "DDPStrategy",
+    "Flavor",
+    "default_flavor",
+    "flavor_of",
+    "is_library",
+    "is_lightning",
+    "of_flavor",
+    "one_flavor",
+    "patch_attribute",
+    "patch_method",
 ]
 
 T = TypeVar("T")
