@@ -64,8 +64,7 @@ def _for_plain_module(estimator: NativeEstimator) -> PlainEstimator:
                 f"Leave {name} out, or set model to a LightningModule."
             )
     made.setParams(**{name: value for name, value in given.items() if made.hasParam(name)})
-    made._grid_index, made._shared_data = estimator._grid_index, estimator._shared_data
-    made._grid_tracking = estimator._grid_tracking
+    made.join_fits_of(estimator)
     return made
 
 

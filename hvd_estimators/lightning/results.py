@@ -21,8 +21,8 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
 
     Lightning reduces values with ``sync_dist`` when they are first read, and waits for ranks that
     neither log nor read them. This function also reduces values without ``sync_dist``, so that
-    callbacks see the same values on all ranks. Callbacks may monitor values that training steps log
-    for themselves only. These are those of the last step, over all ranks.
+    callbacks see the same values on all ranks. Of values that training steps log for steps only,
+    callbacks see the last step's, over all ranks.
 
     Parameters
     ----------

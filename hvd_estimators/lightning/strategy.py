@@ -211,7 +211,7 @@ class HorovodStrategy(DDPStrategy):
         if self._layer_sync is not None and trainer.state.fn == "fit":
             assert self.lightning_module is not None
             self._undo.enter_context(synchronized_layers(self.lightning_module))
-            # Lightning's own would leave layers of a class of its own.
+            # Lightning would leave layers of another class.
             self._undo.enter_context(patch_attribute(self, "_layer_sync", None))
         super().setup(trainer)
         if trainer.state.fn == "fit":
