@@ -144,9 +144,7 @@ LEFT_OUT_MODULES: Mapping[str, str] = {
     "horovod.spark.keras.remote": _RANKS,
     "horovod.spark.keras.tensorflow": "Estimators accept optimizers of Keras 3 unchanged.",
     "horovod.spark.keras.util": _RANKS,
-    "horovod.spark.lightning.legacy": (
-        "Pass LightningEstimator the torch.nn.Module itself, with optimizer and loss."
-    ),
+    "horovod.spark.lightning.legacy": "TorchEstimator trains a torch.nn.Module.",
     "horovod.spark.lightning.remote": _RANKS,
     "horovod.spark.lightning.util": "Pickle modules with cloudpickle, or use torch.save.",
     "horovod.spark.mpi_run": f"Gloo is the controller, not MPI. {_LAUNCH}",

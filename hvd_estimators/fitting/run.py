@@ -386,6 +386,11 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
 
         return Fits(fit_one, len(paramMaps))
 
+    def join_fits_of(self, other: RunParams) -> None:
+        """Take another estimator's place among the fits of a grid."""
+        self._grid_index, self._grid_tracking = other._grid_index, other._grid_tracking
+        self._shared_data = other._shared_data
+
     def _make_tracking(self, run_id: str, params: Mapping[str, Any]) -> Tracking | None:
         """Return the MLflow logger of a fit, or None if it is off or has no MLflow run."""
         if not self.getOrDefault("log_to_mlflow"):

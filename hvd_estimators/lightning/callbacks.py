@@ -1,4 +1,4 @@
-"""The trainer's own callbacks: history, progress, NaN checks, stopping, and hooks of Lightning 1.
+"""The trainer's own callbacks: history, progress, NaN checks and stopping.
 
 The callbacks work with either Lightning package; `of_flavor` makes the classes.
 """
@@ -6,25 +6,21 @@ The callbacks work with either Lightning package; `of_flavor` makes the classes.
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
-from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.loaders import ValidationLoader
 from hvd_estimators.lightning.package import (
     Callback,
     Checkpoint,
     is_library,
-    is_lightning,
     patch_attribute,
     patch_method,
 )
-from hvd_estimators.lightning.results import results_of
+from hvd_estimators.lightning.results import names_of
 from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.training.progress import Progress
@@ -34,22 +30,27 @@ from hvd_estimators.training.step_control import StepControl
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_ATTRIBUTE = "should_stop"
 _HOOK = "on_train_batch_start"
 _SKIP_EPOCH = -1
 
 
-def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
+def agree_on_stopping(trainer: Trainer, every: int) -> Callable[[], None]:
     """Make all ranks stop at the same step.
 
     The module or a callback of one rank may set ``trainer.should_stop``, for example because of the
     rank's own loss. The other ranks would then wait for that rank indefinitely. Therefore the ranks
-    agree at the start of an epoch, after each validation and after each epoch.
+    agree at the start of an epoch, after each validation and after each epoch. They also agree
+    after some batches; between these, a stop waits.
 
-    The ranks also agree after each batch if the code of the module or of a callback names the
-    attribute. Otherwise a stop requested by other code takes effect at the end of the epoch. The
-    ranks also agree if the module's ``on_train_batch_start`` returns -1 to skip the rest of the
+    If the module's ``on_train_batch_start`` returns -1 on a rank, all ranks skip the rest of the
     epoch.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        The Trainer.
+    every : int
+        The number of batches between two agreements.
 
     Returns
     -------
@@ -58,8 +59,6 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
     """
     loop: Any = trainer.fit_loop
     module: Any = trainer.lightning_module
-    given: Any = trainer
-    each_batch = any(map(_names_attribute, [module, *given.callbacks]))
     is_postponed = False
 
     def agree() -> None:
@@ -67,15 +66,16 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
         trainer.should_stop = _any_rank(trainer.should_stop or is_postponed)
         is_postponed = False
 
-    def postpone() -> None:
+    def after_batch() -> None:
         nonlocal is_postponed
-        is_postponed, trainer.should_stop = is_postponed or trainer.should_stop, False
+        if loop.epoch_loop.batch_progress.current.completed % every == 0:
+            agree()
+        else:
+            is_postponed, trainer.should_stop = is_postponed or trainer.should_stop, False
 
     undo = contextlib.ExitStack()
     undo.enter_context(patch_method(loop.epoch_loop, "on_run_start", after=agree))
-    undo.enter_context(
-        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else postpone)
-    )
+    undo.enter_context(patch_method(loop.epoch_loop, "on_advance_end", before=after_batch))
     undo.enter_context(patch_method(loop.epoch_loop.val_loop, "run", after=agree))
     undo.enter_context(patch_method(loop, "on_advance_end", after=agree))
     if _HOOK in vars(module) or not is_library(getattr(type(module), _HOOK)):
@@ -89,32 +89,20 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
     return undo.close
 
 
-def _names_attribute(owner: Any) -> bool:
-    """Return whether code in an object's classes or function attributes may stop training."""
-    if type(owner).__name__ == "EarlyStopping" and is_lightning(owner, "callbacks.EarlyStopping"):
-        return False  # It stops after a validation or an epoch, on all ranks.
-    members = [*vars(owner).values()]
-    for kind in type(owner).__mro__:
-        members += vars(kind).values()
-    return any(_ATTRIBUTE in names for member in members for names in _names(member))
-
-
-def _names(member: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the names and string constants in the code of a function and its nested functions."""
-    while hasattr(member, "__wrapped__"):
-        member = member.__wrapped__
-    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    code = getattr(function, "__code__", None)
-    waiting = [code] if isinstance(code, types.CodeType) else []
-    while waiting:
-        code = waiting.pop()
-        yield code.co_names
-        yield tuple(constant for constant in code.co_consts if isinstance(constant, str))
-        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
 def _any_rank(flag: bool) -> bool:
     return sum_over_ranks(float(flag), name="should_stop") > 0
+
+
+class ValueReducer(Checkpoint):
+    """Reduce values that hooks log at the end of a training epoch, before others monitor them.
+
+    Lightning calls the ``on_train_epoch_end`` of checkpoint callbacks after the module's.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reduce the values."""
+        strategy: Any = trainer.strategy
+        strategy.reduce_logged()
 
 
 class EpochRecorder(Checkpoint):
@@ -175,7 +163,7 @@ class EpochRecorder(Checkpoint):
     ) -> None:
         """Add the loss of a validation batch, if the module returns it."""
         made_progress()
-        rows = 1 if self._validation is None else self._validation.share.rows
+        rows = 1 if self._validation is None else self._validation.rows
         self._count(1, outputs, rows)
         self._validated = True
 
@@ -196,14 +184,14 @@ class EpochRecorder(Checkpoint):
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        loop: Any = trainer.fit_loop.epoch_loop
         train, validation = (
-            {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
-            for loss, results in zip(self._losses, results_of(trainer), strict=True)
+            {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in names}}
+            for loss, names in (
+                (self._losses[0], names_of(loop._results)),
+                (self._losses[1], names_of(loop.val_loop._results)),
+            )
         )
-        if isinstance(pl_module, ModuleAdapter) and pl_module.counts_losses:
-            for stage, measured in (("train", train), ("val", validation)):
-                if f"{stage}_loss" in measured:
-                    measured["loss"] = measured[f"{stage}_loss"]
         record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)
         self._progress.record(record)
@@ -299,85 +287,3 @@ def steps_taken(trainer: Trainer) -> int:
     if trainer.global_step or trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.total_batch_idx + 1
-
-
-# Lightning 2 rejects these hooks. Library modules written for ``horovod.spark`` define them and
-# cannot be changed.
-_EPOCH_END_HOOKS = ("training_epoch_end", "validation_epoch_end")
-
-
-def has_epoch_ends(module: LightningModule) -> bool:
-    """Return whether a module has one of the hooks."""
-    return any(callable(getattr(module, name, None)) for name in _EPOCH_END_HOOKS)
-
-
-@contextlib.contextmanager
-def without_epoch_ends(module: LightningModule) -> Iterator[None]:
-    """Hide the hooks until the block ends, because the Trainer raises if it finds them."""
-    with contextlib.ExitStack() as stack:
-        for name in _EPOCH_END_HOOKS:
-            stack.enter_context(patch_attribute(module, name, None))
-        yield
-
-
-class EpochEnds(Callback):
-    """Call a module's epoch-end hooks with the epoch's step outputs, as Lightning 1 did.
-
-    ``training_epoch_end`` gets a list with one dict per batch, with the key ``loss``.
-    ``validation_epoch_end`` gets the return values of ``validation_step`` that are not None, in one
-    list per loader if there are several loaders. Both hooks get only the rank's own batches. In a
-    resumed run they get only the batches since the run was resumed.
-
-    Parameters
-    ----------
-    module : LightningModule
-        The module.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._hooks = {name: getattr(module, name, None) for name in _EPOCH_END_HOOKS}
-        self._trained: list[Any] = []
-        self._validated: dict[int, list[Any]] = {}
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Store the output of a training step."""
-        if self._hooks["training_epoch_end"] is not None:
-            given = _outputs_of_shards(trainer, outputs)
-            self._trained += [_detached(output) for output, rows in given if rows]
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the module's hook, if it exists."""
-        hook = self._hooks["training_epoch_end"]
-        if hook is not None:
-            hook(self._trained)
-        self._trained = []
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Store the output of a validation step."""
-        if self._hooks["validation_epoch_end"] is not None:
-            of_loader = self._validated.setdefault(dataloader_idx, [])
-            has_no_rows = getattr(trainer.strategy, "has_no_rows", False)
-            if outputs is not None and not has_no_rows:
-                of_loader.append(_detached(outputs))
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the module's hook, if it exists."""
-        hook = self._hooks["validation_epoch_end"]
-        if hook is not None:
-            outputs = [self._validated[index] for index in sorted(self._validated)]
-            hook(outputs[0] if len(outputs) == 1 else outputs)
-        self._validated = {}
-
-
-def _detached(outputs: Any) -> Any:
-    return apply_to_collection(outputs, torch.Tensor, torch.Tensor.detach)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.loaders import TrainLoader, skip_batches
 from hvd_estimators.lightning.package import (
@@ -218,8 +217,7 @@ class RunCheckpoint(Callback):
         self._trainable = TrainableState(pl_module)
         self._trainable.restore(self._loaded.pop(_REQUIRES_GRAD, {}))
         library_objects = _known_objects(trainer)
-        given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
-        self._stateful = StatefulObjects(given, pl_module, library_objects, self._base_attributes)
+        self._stateful = StatefulObjects({}, pl_module, library_objects, self._base_attributes)
         self._non_persistent = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
         self._reducer.start(self._loaded.pop(_BASES, {}))

@@ -32,7 +32,6 @@ from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_args import (
     LightningTrainSpec,
     TrainerObjects,
-    adapted_trainer_args,
     as_list,
 )
 from hvd_estimators.summary import as_records
@@ -87,8 +86,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     others. A module that reads ``sample_weight_col`` should return ``(weight * loss).mean()``,
     which is the definition that the other estimators use.
 
-    A plain ``torch.nn.Module`` with ``optimizer`` and ``loss`` trains as with `TorchEstimator`,
-    with Lightning's callbacks and loggers.
+    `TorchEstimator` trains a plain ``torch.nn.Module`` with an optimizer and a loss.
 
     An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
     number of ranks. In automatic and in manual optimization, each step uses the gradient of the
@@ -115,8 +113,6 @@ class LightningEstimator(LightningEstimatorSignatures):
         return super()._can_dry_run() and not is_lightning_data(self.getOrDefault("data_module"))
 
     def _dry_run(self, columns: Columns) -> Trial:
-        if not self._is_lightning:
-            return super()._dry_run(columns)
         get = self.getOrDefault
         module = get("model")
         batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
@@ -139,8 +135,6 @@ class LightningEstimator(LightningEstimatorSignatures):
         return LightningTrial(shapes, one_row, loss_of_halves=halves)
 
     def _tensor_dtype(self, name: str, stored: str, trial: Trial) -> str:
-        if not self._is_lightning:
-            return super()._tensor_dtype(name, stored, trial)
         dtype: str = self.getOrDefault("column_dtypes").get(name, stored)
         return dtype
 
@@ -155,30 +149,26 @@ class LightningEstimator(LightningEstimatorSignatures):
         module, get = self.getOrDefault("model"), self.getOrDefault
         arguments = {k: v for k, v in (get("trainer_args") or {}).items() if k not in _OF_A_PART}
         identity["trainer_args"] = named(arguments)
-        if self._is_lightning:
-            identity["hparams"] = named(dict(module.hparams))
-            if get("learning_rate") is None:
-                # Lightning's tuner sets these attributes.
-                rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
-                identity["rates"] = named(rates)
+        identity["hparams"] = named(dict(module.hparams))
+        if get("learning_rate") is None:
+            # Lightning's tuner sets these attributes.
+            rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
+            identity["rates"] = named(rates)
         return identity
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         get = self.getOrDefault
-        if not self._is_lightning:
-            super()._check_spec(common, trial)
-        else:
-            if isinstance(trial, LightningTrial) and common.data.num_shards > 1:
-                check_loss(trial.loss_of_halves)
-            check_embeddings(get("model"), common.data)
-            if trial.takes_one_row is False and get("train_steps_per_epoch") is None:
-                check_one_row(get("model"), common.data, trial.takes_one_row)
+        if isinstance(trial, LightningTrial) and common.data.num_shards > 1:
+            check_loss(trial.loss_of_halves)
+        check_embeddings(get("model"), common.data)
+        if trial.takes_one_row is False and get("train_steps_per_epoch") is None:
+            check_one_row(get("model"), common.data, trial.takes_one_row)
         check_shards_of_module(get("model"), common.data, get("trainer_args") or {})
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault
         flavor = self._flavor()
-        trainer_args = adapted_trainer_args(get("trainer_args") or {}, flavor)
+        trainer_args = dict(get("trainer_args") or {})
         by_lightning = trainer_args.get("accumulate_grad_batches", 1) > 1
         common = replace(
             common,
@@ -200,14 +190,10 @@ class LightningEstimator(LightningEstimatorSignatures):
             **vars(common),
             weighs_by_batch=by_lightning or any(schedules),
             flavor=flavor,
-            module=module_file(self._lightning_module(flavor)),
+            module=module_file(self._lightning_module()),
             collectives=self._chosen_collectives(),
             objects=cloudpickle.dumps(objects),
-            form=(
-                BatchForm(get("column_dtypes"), self._column_shapes())
-                if self._is_lightning
-                else BatchForm({})
-            ),
+            form=BatchForm(get("column_dtypes"), self._column_shapes()),
             batch_hint=unpacking_hint(self._input_columns().names, get("label_cols")),
             log_every_n_steps=get("log_every_n_steps"),
             users_data={
@@ -224,7 +210,7 @@ class LightningEstimator(LightningEstimatorSignatures):
     ) -> LightningModel:
         given = self.getOrDefault("model")
         module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
-        model = self.get_model_class()(
+        return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
                 history=as_records(run_results.history),
@@ -233,7 +219,6 @@ class LightningEstimator(LightningEstimatorSignatures):
                 metadata=metadata,
             )
         )
-        return model
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
         precision = (self.getOrDefault("trainer_args") or {}).get("precision")

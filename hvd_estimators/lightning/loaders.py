@@ -11,8 +11,7 @@ import torch
 
 from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.torch.collectives import PendingSum, exchange
-from hvd_estimators.torch.loss import StepShare
+from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.row_weights import WeightedBatches
 from hvd_estimators.training.shard_state import ShardStates
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
 
 TensorBatch = Mapping[str, torch.Tensor]
 
-Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]
-
-_Window = tuple[Sequence[Sequence[tuple[TensorBatch, float]]], PendingSum | None]
-"""Batches among which rows weigh equally, and their denominators.
+_Window = Sequence[Sequence[tuple[TensorBatch, float]]]
+"""Batches among which rows weigh equally.
 
 A batch has a micro-batch, with its factor, for each of the rank's shards.
 """
@@ -143,11 +140,19 @@ class BatchForm:
 
 
 class _Loader:
-    """Loader that provides the weight of its latest batch."""
+    """Loader that provides the weight of its latest batch.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the latest batch; 0 for a placeholder batch.
+    factor : float
+        Factor of the latest batch's mean loss, see `WeightedBatches`.
+    """
 
     def __init__(self, form: BatchForm, steps: int) -> None:
-        # The weight of the latest batch; without rows for a placeholder batch.
-        self.share = StepShare(0, 1.0, 1)
+        self.rows = 0
+        self.factor = 1.0
         self._form = form
         self._steps = steps
         self._placeholder: TensorBatch | None = None
@@ -167,13 +172,7 @@ class _Loader:
         """Set the rows that replace an empty first batch."""
         self._placeholder = rows
 
-    def _give(
-        self,
-        batch: TensorBatch | None,
-        factor: float = 1.0,
-        slots: int = 1,
-        totals: PendingSum | None = None,
-    ) -> TensorBatch:
+    def _give(self, batch: TensorBatch | None, factor: float = 1.0) -> TensorBatch:
         """Return a batch as tensors; replace an empty batch with rows of the previous one.
 
         So every rank runs the same code in every step, which matters if a module reduces over the
@@ -186,7 +185,7 @@ class _Loader:
             batch = {name: tensor[:_PLACEHOLDER_ROWS] for name, tensor in self._placeholder.items()}
         else:
             raise RuntimeError("A data module gave this rank no rows at all.")
-        self.share = StepShare(rows, factor, slots, totals)
+        self.rows, self.factor = rows, factor
         return self._form.apply(batch)
 
 
@@ -214,8 +213,6 @@ class TrainLoader(_Loader):
         Whether each epoch gets the batches of the first one (``overfit_batches``).
     done : int
         Batches of the first epoch that an earlier launch trained on; the loader skips them.
-    totals : callable, optional
-        Sums a step's denominators over the ranks, see `RankObjective.totals`.
     by_batch : bool
         Whether the global batches of a step weigh equally, each as one of ``passes_per_step``, as
         in Lightning. Otherwise, all rows of a step weigh equally.
@@ -230,7 +227,6 @@ class TrainLoader(_Loader):
         shards: ShardStates,
         same: bool = False,
         done: int = 0,
-        totals: Totals | None = None,
         by_batch: bool = False,
         limit: Callable[[], float] | None = None,
     ) -> None:
@@ -238,8 +234,6 @@ class TrainLoader(_Loader):
         self._limit = limit
         self._passes = 1
         self._micro_batches: Sequence[tuple[TensorBatch, float]] = ()
-        self._window_totals: PendingSum | None = None
-        self._totals = totals
         self._by_batch = by_batch
         self._done = done
         self._position = 0 if same else done
@@ -275,18 +269,16 @@ class TrainLoader(_Loader):
 
     def _start(self, window: _Window) -> Iterator[TensorBatch]:
         """Yield the first micro-batch of each of a window's batches."""
-        batches, self._window_totals = window
         # Lightning divides each loss by the number of passes.
         self._passes = self._passes_per_window()
-        for self._micro_batches in batches:
+        for self._micro_batches in window:
             yield self.enter(0)
 
     def enter(self, index: int) -> TensorBatch:
         """Switch to one of the rank's shards, and return its part of the newest batch."""
         self._shards.enter(index)
         batch, factor = self._micro_batches[index]
-        passes = self._passes
-        return self._give(batch, factor * passes, self._shards.size * passes, self._window_totals)
+        return self._give(batch, factor * self._passes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, which marks the loader as resumable."""
@@ -303,8 +295,7 @@ class TrainLoader(_Loader):
         parts = self._shards.passes
         given = self._batches.next_window(count * parts)
         self._position = (self._position + count) % self._steps
-        totals = None if self._totals is None else self._totals([batch for batch, _ in given])
-        return [given[first : first + parts] for first in range(0, len(given), parts)], totals
+        return [given[first : first + parts] for first in range(0, len(given), parts)]
 
 
 class ValidationLoader(_Loader):

@@ -1,4 +1,4 @@
-"""`LightningModel`: predicts with a trained LightningModule or a plain module."""
+"""`LightningModel`: predicts with a trained LightningModule."""
 
 from __future__ import annotations
 
@@ -163,14 +163,12 @@ class LightningModel(LightningModelSignatures):
         return document, load
 
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
-        if is_lightning(self.getOrDefault("model"), "LightningModule"):
-            raise ParamError(
-                "evaluate: the model is a LightningModule, whose validation_step logs its own "
-                "values through a Trainer; evaluate() computes loss and metrics of plain modules. "
-                "Call Trainer.validate(model.getModel(), ...), or transform() and an evaluator of "
-                "pyspark.ml.evaluation."
-            )
-        return super()._make_evaluator()
+        raise ParamError(
+            "evaluate: the model is a LightningModule, whose validation_step logs its own values "
+            "through a Trainer; evaluate() computes loss and metrics of plain modules. Call "
+            "Trainer.validate(model.getModel(), ...), or transform() and an evaluator of "
+            "pyspark.ml.evaluation."
+        )
 
     def _try_on_zeros(
         self,

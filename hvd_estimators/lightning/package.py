@@ -25,12 +25,9 @@ from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import Callback
     from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.strategies import ParallelStrategy
-    from lightning.pytorch.trainer.connectors.logger_connector.result import (
-        _ResultCollection as ResultCollection,
-    )
+    from lightning.pytorch.strategies import DDPStrategy
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 else:
 
@@ -41,11 +38,7 @@ else:
     Checkpoint = _placeholder("Checkpoint", "callbacks.Checkpoint")
     CheckpointIO = _placeholder("CheckpointIO", "fabric.plugins.CheckpointIO")
     ClusterEnvironment = _placeholder("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
-    LightningModule = _placeholder("LightningModule", "LightningModule")
-    ParallelStrategy = _placeholder("ParallelStrategy", "strategies.ParallelStrategy")
-    ResultCollection = _placeholder(
-        "ResultCollection", "trainer.connectors.logger_connector.result._ResultCollection"
-    )
+    DDPStrategy = _placeholder("DDPStrategy", "strategies.DDPStrategy")
 
 __all__ = [
     "FLAVORS",
@@ -53,16 +46,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointIO",
     "ClusterEnvironment",
+    "DDPStrategy",
     "Flavor",
-    "LightningModule",
-    "ParallelStrategy",
-    "ResultCollection",
     "default_flavor",
     "flavor_of",
-    "imported_flavors",
     "is_library",
     "is_lightning",
-    "of_any_flavor",
     "of_flavor",
     "one_flavor",
     "patch_attribute",
@@ -94,21 +83,11 @@ class Flavor:
             home = self.fabric + home.removeprefix(f"{self.name}.fabric")
         return getattr(importlib.import_module(home), name)
 
-    @property
-    def is_installed(self) -> bool:
-        """True if the package can be imported."""
-        return importlib.util.find_spec(self.name.partition(".")[0]) is not None
-
 
 FLAVORS = (
     Flavor("lightning.pytorch", "lightning.fabric"),
     Flavor("pytorch_lightning", "lightning_fabric"),
 )
-
-
-def imported_flavors() -> list[Flavor]:
-    """Return the packages that this process has imported."""
-    return [flavor for flavor in FLAVORS if sys.modules.get(flavor.name) is not None]
 
 
 def default_flavor() -> Flavor:
@@ -119,11 +98,11 @@ def default_flavor() -> Flavor:
     DependencyError
         If neither package is installed.
     """
-    imported = imported_flavors()
-    if imported:
-        return imported[0]
     for flavor in FLAVORS:
-        if flavor.is_installed:
+        if sys.modules.get(flavor.name) is not None:
+            return flavor
+    for flavor in FLAVORS:
+        if importlib.util.find_spec(flavor.name.partition(".")[0]) is not None:
             return flavor
     raise DependencyError(
         "hvd_estimators.lightning needs Lightning, which is not installed. "
@@ -133,12 +112,15 @@ def default_flavor() -> Flavor:
 
 def flavor_of(given: Any) -> Flavor | None:
     """Return the package that an object or class is derived from; None if neither."""
-    kind = given if isinstance(given, type) else type(given)
-    for base in kind.__mro__:
+    for base in _kind(given).__mro__:
         for flavor in FLAVORS:
             if base.__module__.startswith((f"{flavor.name}.", f"{flavor.fabric}.")):
                 return flavor
     return None
+
+
+def _kind(given: Any) -> type:
+    return given if isinstance(given, type) else type(given)
 
 
 def is_lightning(given: Any, path: str) -> bool:
@@ -152,10 +134,7 @@ def is_lightning(given: Any, path: str) -> bool:
         For example ``callbacks.ModelCheckpoint``, see `Flavor.get`.
     """
     flavor = flavor_of(given)
-    if flavor is None:
-        return False
-    kind = given if isinstance(given, type) else type(given)
-    return issubclass(kind, flavor.get(path))
+    return flavor is not None and issubclass(_kind(given), flavor.get(path))
 
 
 def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
@@ -171,20 +150,18 @@ def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
     ParamError
         If the objects come from both packages.
     """
-    by_flavor: dict[Flavor, str] = {}
+    found: dict[Any, str] = {}
     for name, given in named:
-        flavor = flavor_of(given)
-        if flavor is not None:
-            kind = given if isinstance(given, type) else type(given)
-            by_flavor.setdefault(flavor, f"{name} ({kind.__name__})")
-    if len(by_flavor) > 1:
-        (first, name), (second, other_name) = by_flavor.items()
+        found.setdefault(flavor_of(given), f"{name} ({_kind(given).__name__})")
+    found.pop(None, None)
+    if len(found) > 1:
+        (first, name), (second, other_name) = found.items()
         raise ParamError(
             f"{name} comes from the package {first.name}, and {other_name} from "
             f"{second.name}. Their classes do not work together: import both from {first.name}, or "
             f"both from {second.name}."
         )
-    return next(iter(by_flavor)) if by_flavor else default_flavor()
+    return next(iter(found)) if found else default_flavor()
 
 
 @functools.cache
@@ -200,47 +177,9 @@ def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
         The package.
     """
     base = flavor.get(kind.lightning_base)  # type: ignore[attr-defined]
-
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace.update(
-            __module__=kind.__module__,
-            __qualname__=kind.__qualname__,
-            __doc__=kind.__doc__,
-            lightning_flavor=flavor,
-        )
-
-    return types.new_class(kind.__name__, (kind, base), exec_body=fill)
-
-
-@functools.cache
-def of_any_flavor(kind: Any) -> Any:
-    """Return a class for either package; the first Trainer of an object determines the package."""
-
-    class Undecided(kind):
-        # A Trainer reads these attributes before it sets the strategy's accelerator.
-        _accelerator = _checkpoint_io = _precision_plugin = None
-        cluster_environment = parallel_devices = None
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._arguments = args, kwargs
-
-        @property
-        def accelerator(self) -> None:
-            return None
-
-        @accelerator.setter
-        def accelerator(self, given: Any) -> None:
-            flavor = flavor_of(given)
-            assert flavor is not None, given
-            args, kwargs = self.__dict__.pop("_arguments")
-            self.__class__ = of_flavor(kind, flavor)
-            self.__init__(*args, **kwargs)  # type: ignore[misc]
-            self.accelerator = given
-
-    Undecided.__name__ = Undecided.__qualname__ = kind.__name__
-    for flavor in FLAVORS:
-        flavor.get("strategies.Strategy").register(Undecided)
-    return Undecided
+    copied = ("__module__", "__qualname__", "__doc__")
+    attributes = {name: getattr(kind, name) for name in copied} | {"lightning_flavor": flavor}
+    return types.new_class(kind.__name__, (kind, base), exec_body=lambda n: n.update(attributes))
 
 
 def is_library(definition: Any) -> bool:
@@ -269,24 +208,14 @@ def patch_method(
     after: Callable[[], None] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Call a function before or after an object's method, until the block ends."""
-    return patch_attribute(owner, name, _Wrapper(getattr(owner, name), before, after))
+    method = getattr(owner, name)
 
-
-class _Wrapper:
-    """Method with calls before and after it; copies and pickles contain only the method."""
-
-    def __init__(self, method: Any, before: Any, after: Any) -> None:
-        self._method, self._before, self._after = method, before, after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            self._before()
-        returned = self._method(*args, **kwargs)
-        if self._after is not None:
-            self._after()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        returned = method(*args, **kwargs)
+        if after is not None:
+            after()
         return returned
 
-    def __reduce__(self) -> Any:
-        # Pickle the object and the method's name, because the object's state may not be restored
-        # yet.
-        return getattr, (self._method.__self__, self._method.__name__)
+    return patch_attribute(owner, name, call)

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.loggers import PROFILERS
-from hvd_estimators.lightning.package import Flavor, is_lightning, of_flavor, one_flavor
+from hvd_estimators.lightning.package import Flavor, is_lightning, one_flavor
 from hvd_estimators.lightning.trainer_args import (
-    adapted_trainer_args,
     as_list,
     check_callbacks,
     check_module,
@@ -24,11 +22,7 @@ from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.params import boolean, integer, keyword_arguments, objects, param
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
-from hvd_estimators.torch.serialization import (
-    dump_module,
-    load_module,
-    plain_module,
-)
+from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
 from hvd_estimators.torch.shard_state import reductions_of
 
 if TYPE_CHECKING:
@@ -105,10 +99,6 @@ class LightningParams(TorchEstimator):
 
     _sent = (*TorchEstimator._sent, "logger", "profiler", "trainer_args")
 
-    @property
-    def _is_lightning(self) -> bool:
-        return is_lightning(self.getOrDefault("model"), "LightningModule")
-
     def _check_params(self) -> None:
         get = self.getOrDefault
         super()._check_params()
@@ -119,11 +109,9 @@ class LightningParams(TorchEstimator):
             )
         flavor = self._flavor()
         check_objects(get("logger"), get("profiler"))
-        arguments = adapted_trainer_args(get("trainer_args") or {}, flavor)
-        check_trainer_args(arguments, flavor, get("callbacks"))
-        if self._is_lightning:
-            check_modes(get("model"))
-            check_module(get("model"), flavor)
+        check_trainer_args(get("trainer_args") or {}, flavor, get("callbacks"))
+        check_modes(get("model"))
+        check_module(get("model"), flavor)
 
     def _check_callbacks(self) -> None:
         check_callbacks("callbacks", self.getOrDefault("callbacks"))
@@ -151,19 +139,18 @@ class LightningParams(TorchEstimator):
         for name, own in _OF_LIGHTNING.items():
             if self.isSet(name) and get(name) != self._defaults().get(name):
                 raise ParamError(f"{name}: it is a param of TorchEstimator. Set {own}.")
-        if not self._is_lightning:
-            if is_lightning(plain_module(self.getOrDefault("model")), "LightningModule"):
+        if not is_lightning(get("model"), "LightningModule"):
+            if is_lightning(plain_module(get("model")), "LightningModule"):
                 raise ParamError(
                     "model: found a LightningModule that torch.compile has wrapped, which hides "
                     "its steps. Give the LightningModule itself, and compile its networks in "
                     "configure_model(), as in self.net = torch.compile(self.net)."
                 )
-            if get("train_minibatch_fn") is not None:
-                self._check_accumulation(
-                    "train_minibatch_fn needs backward_passes_per_step instead"
-                )
-            super()._check_training()
-            return
+            raise ParamError(
+                f"model: expected a LightningModule, found {type(get('model'))}. Set a "
+                "LightningModule, or train the module with TorchEstimator, which takes optimizer "
+                "and loss."
+            )
         for name in (
             "optimizer",
             "loss",
@@ -177,8 +164,8 @@ class LightningParams(TorchEstimator):
         ):
             if self.isSet(name) and get(name) not in (None, []):
                 raise ParamError(
-                    f"{name}: a LightningModule brings its own. Leave {name} out, or give a plain "
-                    "torch.nn.Module."
+                    f"{name}: a LightningModule brings its own. Leave {name} out, or train a plain "
+                    "torch.nn.Module with TorchEstimator."
                 )
         self._column_shapes()
         is_overridden = self._flavor().get("utilities.model_helpers.is_overridden")
@@ -202,27 +189,16 @@ class LightningParams(TorchEstimator):
 
     def _transformation(self) -> Transformation | None:
         transformation = super()._transformation()
-        if transformation is None or not self._is_lightning:
-            return transformation
+        if transformation is None:
+            return None
         # A LightningModule can ignore any field of a batch.
         return replace(transformation, all_needed=False)
 
-    def _lightning_module(self, flavor: Flavor) -> LightningModule:
-        """Return the module to train: the user's, or an adapter around it."""
-        get = self.getOrDefault
-        module = get("model")
-        if self._is_lightning:
-            adapted: LightningModule = _with_learning_rate(module, get("learning_rate"))
-            return adapted
-        return of_flavor(ModuleAdapter, flavor)(
-            module=module,
-            optimizer=get("optimizer"),
-            learning_rate=get("learning_rate"),
-            objects=(self._objective(), tuple(get("stateful") or ())),
-            has_own_step=get("train_minibatch_fn") is not None,
-            passes_per_step=get("backward_passes_per_step"),
-            loss_parts=max(1, len(get("label_cols") or ())),
-        )
+    def _lightning_module(self) -> LightningModule:
+        """Return the module to train, with the param ``learning_rate`` if it is set."""
+        rate = self.getOrDefault("learning_rate")
+        module: LightningModule = _with_learning_rate(self.getOrDefault("model"), rate)
+        return module
 
 
 def _with_learning_rate(module: Any, rate: float | None) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.gpus import gpu_index
@@ -23,19 +23,17 @@ from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
     FLAVORS,
     ClusterEnvironment,
+    DDPStrategy,
     Flavor,
-    ParallelStrategy,
     flavor_of,
-    imported_flavors,
-    of_any_flavor,
     of_flavor,
     one_flavor,
     patch_attribute,
+    patch_method,
 )
 from hvd_estimators.lightning.results import (
-    RankResults,
     lists_with_lengths,
-    reduce_results,
+    reduce_logged,
     without_effects,
 )
 from hvd_estimators.torch.collectives import (
@@ -44,12 +42,10 @@ from hvd_estimators.torch.collectives import (
     connect,
     current,
     exchange,
-    gather_tensor,
-    reduce_tensor,
     sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StepShare, StepWeights, as_stated
+from hvd_estimators.torch.loss import StepWeights, as_stated
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
@@ -110,7 +106,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return current().node_rank
 
 
-class HorovodStrategy(ParallelStrategy):
+class HorovodStrategy(DDPStrategy):
     """Train one copy of a LightningModule per Horovod rank, with averaged gradients.
 
     Use ``Trainer(strategy=HorovodStrategy(), devices=1, accelerator=...)`` in processes that
@@ -120,11 +116,9 @@ class HorovodStrategy(ParallelStrategy):
     callbacks and optimizers see them. This holds in automatic and in manual optimization
     (``manual_backward``), with any number of optimizers. While gradients accumulate, they stay on
     their rank until the last backward pass before the step. At the start, all ranks get the
-    parameters and buffers of rank 0. The strategy replaces neither optimizers nor their classes.
-
-    The strategy works in the Trainers of ``lightning.pytorch`` and of ``pytorch_lightning``. If
-    both are imported, the strategy takes the class of the Trainer's package when it is passed to
-    the Trainer.
+    parameters and buffers of rank 0. The strategy replaces neither optimizers nor their classes,
+    and does not wrap the module. All else is as in Lightning's ``DDPStrategy``: ``self.log``
+    reduces values with ``sync_dist=True``.
 
     Runs on every rank.
 
@@ -135,8 +129,11 @@ class HorovodStrategy(ParallelStrategy):
     scale_learning_rate : bool, default True
         Whether optimizers step with their learning rates multiplied by the number of ranks, as
         is usual with Horovod. Schedulers, callbacks and checkpoints see the unscaled rates.
+    package : str, optional
+        The Trainer's package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``. Needed if both
+        are imported.
     **kwargs
-        ``accelerator``, ``checkpoint_io`` and ``precision_plugin``; see `ParallelStrategy`.
+        ``accelerator``, ``checkpoint_io`` and ``precision_plugin``; see `DDPStrategy`.
 
     Examples
     --------
@@ -145,24 +142,31 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     strategy_name = "horovod"
-    # Whether to reduce logged values without sync_dist, too.
-    reduces_everything = False
     # Whether accumulated batches weigh equally, as in Lightning, and not by their denominators.
     weighs_by_batch = True
     lightning_flavor: Flavor | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> HorovodStrategy:
-        """Create a strategy for the only possible package, or for either one."""
+    def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> HorovodStrategy:
+        """Create a strategy of one of the two Lightning packages."""
         if cls.lightning_flavor is not None:
             return super().__new__(cls)
-        candidates = imported_flavors() or [f for f in FLAVORS if f.is_installed]
-        given = [value for value in kwargs.values() if flavor_of(value) is not None]
-        if given or len(candidates) < 2:
-            return super().__new__(of_flavor(cls, one_flavor(("strategy", g) for g in given)))
-        return super().__new__(of_any_flavor(cls))
+        imported = {f.name: f for f in FLAVORS if sys.modules.get(f.name) is not None}
+        if package in imported:
+            return super().__new__(of_flavor(cls, imported[package]))
+        if package is not None or (len(imported) > 1 and not any(map(flavor_of, kwargs.values()))):
+            raise ParamError(
+                f"package: expected the Trainer's, one of {', '.join(map(repr, imported))}, found "
+                f"{package!r}. Set HorovodStrategy(package=...)."
+            )
+        flavor = one_flavor(("strategy", value) for value in kwargs.values())
+        return super().__new__(of_flavor(cls, flavor))
 
     def __init__(
-        self, compression: Any = None, scale_learning_rate: bool = True, **kwargs: Any
+        self,
+        compression: Any = None,
+        scale_learning_rate: bool = True,
+        package: str | None = None,
+        **kwargs: Any,
     ) -> None:
         assert self.lightning_flavor is not None
         environment = of_flavor(HorovodEnvironment, self.lightning_flavor)()
@@ -173,21 +177,21 @@ class HorovodStrategy(ParallelStrategy):
         self._blocked = False
         self._stated: Any = None
         self._loss_scale: Any = 1.0
-        self.outputs: list[tuple[Any, int]] = []
         self._rates: dict[int, StepRate] = {}
         # Removes changes to module, metrics, loops and optimizers.
         self._undo = contextlib.ExitStack()
 
+    def _configure_launcher(self) -> None:
+        """Launch nothing, because the processes exist."""
+
     def set_world_ranks(self) -> None:
         """Connect to the other ranks before Lightning asks for the rank."""
         connect()
-        rank_zero: Any = rank_zero_only
-        rank_zero.rank = self.global_rank
+        super().set_world_ranks()
 
-    @property
-    def is_distributed(self) -> bool:
-        """True, because there may be other ranks."""
-        return True
+    def setup_distributed(self) -> None:
+        """Find the ranks, whose default process group exists."""
+        self.set_world_ranks()
 
     @property
     def root_device(self) -> torch.device:
@@ -203,45 +207,28 @@ class HorovodStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup(self, trainer: Trainer) -> None:
-        """Broadcast rank 0's parameters to all ranks, and prepare gradient averaging."""
-        module = self.lightning_module
-        assert module is not None
+        """Prepare the module's layers, and then averaging and the rates of the optimizers."""
         if self._layer_sync is not None and trainer.state.fn == "fit":
-            self._undo.enter_context(synchronized_layers(module))
+            assert self.lightning_module is not None
+            self._undo.enter_context(synchronized_layers(self.lightning_module))
+            # Lightning would leave layers of another class.
+            self._undo.enter_context(patch_attribute(self, "_layer_sync", None))
         super().setup(trainer)
-        with torch.inference_mode(False):
-            broadcast_tensors(module.state_dict())
-        if self.world_size > 1:
-            self._undo.callback(connect_metrics(module, _gather_states))
-        assert self.lightning_flavor is not None
-        self._undo.callback(
-            reduce_results(
-                trainer,
-                self.lightning_flavor,
-                self.reduces_everything,
-                self._reach_epoch_end,
+        if trainer.state.fn == "fit":
+            self._averager = GradientAverager(
+                trainer.lightning_module,
+                self.optimizers,
+                self._compression,
+                every_parameter=not trainer.lightning_module.automatic_optimization,
+                loss_in_step=self._loss_in_step,
             )
-        )
-        if trainer.state.fn != "fit":
-            return
-        if self.world_size > 1:
-            self._undo.callback(agree_on_stopping(trainer))
-        self._averager = GradientAverager(
-            module,
-            self.optimizers,
-            self._compression,
-            every_parameter=not module.automatic_optimization,
-            loss_in_step=self._loss_in_step,
-        )
-        for optimizer in self.optimizers:
-            self._rate(optimizer)
+            for optimizer in self.optimizers:
+                self._rate(optimizer)
 
-    def model_to_device(self) -> None:
-        """Move the module to this rank's device."""
+    def configure_ddp(self) -> None:
+        """Broadcast rank 0's parameters and buffers, instead of wrapping the module."""
         assert self.model is not None
-        if self.root_device.type == "cuda":
-            torch.cuda.set_device(self.root_device)
-        self.model.to(self.root_device)
+        broadcast_tensors(self.model.state_dict())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, and store the denominator that its output states.
@@ -251,21 +238,10 @@ class HorovodStrategy(ParallelStrategy):
         if self._averager is not None:
             self._averager.refresh()
             self.weights.start(is_last=not self._blocked and self._is_last_part)
-        self._count_rows(args[0] if args else None)
         self._stated, self._loss_scale = None, 1.0
         output = super().training_step(*args, **kwargs)
         self._stated = as_stated(output, "training_step")[1]
         return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
-        self._count_rows(args[0] if args else None)
-        return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
-        self._count_rows(args[0] if args else None)
-        return super().test_step(*args, **kwargs)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients, and average them unless more gradients will accumulate.
@@ -298,19 +274,17 @@ class HorovodStrategy(ParallelStrategy):
         return self._averager.weights
 
     @property
-    def step_share(self) -> StepShare:
-        """Weight of this rank's batch in the current step; here all batches weigh the same."""
-        return StepShare(1, 1.0, self.world_size)
+    def batch_weight(self) -> tuple[int, float]:
+        """Rows of the current batch, and the factor of its loss; here batches weigh the same."""
+        return 1, 1.0
 
     def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
         """Return a loss for the backward pass, and whether its gradients count."""
-        rows, factor = self.step_share.rows, self.step_share.factor
+        rows, factor = self.batch_weight
         stated = self._stated
         if not module.automatic_optimization:
             loss, stated = as_stated(loss, "manual_backward")
         if stated is None:
-            if getattr(module, "scales_its_loss", False):
-                return loss, True
             if module.automatic_optimization:
                 self.weights.step_factor(None, rows)
             self._loss_scale = factor
@@ -326,7 +300,7 @@ class HorovodStrategy(ParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        rows, factor = self.step_share.rows, self.step_share.factor
+        rows, factor = self.batch_weight
         stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
         if not rows:
             stated = torch.zeros_like(stated)
@@ -337,9 +311,6 @@ class HorovodStrategy(ParallelStrategy):
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""
-        step_loss = getattr(self.lightning_module, "step_loss", None)
-        if step_loss is not None:
-            return step_loss
         # The mean of an empty batch may be NaN.
         return loss * self._loss_scale if self._loss_scale else 0.0
 
@@ -372,90 +343,32 @@ class HorovodStrategy(ParallelStrategy):
             self._blocked = blocked
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, and return any other object unchanged.
+        """Return a tensor's reduction over the ranks, and any other object unchanged.
 
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            A tensor with the same shape on all ranks.
-        group : object
-            Not used: all ranks take part.
-        reduce_op : str or torch.distributed.ReduceOp
-            ``mean``, ``sum``, ``min`` or ``max``.
+        Lightning's own overwrites the tensor, and cuts the mean of integers.
         """
-        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
-            return tensor
-        op = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
-        return reduce_tensor(tensor, (op or "mean").lower())
+        if isinstance(tensor, torch.Tensor):
+            is_cut = reduce_op in ("mean", "avg") and not tensor.is_floating_point()
+            tensor = tensor.double() if is_cut else tensor.clone()
+        return super().reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
         """Stack the ranks' tensors as ``(ranks, *shape)``; with one rank, return the tensor itself.
 
-        With ``sync_grads``, the gradients of all ranks for a rank's tensor are summed, as in
-        Lightning's other strategies. If each rank computes the loss of all gathered rows, the
-        average over the ranks that follows equals the gradient of a single process.
+        With ``sync_grads``, the gradients of all ranks for a rank's tensor are summed. If each rank
+        computes the loss of all gathered rows, the average over the ranks that follows equals the
+        gradient of a single process.
         """
-        if self.world_size == 1:
-            return tensor
-        if sync_grads:
-            gathered = gather_tensor(tensor)
-            if gathered.requires_grad:
-                # The backward pass averages over the ranks.
-                gathered.register_hook(lambda gradient: gradient * self.world_size)
-            return gathered
-        with torch.no_grad():
-            return gather_tensor(tensor)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return one rank's object on all ranks."""
-        return obj if self.world_size == 1 else exchange.broadcast(obj, "lightning.object", src)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            current().barrier()
-
-    def load_checkpoint(  # type: ignore[override]  # Lightning 2.6 has added an option
-        self, checkpoint_path: Any, **options: Any
-    ) -> dict[str, Any]:
-        """Read a checkpoint on rank 0 and return it on all ranks."""
-        loaded = None
-        if self.is_global_zero:
-            loaded = super().load_checkpoint(checkpoint_path, **options)
-        checkpoint: dict[str, Any] = self.broadcast(loaded)
-        return checkpoint
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, including parameter groups that were added during training."""
-        module = self.lightning_module
-        groups = checkpoint.get(PARAMETER_GROUPS)
-        if groups is None or module is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state, names in zip(
-            self.optimizers, checkpoint["optimizer_states"], groups, strict=True
-        ):
-            restore_optimizer(optimizer, module, {"optimizer": state, "groups": names})
-
-    def set_optimizer_modes(self, training: bool) -> None:
-        """Switch schedule-free optimizers to training, or to the weights for evaluation."""
-        for optimizer in self.optimizers:
-            set_optimizer_mode(optimizer, training)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Switch schedule-free optimizers to training."""
-        self.set_optimizer_modes(training=True)
+        return tensor if self.world_size == 1 else super().all_gather(tensor, group, sync_grads)
 
     def on_validation_start(self) -> None:
         """Average batch-normalization statistics, so that all ranks validate with the same ones."""
-        self.set_optimizer_modes(training=False)
         self.average_batch_norm()
 
     def on_train_end(self) -> None:
         """Average batch-normalization statistics, so that all ranks end with the same ones."""
-        self.set_optimizer_modes(training=False)
         self.average_batch_norm()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -485,28 +398,6 @@ class HorovodStrategy(ParallelStrategy):
         if id(optimizer) not in self._rates and self._learning_rate_scale > 1:
             self._rates[id(optimizer)] = StepRate(optimizer, self._learning_rate_scale)
         return self._rates.get(id(optimizer))
-
-    def _count_rows(self, batch: Any) -> None:
-        """Count the rows of a step. They are the weights of values of the epoch."""
-        module = self.lightning_module
-        results = None if module is None else module.trainer._results
-        if isinstance(results, RankResults):
-            results.rows_of_epoch += self._rows_of(batch)
-
-    def _rows_of(self, batch: Any) -> int:
-        assert self.lightning_flavor is not None
-        utilities = self.lightning_flavor.get("utilities.data.extract_batch_size")
-        try:
-            rows: int = utilities(batch)
-        except Exception:  # Lightning finds no tensor in the batch.
-            return 1
-        return rows
-
-    def _reach_epoch_end(self) -> None:
-        """Average statistics before the hooks of an epoch's end, which may save or read them."""
-        module = self.lightning_module
-        if module is not None and module.trainer.training:
-            self.average_batch_norm()
 
     @property
     def _learning_rate_scale(self) -> int:
@@ -547,11 +438,11 @@ class WeightedStrategy(HorovodStrategy):
         Reduces the module's buffers.
     by_batch : bool
         See `TrainLoader`.
+    batches_between_stops : int
+        See `agree_on_stopping`.
     **kwargs
         See `HorovodStrategy`.
     """
-
-    reduces_everything = True
 
     def __init__(
         self,
@@ -562,11 +453,15 @@ class WeightedStrategy(HorovodStrategy):
         batch_hint: str = "",
         buffers: BufferReducer,
         by_batch: bool = False,
+        batches_between_stops: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.weighs_by_batch = by_batch
-        self.outputs = []
+        self.outputs: list[tuple[Any, int]] = []
+        # Rows of this rank in the running epoch, of validation and of training.
+        self._rows = {False: 0, True: 0}
+        self._batches_between_stops = batches_between_stops
         self._step_args: tuple[Any, ...] = ()
         self._contributions: list[Any] = []
         self._batch_hint = batch_hint
@@ -580,17 +475,12 @@ class WeightedStrategy(HorovodStrategy):
     @property
     def has_no_rows(self) -> bool:
         """True if the rank has no rows in the current batch, whose results are discarded."""
-        return self._current is not None and not self._current.share.rows
+        return self._current is not None and not self._current.rows
 
     @property
-    def step_share(self) -> StepShare:
-        """Weight of this rank's batch in the current step, for losses that scale themselves."""
-        return super().step_share if self._train is None else self._train.share
-
-    @property
-    def has_users_batches(self) -> bool:
-        """True if batches come from the user's LightningDataModule."""
-        return self._train is None
+    def batch_weight(self) -> tuple[int, float]:
+        """Rows of the current batch, and the factor of its loss."""
+        return (1, 1.0) if self._train is None else (self._train.rows, self._train.factor)
 
     @property
     def averager(self) -> GradientAverager:
@@ -599,8 +489,17 @@ class WeightedStrategy(HorovodStrategy):
         return self._averager
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare training without Lightning's exchange of signals for each batch."""
+        """Prepare training, and let the ranks agree on values, stops and signals."""
         super().setup(trainer)
+        if self.world_size > 1:
+            self._undo.callback(connect_metrics(trainer.lightning_module, _gather_states))
+            self._undo.callback(agree_on_stopping(trainer, self._batches_between_stops))
+        connector = trainer._logger_connector
+        for name, function in (
+            ("epoch_end_reached", self._reach_epoch_end),
+            ("on_epoch_end", self._leave_epoch),
+        ):
+            self._undo.enter_context(patch_method(connector, name, before=function))
         loop: Any = trainer.fit_loop.epoch_loop
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6
             # The estimator's ranks agree on signals themselves.
@@ -663,9 +562,9 @@ class WeightedStrategy(HorovodStrategy):
         return super().weight_of(stated, device)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counted(self._train) as count:
-            output = count(super().training_step(*args, **kwargs))
-        rows = 1 if self._train is None else self._train.share.rows
+        with self._counted(self._train):
+            output = super().training_step(*args, **kwargs)
+        rows = 1 if self._train is None else self._train.rows
         named = {"loss": output} if isinstance(output, torch.Tensor) else output or {}
         self.outputs.append((named, rows))
         if self._shards.passes > 1 and named.get("loss") is None:
@@ -699,8 +598,8 @@ class WeightedStrategy(HorovodStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step."""
-        with self._counted(self._validation) as count:
-            return count(super().validation_step(*args, **kwargs))
+        with self._counted(self._validation):
+            return super().validation_step(*args, **kwargs)
 
     @property
     def _learning_rate_scale(self) -> int:
@@ -709,22 +608,65 @@ class WeightedStrategy(HorovodStrategy):
     def _reduce_buffers(self, module: torch.nn.Module) -> None:
         self._buffers.reduce()
 
-    def _reach_epoch_end(self) -> None:
-        self._drop_placeholder_entries()
-        super()._reach_epoch_end()
+    def reduce_logged(self) -> None:
+        """Reduce the values that the epoch has logged. Called by all ranks."""
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        assert trainer._results is not None
+        step_rows = sum(rows for _, rows in self.outputs)
+        reduce_logged(trainer, self._rows[trainer._results.training], step_rows)
 
-    def load_checkpoint(  # type: ignore[override]  # Lightning 2.6 has added an option
-        self, checkpoint_path: Any, **options: Any
-    ) -> dict[str, Any]:
-        """Read a checkpoint on each rank, because all ranks can access the store."""
-        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
-        return loaded
+    def _reach_epoch_end(self) -> None:
+        """Average statistics and values before the hooks of an epoch's end, which read them."""
+        self._drop_placeholder_entries()
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        assert trainer._results is not None
+        if trainer.training:
+            self.average_batch_norm()
+        self.reduce_logged()
+        # Hooks log values for all rows of the rank.
+        trainer._results.batch_size = self._rows[trainer._results.training]
+
+    def _leave_epoch(self) -> None:
+        """Reduce the values that hooks of the epoch's end have logged."""
+        self.reduce_logged()
+        results = self.lightning_module.trainer._results  # type: ignore[union-attr]
+        assert results is not None
+        results.batch_size, self._rows[results.training] = None, 0
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, including parameter groups that were added during training."""
+        module = self.lightning_module
+        groups = checkpoint.get(PARAMETER_GROUPS)
+        if groups is None or module is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state, names in zip(
+            self.optimizers, checkpoint["optimizer_states"], groups, strict=True
+        ):
+            restore_optimizer(optimizer, module, {"optimizer": state, "groups": names})
+
+    def set_optimizer_modes(self, training: bool) -> None:
+        """Switch schedule-free optimizers to training, or to the weights for evaluation."""
+        for optimizer in self.optimizers:
+            set_optimizer_mode(optimizer, training)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Switch schedule-free optimizers to training."""
+        self.set_optimizer_modes(training=True)
+
+    def on_validation_start(self) -> None:
+        """Switch schedule-free optimizers to their weights for evaluation."""
+        self.set_optimizer_modes(training=False)
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """Switch schedule-free optimizers to their weights for evaluation."""
+        self.set_optimizer_modes(training=False)
+        super().on_train_end()
 
     @contextlib.contextmanager
-    def _counted(
-        self, loader: TrainLoader | ValidationLoader | None
-    ) -> Iterator[Callable[[Any], Any]]:
-        """Weight logged values by rows; yield a function that processes a step's output."""
+    def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
+        """Weight logged values by rows; a batch without rows has no effect."""
         self._drop_placeholder_entries()
         self._current = loader
         module = self.lightning_module
@@ -732,26 +674,20 @@ class WeightedStrategy(HorovodStrategy):
         results = module.trainer._results
         is_placeholder = self.has_no_rows
 
-        def count(output: Any) -> Any:
-            loss, stated = as_stated(output, "the step of the LightningModule")
-            if stated is not None and isinstance(results, RankResults) and not is_placeholder:
-                results.count_by(loss.detach(), stated)
-            return output
-
-        if isinstance(results, RankResults):
-            results.logged_in_step.clear()
         if loader is None:
-            yield count
+            self._rows[module.trainer.training] += 1
+            yield
             return
+        self._rows[module.trainer.training] += loader.rows
         if results is not None:
-            results.batch_size = loader.share.rows
+            results.batch_size = loader.rows
         with contextlib.ExitStack() as stack:
             if is_placeholder:
                 callbacks: Any = module.trainer
                 self._lists = lists_with_lengths(module, callbacks.callbacks)
                 stack.enter_context(without_effects(module, results))
             stack.enter_context(self._hinting())
-            yield count
+            yield
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:
@@ -762,9 +698,6 @@ class WeightedStrategy(HorovodStrategy):
                 error.add_note(self._batch_hint)
             raise
 
-    def _rows_of(self, batch: Any) -> int:
-        return super()._rows_of(batch) if self._current is None else self._current.share.rows
-
     def _drop_placeholder_entries(self) -> None:
         """Remove list entries that steps and hooks added for a batch without rows.
 
@@ -772,8 +705,7 @@ class WeightedStrategy(HorovodStrategy):
         and their logged values do not count.
         """
         module = self.lightning_module
-        results = None if module is None else module.trainer._results
-        if isinstance(results, RankResults) and results.rows_of_epoch:
+        if module is not None and self._rows[module.trainer.training]:
             for entries, length in self._lists:
                 del entries[length:]
         self._lists = []

@@ -12,14 +12,7 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile, folder_prefix
 from hvd_estimators._util.unpickle_imports import loads
-from hvd_estimators.lightning.adapter import ModuleAdapter, users_module
-from hvd_estimators.lightning.callbacks import (
-    EpochEnds,
-    EpochRecorder,
-    TerminateOnNaN,
-    has_epoch_ends,
-    without_epoch_ends,
-)
+from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN, ValueReducer
 from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.loaders import (
     TrainLoader,
@@ -91,8 +84,6 @@ class _Trainer:
         self.rank, self.size = current().rank, current().size
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module: LightningModule = load_module(spec.module)
-        if isinstance(self.module, ModuleAdapter):
-            self.module.train_spec = spec
         self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
@@ -107,8 +98,7 @@ class _Trainer:
         self.streams = TorchStreams(self.device)
         parts = (self.streams, BufferState(self.module))
         self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
-        users = users_module(self.module)
-        self.buffers = BufferReducer(users, self.shards, spec.buffer_reduction)
+        self.buffers = BufferReducer(self.module, self.shards, spec.buffer_reduction)
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
@@ -134,11 +124,9 @@ class _Trainer:
             batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
             buffers=self.buffers,
             by_batch=spec.weighs_by_batch,
+            batches_between_stops=self._batches_between_stops,
         )
         callbacks = [*self.objects.callbacks]
-        if has_epoch_ends(self.module):
-            # Insert it first, so that the other callbacks see the values that the hooks log.
-            callbacks.insert(0, of_flavor(EpochEnds, spec.flavor)(self.module))
         if spec.terminate_on_nan:
             callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(self.control))
         arguments = self._arguments(strategy, callbacks, done)
@@ -161,10 +149,11 @@ class _Trainer:
             spec.run.checkpoints_path or scratch,
             self.restored,
         )
-        # One callback must run before all others, and one after all others.
+        # Two callbacks must run before all others, and one after all others.
         connected: Any = trainer
-        connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
-        with run_checkpoint.within_epochs(trainer), without_epoch_ends(self.module):
+        reducer = of_flavor(ValueReducer, spec.flavor)()
+        connected.callbacks = [run_checkpoint, reducer, *connected.callbacks, recorder]
+        with run_checkpoint.within_epochs(trainer):
             if "weights_only" in inspect.signature(trainer.fit).parameters:  # Lightning 2.6
                 data["weights_only"] = False
             trainer.fit(self.module, ckpt_path=self.restored_path, **data)
@@ -246,7 +235,6 @@ class _Trainer:
             self.shards,
             same=self._overfits,
             done=spec.data.batches_before(done, rows),
-            totals=self.module.totals if isinstance(self.module, ModuleAdapter) else None,
             by_batch=spec.weighs_by_batch,
             limit=lambda: self.trainer.num_training_batches,
         )
@@ -279,9 +267,16 @@ class _Trainer:
         if trainer.fit_loop._skip_backward:
             return 1
         if not self.module.automatic_optimization:
-            adapted = isinstance(self.module, ModuleAdapter)
-            return self.spec.backward_passes_per_step if adapted else 1
+            return 1
         return trainer.accumulate_grad_batches
+
+    @property
+    def _batches_between_stops(self) -> int:
+        arguments, callbacks = self.objects.arguments, self.objects.callbacks
+        is_timed = any(is_lightning(callback, "callbacks.Timer") for callback in callbacks)
+        if arguments.get("max_time") or is_timed:
+            return 1
+        return int(arguments.get("log_every_n_steps") or self.spec.log_every_n_steps)
 
     def _restore(self) -> RunState | None:
         """Return the state of the run's checkpoint, if any; the Trainer loads the checkpoint."""
@@ -305,8 +300,7 @@ class _Trainer:
         if self.rank == 0:
             _load_best(self.trainer, self.module, self.checkpoint_io)
             file = self.spec.module
-            trained = users_module(self.module)
-            state = trained_file(trained, lambda: users_module(load_module(file, True)), {})
+            state = trained_file(self.module, lambda: load_module(file, True), {})
         return TrainResult(
             combined_digest(digests),
             state,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,37 +79,11 @@ class LightningTrainSpec(TrainSpec):
     weighs_by_batch: bool = False
 
 
-logger = logging.getLogger(__name__)
-
-
 _SET_BY_ESTIMATOR = {
     "accelerator": "use_gpu",
     "devices": "num_proc",
     "num_nodes": "num_proc",
     "strategy": "num_proc or backend; the strategy is hvd_estimators.lightning.HorovodStrategy",
-}
-
-
-# Trainer arguments that Lightning 2 removed, and their replacements.
-_REMOVED = {
-    "amp_backend": "precision",
-    "auto_scale_batch_size": "batch_size",
-    "auto_select_gpus": "use_gpu",
-    "checkpoint_callback": "enable_checkpointing",
-    "flush_logs_every_n_steps": "a logger's own argument",
-    "gpus": "num_gpus",
-    "move_metrics_to_cpu": "nothing",
-    "num_processes": "num_proc",
-    "prepare_data_per_node": "an attribute of the LightningDataModule",
-    "process_position": "a progress bar callback",
-    "progress_bar_refresh_rate": "verbose",
-    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs",
-    "resume_from_checkpoint": "run_id",
-    "terminate_on_nan": "the estimator's terminate_on_nan",
-    "track_grad_norm": "lightning.pytorch.utilities.grad_norm in on_before_optimizer_step",
-    "truncated_bptt_steps": "manual optimization",
-    "weights_save_path": "ModelCheckpoint(dirpath=...)",
-    "weights_summary": "enable_model_summary",
 }
 
 
@@ -140,48 +113,6 @@ _FINDERS = {"LearningRateFinder": "learning_rate", "BatchSizeFinder": "batch_siz
 _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
 
 
-def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, Any]:
-    """Return arguments for Lightning 2's Trainer.
-
-    Arguments that Lightning 2 removed are dropped, with a warning that names the replacement.
-    ``stochastic_weight_avg=True`` becomes a callback.
-
-    Raises
-    ------
-    ParamError
-        If an argument is unknown to the Trainer, or would break distributed training.
-    """
-    parameters = inspect.signature(flavor.get("Trainer").__init__).parameters
-    adapted = {}
-    for name, value in given.items():
-        if name in _SET_BY_ESTIMATOR:
-            raise ParamError(
-                f"trainer_args: {name!r} is set by the estimator. Set {_SET_BY_ESTIMATOR[name]}."
-            )
-        if name == "stochastic_weight_avg":
-            logger.warning(
-                "trainer_args: Lightning 2 has no stochastic_weight_avg. Add "
-                "StochasticWeightAveraging(swa_lrs=...) to callbacks."
-            )
-            if value:
-                adapted["callbacks"] = [
-                    *given.get("callbacks", []),
-                    flavor.get("callbacks.StochasticWeightAveraging")(swa_lrs=1e-2),
-                ]
-        elif name in _REMOVED:
-            logger.warning(
-                "trainer_args: Lightning 2 has no %s, which has no effect. Instead: %s.",
-                name,
-                _REMOVED[name],
-            )
-        elif name not in parameters or name == "self":
-            hint = did_you_mean(name, parameters)
-            raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
-        else:
-            adapted.setdefault(name, value)
-    return adapted
-
-
 def check_trainer_args(
     arguments: Mapping[str, Any], flavor: Flavor, callbacks: Sequence[Any] = ()
 ) -> None:
@@ -190,8 +121,17 @@ def check_trainer_args(
     Raises
     ------
     ParamError
-        If it does not.
+        If it does not, or if an argument would break distributed training.
     """
+    parameters = inspect.signature(flavor.get("Trainer").__init__).parameters
+    for name in arguments:
+        if name in _SET_BY_ESTIMATOR:
+            raise ParamError(
+                f"trainer_args: {name!r} is set by the estimator. Set {_SET_BY_ESTIMATOR[name]}."
+            )
+        if name not in parameters or name == "self":
+            hint = did_you_mean(name, parameters)
+            raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
     given = as_list(arguments.get("callbacks"))
     check_callbacks("trainer_args: callbacks", given)
     for name, kind in _KINDS.items():
@@ -297,6 +237,12 @@ def check_module(module: Any, flavor: Flavor) -> None:
         If a method is missing.
     """
     base = flavor.get("LightningModule")
+    for name in ("training_epoch_end", "validation_epoch_end"):
+        if callable(getattr(module, name, None)):
+            raise ParamError(
+                f"model: Lightning 2 has no {name}(outputs), which {type(module).__name__} "
+                f"defines. Rewrite it as on_{name.replace('training', 'train')}(self)."
+            )
     for method in ("training_step", "configure_optimizers"):
         is_own = method in vars(module) or getattr(type(module), method) is not getattr(
             base, method

@@ -185,24 +185,14 @@ TABLE = (
     ),
     # Lightning
     Private(
-        f"pytorch_lightning.{_LOGGING}.result",
-        "_ResultCollection _ResultMetric",
-        "Logged values are exact and reduced when all ranks pass.",
-    ),
-    Private(
         f"pytorch_lightning.{_LOGGING}.result._ResultCollection",
-        "_get_cache _forked_name",
-        "Values are read before they are reduced, by the names that callbacks see.",
+        "_forked_name",
+        "It gives the names under which callbacks see values.",
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.result._ResultMetric",
-        "_forward_cache _computed",
-        "They are the value of the last step and the value of an epoch.",
-    ),
-    Private(
-        f"pytorch_lightning.{_LOGGING}.logger_connector._LoggerConnector",
-        "_callback_metrics",
-        "Callbacks monitor values of training after a validation.",
+        "_computed",
+        "It is the value of an epoch, which all ranks reduce together.",
     ),
     Private(
         "pytorch_lightning.Trainer",
@@ -244,6 +234,11 @@ TABLE = (
         "pytorch_lightning.strategies.ParallelStrategy",
         "_layer_sync",
         "It shows whether the user has set sync_batchnorm=True.",
+    ),
+    Private(
+        "pytorch_lightning.strategies.DDPStrategy",
+        "_configure_launcher",
+        "Lightning's launcher would set the number of threads.",
     ),
     Private(
         "lightning_fabric.wrappers",

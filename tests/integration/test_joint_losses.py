@@ -15,7 +15,6 @@ from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 
 from hvd_estimators import Store
-from hvd_estimators.lightning import load_predictor as load_lightning
 from hvd_estimators.torch import TorchEstimator, load_predictor
 
 pytestmark = pytest.mark.integration
@@ -168,14 +167,13 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("framework", ["torch", "lightning"])
 def test_joint_losses_train_as_one_process(
-    backend: Any, store: Store, tmp_path: Path, framework: str, case: str
+    backend: Any, store: Store, tmp_path: Path, case: str
 ) -> None:
     kind, loss, params = CASES[case]
     columns = write(store)
     given = kind()
-    model = (fit_torch if framework == "torch" else fit_lightning)(
+    model = fit_torch(
         backend,
         store,
         model=given,
@@ -190,8 +188,7 @@ def test_joint_losses_train_as_one_process(
 
     measured = model.getHistory()[-1]["validation"]
     expected.eval()
-    value = measured["loss" if framework == "torch" else "val_loss"]
-    assert value == pytest.approx(loss(expected, columns).item(), rel=1e-4)
+    assert measured["loss"] == pytest.approx(loss(expected, columns).item(), rel=1e-4)
 
     # The predictions are the selected output, before and after saving.
     names = params["feature_cols"]
@@ -199,7 +196,7 @@ def test_joint_losses_train_as_one_process(
     prediction = raw["logits"] if isinstance(raw, dict) else raw[0]
     path = str(tmp_path / "saved")
     model.save(path)
-    loaded = (load_predictor if framework == "torch" else load_lightning)(path)
+    loaded = load_predictor(path)
     column, *classes = loaded.output_columns
     assert classes == (["prediction"] if params["loss"] is F.cross_entropy else [])
     assert column == ("y__output" if params["label_cols"] else "output")

@@ -103,7 +103,7 @@ class SqueezedModule(LightningModule):
 
 
 @pytest.mark.parametrize(("label", "outputs"), [("label", 1), ("features", WIDTH)])
-@pytest.mark.parametrize("framework", ["torch", "lightning", "LightningModule"])
+@pytest.mark.parametrize("framework", ["torch", "LightningModule"])
 def test_networks_that_squeeze_train_and_predict_one_row(
     store: Any, tmp_path: Path, framework: str, label: str, outputs: int
 ) -> None:

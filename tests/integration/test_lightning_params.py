@@ -1,4 +1,4 @@
-"""LightningEstimator with plain modules, custom data modules, and its params."""
+"""LightningEstimator with custom data modules, and its params."""
 
 from __future__ import annotations
 
@@ -29,64 +29,25 @@ from hvd_estimators.exceptions import NotFiniteError, ParamError
 pytestmark = pytest.mark.integration
 
 
-def test_a_plain_module_trains_under_callbacks_and_metrics(backend: Any, store: Any) -> None:
+@pytest.mark.usefixtures("compat")
+def test_horovods_estimator_trains_a_plain_module(backend: Any, store: Any) -> None:
+    from horovod.spark.lightning import TorchEstimator
+
     columns = write_rows(Path(store.get_train_data_path()), 65)
-    held_out = write_rows(Path(store.get_val_data_path()), 21, seed=1)
     net = make_net()
-    model = fit(
-        backend,
-        store,
-        model=net,
-        optimizer=OPTIMIZERS["adam"](net.parameters()),
-        loss=torch.nn.functional.mse_loss,
-        metrics=[[torch.nn.functional.l1_loss]],
-        sample_weight_col="weight",
-        validation=0.5,
-        batch_size=16,
-        epochs=2,
-        callbacks=[ModelCheckpoint(monitor="val_loss", mode="max", save_last=True)],
-        run_id="plain",
-    )
-    trained = [
-        train_alone(columns, global_batches(65, 2, 16), OPTIMIZERS["adam"], epochs=n, weighted=True)
-        for n in (1, 2)
-    ]
-    # The loss after the first epoch is the greatest, and so the "best" one.
-    assert isinstance(model.getModel(), torch.nn.Sequential)
-    assert_same_weights(model.getModel(), trained[0])
-    with torch.no_grad():
-        output = trained[1](torch.from_numpy(held_out["features"])).reshape(-1).numpy()
-    errors = np.abs(output - held_out["label"])
-    measured = model.getHistory()[-1]["validation"]
-    weighted = (errors**2 * held_out["weight"]).mean()
-    assert measured["val_loss"] == pytest.approx(weighted, rel=1e-4)
-    assert measured["val_l1_loss"] == pytest.approx(errors.mean(), rel=1e-4)
-
-
-def test_a_minibatch_function_trains_a_plain_module(backend: Any, store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 65)
-
-    def minibatch(model: Any, optimizer: Any, transform: Any, loss_fn: Any, x: Any, y: Any) -> Any:
-        optimizer.zero_grad()
-        outputs, labels = transform(model(*x), y)
-        loss = loss_fn(outputs, labels)
-        loss.backward()
-        optimizer.step()
-        return outputs, loss
-
-    net = make_net()
-    model = fit(
-        backend,
-        store,
-        model=net,
-        optimizer=OPTIMIZERS["adam"](net.parameters()),
-        loss_constructors=lambda size: torch.nn.MSELoss(),
-        train_minibatch_fn=minibatch,
-        batch_size=16,
-        epochs=2,
-    )
+    params: dict[str, Any] = {
+        "model": net,
+        "optimizer": OPTIMIZERS["adam"](net.parameters()),
+        "loss": torch.nn.functional.mse_loss,
+        "num_gpus": 1,
+        "batch_size": 16,
+        "epochs": 2,
+    }
+    model = fit(backend, store, TorchEstimator, **params)
     expected = train_alone(columns, global_batches(65, 2, 16), OPTIMIZERS["adam"], epochs=2)
     assert_same_weights(model.getModel(), expected)
+    with pytest.raises(ParamError, match=r"callbacks: the model is a plain .* Leave callbacks out"):
+        fit(backend, store, TorchEstimator, **params, callbacks=[ModelCheckpoint()])
 
 
 class UsersDataSteps:

@@ -116,50 +116,9 @@ class Manual(Weighted):
             optimizer.zero_grad()
 
 
-def step_of_minibatch(
-    model: Any, optimizer: Any, outputs: Any, loss_fn: Any, inputs: Any, labels: Any,
-    weights: Any, passes: int, index: int,
-) -> Any:  # fmt: skip
-    output = model(*inputs)
-    loss = loss_fn([output], labels)
-    (loss / passes).backward()
-    if (index + 1) % passes == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-    return output, loss
-
-
-def scaled_step(
-    model: Any, optimizer: Any, outputs: Any, loss_fn: Any, inputs: Any, labels: Any,
-    weights: Any, passes: int, index: int,
-) -> Any:  # fmt: skip
-    output = model(*inputs)
-    loss = functional.cross_entropy(output, labels[0], WEIGHT)
-    loss_fn.scale(loss / passes, WEIGHT[labels[0]].sum()).backward()
-    if (index + 1) % passes == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-    return output, loss
-
-
-def stated(output: Any, label: Any) -> Any:
-    loss = functional.cross_entropy(output, label, WEIGHT)
-    return {"loss": loss, "denominator": WEIGHT[label].sum()}
-
-
-STEPS = {"loss_fn": step_of_minibatch, "scale": scaled_step}
-
-
-@pytest.mark.parametrize(
-    ("kind", "accumulated"),
-    [
-        *(("returned", "rows"), ("plain", "rows"), ("stated", "rows"), ("loss_fn", "rows")),
-        *(("scale", "rows"), ("returned", "batches"), ("plain", "batches"), ("stated", "batches")),
-        ("manual", "by itself"),
-    ],
-)
+@pytest.mark.parametrize("accumulated", ["rows", "batches", "by itself"])
 def test_a_weighted_cross_entropy_accumulates_as_in_one_process(
-    backend: Any, store: Any, kind: str, accumulated: str
+    backend: Any, store: Any, accumulated: str
 ) -> None:
     columns = write_classes(Path(store.get_train_data_path()), 130)
     # An odd number of batches: the last step of an epoch has one.
@@ -167,14 +126,8 @@ def test_a_weighted_cross_entropy_accumulates_as_in_one_process(
     assert len(batches) == 5
     params: dict[str, Any] = {"model": Weighted(), "column_dtypes": {"label": "int64"}}
     expected: Any = Weighted()
-    if kind == "manual":
+    if accumulated == "by itself":
         params["model"], expected = Manual(), Manual(alone=True)
-    elif kind != "returned":
-        net = params["model"].net
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
-        loss: Any = stated if kind == "stated" else torch.nn.CrossEntropyLoss(WEIGHT)
-        params |= {"model": net, "optimizer": optimizer, "loss": loss}
-        params["train_minibatch_fn"] = STEPS.get(kind)
     alone: dict[str, Any] = {}
     if accumulated == "rows":
         params["backward_passes_per_step"] = 2
@@ -183,8 +136,7 @@ def test_a_weighted_cross_entropy_accumulates_as_in_one_process(
         params["trainer_args"] = alone = {"accumulate_grad_batches": 2}
     model = fit(backend, store, batch_size=14, epochs=2, **params)
     train_in_lightning(expected, columns, batches, **alone)
-    found = model.getModel()
-    assert_same_weights(getattr(found, "net", found), expected.net)
+    assert_same_weights(model.getModel().net, expected.net)
 
 
 @pytest.mark.parametrize("accumulated", ["rows", "batches"])
@@ -214,24 +166,13 @@ class Summed(Regression):
         return (self(batch["features"]) - batch["label"]).square().sum()
 
 
-def plain(**params: Any) -> dict[str, Any]:
-    net = make_classifier()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    return {"model": net, "optimizer": optimizer, "loss": functional.cross_entropy, **params}
-
-
 @pytest.mark.parametrize(
     ("params", "passes", "message"),
     [
         ({"model": Manual()}, 2, "trainer_args: .*accumulate_grad_batches=2.*optimizes manually"),
-        (
-            plain(train_minibatch_fn=step_of_minibatch),
-            2,
-            "trainer_args: .*=2.*needs backward_passes_per_step",
-        ),
         ({"model": Summed()}, 1, "model: expected .* a mean over the rows .* found a sum"),
     ],
-    ids=["manual", "own step", "sum"],
+    ids=["manual", "sum"],
 )
 def test_steps_that_would_train_otherwise_than_one_process_are_rejected(
     backend: Any, store: Any, params: Any, passes: int, message: str

@@ -63,26 +63,46 @@ def test_random_numbers_differ_between_ranks_and_the_live_module_is_returned(
 class EndsOfEpochs(Regression):
     """Module with hooks that Lightning 2 rejects."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx)}
 
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch["label"].sum() if batch_idx else None
+
     def training_epoch_end(self, outputs: Any) -> None:
-        self.log("mean_loss", torch.stack([output["loss"] for output in outputs]).mean())
+        self.calls.append("training_epoch_end")
+        losses = torch.stack([output["loss"] for output in outputs])
+        assert not losses.requires_grad
+        self.log("mean_loss", losses.mean())
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append("on_train_epoch_end")
 
     def validation_epoch_end(self, outputs: Any) -> None:
-        self.log("val_steps", float(len(outputs)), reduce_fx="sum")
+        self.calls.append("validation_epoch_end")
+        self.log("labels", torch.stack(outputs).sum(), reduce_fx="sum")
 
 
-def test_hooks_of_lightning_1_are_called_and_kept(backend: Any, store: Any) -> None:
+@pytest.mark.usefixtures("compat")
+def test_horovods_estimator_calls_and_keeps_hooks_of_lightning_1(backend: Any, store: Any) -> None:
+    from horovod.spark.lightning import TorchEstimator
+
     write_rows(Path(store.get_train_data_path()), 64)
-    write_rows(Path(store.get_val_data_path()), 10, seed=1)
+    held_out = write_rows(Path(store.get_val_data_path()), 12, seed=1)
     settings = {"model": EndsOfEpochs(), "batch_size": 16, "epochs": 2, "validation": True}
-    model = fit(backend, store, **settings)
+    model = fit(backend, store, TorchEstimator, val_batch_size=3, **settings)
     for entry in model.getHistory():
         # With equal batch sizes, the mean over the ranks' rows is that of their steps.
         assert entry["train"]["mean_loss"] == pytest.approx(entry["train"]["loss"], rel=1e-6)
-        # validation_step returns None, which Lightning 1 left out of the outputs.
-        assert entry["validation"]["val_steps"] == 0
+        # Lightning 1 left out the outputs that are None: the first batch of each rank.
+        counted = held_out["label"].reshape(2, 2, 3)[:, 1].sum()
+        assert entry["validation"]["labels"] == pytest.approx(counted, rel=1e-5)
+    order = ["validation_epoch_end", "training_epoch_end", "on_train_epoch_end"]
+    assert model.getModel().calls == 2 * order
     assert callable(model.getModel().validation_epoch_end)
 
 

@@ -192,28 +192,16 @@ def scaled_step() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("estimator", ["torch", "lightning"])
-def test_stateful_objects_reach_the_function_and_resume(
-    backend: Any, store: Any, estimator: str
-) -> None:
+def test_stateful_objects_reach_the_function_and_resume(backend: Any, store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), ROWS)
 
     def run(run_id: str, **params: Any) -> Any:
         given = {**scaled_step(), "run_id": run_id, "batch_size": BATCH, **params}
-        if estimator == "torch":
-            return fit(store, 2, "sgd", backend=backend, **given)[0]
-        loss = torch.nn.functional.mse_loss
-        return fit_lightning(backend, store, loss=loss, **given)
+        return fit(store, 2, "sgd", backend=backend, **given)[0]
 
     whole = run("whole", epochs=2)
     newest = torch.load(store.get_checkpoints("whole")[-1], weights_only=False)
-    if estimator == "torch":
-        states, (group,) = newest["held"], newest["optimizer"]["param_groups"]
-    else:
-        states, (group,) = (
-            newest["hvd_estimators.stateful"],
-            newest["optimizer_states"][0]["param_groups"],
-        )
+    states, (group,) = newest["held"], newest["optimizer"]["param_groups"]
     # The scheduler has set the rates of the optimizer that trained.
     assert group["lr"] == pytest.approx(0.02 * 0.8 ** (2 * STEPS))
     assert states["stateful[0]"]["last_epoch"] == 2 * STEPS
@@ -225,6 +213,5 @@ def test_stateful_objects_reach_the_function_and_resume(
         resumed = run(run_id, epochs=2)
         assert_equal_bits(resumed.getModel().state_dict(), whole.getModel().state_dict())
         again = torch.load(store.get_checkpoints(run_id)[-1], weights_only=False)
-        kind = "held" if estimator == "torch" else "hvd_estimators.stateful"
-        assert_equal_bits(again[kind], states)
+        assert_equal_bits(again["held"], states)
     assert {(0, 48), (1, 0), (1, 32)} <= {*positions}

@@ -16,7 +16,6 @@ from test_resuming import assert_equal_bits, end_of, torch_run
 from torch.optim import lr_scheduler as schedulers
 
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import EarlyStopping, TorchEstimator
 
 pytestmark = pytest.mark.integration
@@ -80,8 +79,7 @@ def test_clipping_and_schedulers_match_one_process(
         assert_same_weights(model.getModel(), unclipped)
 
 
-@pytest.mark.parametrize("estimator", [TorchEstimator, LightningEstimator])
-def test_class_weights_train_as_one_process(backend: Any, store: Any, estimator: Any) -> None:
+def test_class_weights_train_as_one_process(backend: Any, store: Any) -> None:
     weights, folder = {0: 5.0, 7: 2.0}, Path(store.get_train_data_path())
     columns = write_rows(folder, ROWS, files=1)
     columns["label"] = (columns["label"] > 0).astype(np.float32)
@@ -95,7 +93,7 @@ def test_class_weights_train_as_one_process(backend: Any, store: Any, estimator:
         **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
         "optimizer": OPTIMIZERS["momentum"](given.parameters()),
     }
-    model = estimator(**params).fit_on_parquet()
+    model = TorchEstimator(**params).fit_on_parquet()
 
     net = make_net()
     optimizer = OPTIMIZERS["momentum"](net.parameters())

@@ -16,7 +16,6 @@ from rank_warnings import Warnings
 from reference import OPTIMIZERS, WIDTH, assert_same_weights, global_batches, make_net, write_rows
 from torch.nn import functional
 
-from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
@@ -163,18 +162,15 @@ def returned(
 
 
 @pytest.mark.parametrize(
-    ("step", "kind", "library"),
+    ("step", "library"),
     [
-        (several_losses, TorchEstimator, "horovod"),
-        (several_losses, LightningEstimator, "torch"),
-        (one_loss, TorchEstimator, "torch"),
-        (one_loss, LightningEstimator, "horovod"),
-        (returned, TorchEstimator, "horovod"),
-        (returned, LightningEstimator, "torch"),
+        (several_losses, "horovod"),
+        (one_loss, "torch"),
+        (returned, "horovod"),
     ],
 )
 def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
-    store: Any, kind: Any, step: Any, library: str
+    store: Any, step: Any, library: str
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), ROWS)
     net, expected = Scores(), Scores()
@@ -184,7 +180,7 @@ def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
         **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
         **{"batch_size": BATCH, "epochs": EPOCHS, "backward_passes_per_step": 2},
     }
-    model = kind(
+    model = TorchEstimator(
         **params,
         optimizer=OPTIMIZERS["momentum"](net.parameters()),
         loss=torch.nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0)),

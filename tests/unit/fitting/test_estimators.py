@@ -10,7 +10,6 @@ import torch
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.prepare.datasets import manifest_path
 from hvd_estimators.store import Store
 from hvd_estimators.torch import TorchEstimator, TorchModel
@@ -130,15 +129,6 @@ def test_callbacks_with_wrong_signatures_are_rejected(params):
     ):
         with pytest.raises(ParamError, match=f"callbacks: .*{message}"):
             check({**params, "callbacks": [callback]})
-
-
-def test_lightning_callbacks_work_with_any_module(params):
-    from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor
-
-    given = {**params, "callbacks": [EarlyStopping("val_loss"), LearningRateMonitor()]}
-    LightningEstimator(**given)._check_params()
-    with pytest.raises(ParamError, match="callbacks: expected instances of Lightning's Callback"):
-        LightningEstimator(**{**params, "callbacks": [EndsWithMore()]})._check_params()
 
 
 @pytest.mark.parametrize(

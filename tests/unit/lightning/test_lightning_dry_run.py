@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, try_batches
 from hvd_estimators.lightning.dry_run import check_loss, check_step, compare_halves, row_shapes
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
-from hvd_estimators.lightning.package import default_flavor, is_lightning
+from hvd_estimators.lightning.package import default_flavor
 from hvd_estimators.lightning.trainer_args import (
-    adapted_trainer_args,
     check_callbacks,
     check_trainer_args,
 )
@@ -235,17 +233,11 @@ def test_checks_do_not_change_the_module_or_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_arguments_of_older_trainers_are_reported_with_replacements(caplog: Any) -> None:
-    given = {"gpus": 1, "terminate_on_nan": True, "stochastic_weight_avg": True, "max_time": None}
-    with caplog.at_level(logging.WARNING):
-        adapted = adapted_trainer_args(given, default_flavor())
-    assert set(adapted) == {"callbacks", "max_time"}
-    assert is_lightning(adapted["callbacks"][0], "callbacks.StochasticWeightAveraging")
-    assert "Lightning 2 has no gpus, which has no effect. Instead: num_gpus" in caplog.text
+def test_unknown_and_fixed_arguments_are_rejected() -> None:
     with pytest.raises(ParamError, match=r"no argument 'max_epoch'\. Did you mean 'max_epochs'"):
-        adapted_trainer_args({"max_epoch": 1}, default_flavor())
+        check_trainer_args({"max_epoch": 1}, default_flavor())
     with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
-        adapted_trainer_args({"devices": 2}, default_flavor())
+        check_trainer_args({"devices": 2}, default_flavor())
 
 
 class Batches:
@@ -264,7 +256,7 @@ def test_ranks_without_rows_take_part_with_rows_of_weight_zero() -> None:
     loader = TrainLoader(
         batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)
     )
-    taken = [(len(batch["x"]), loader.share.rows, loader.share.factor) for batch in loader]
+    taken = [(len(batch["x"]), loader.rows, loader.factor) for batch in loader]
     assert taken == [(4, 4, 0.8), (1, 1, 0.2), (1, 0, 0.0)]
     batches = list(loader)
     assert all(batch["x"].dtype == torch.float64 for batch in batches)

@@ -36,7 +36,7 @@ def make_module(package: str) -> Any:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_strategy_works_with_either_packages_trainer(package: str) -> None:
     module = make_module(package)
-    strategy = HorovodStrategy()
+    strategy = HorovodStrategy(package=package)
     trainer = importlib.import_module(package).Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -49,13 +49,17 @@ def test_the_strategy_works_with_either_packages_trainer(package: str) -> None:
     )
     assert trainer.strategy is strategy
     assert isinstance(strategy, HorovodStrategy)
-    assert is_lightning(strategy, "strategies.ParallelStrategy")
+    assert is_lightning(strategy, "strategies.DDPStrategy")
     trainer.fit(module, torch.utils.data.DataLoader([torch.tensor([2.0])] * 3))
     # Three steps, each of 0.5 * 2.
     assert module.layer.weight.item() == 3.0
 
 
 def test_the_strategys_package_is_that_of_its_plugin() -> None:
+    for package in PACKAGES:
+        importlib.import_module(package)
+    with pytest.raises(ParamError, match=r"package: .* one of 'lightning.pytorch', 'pytorch_li"):
+        HorovodStrategy()
     for package in PACKAGES:
         plugin = importlib.import_module(f"{package}.plugins").MixedPrecision("bf16-mixed", "cpu")
         strategy = HorovodStrategy(precision_plugin=plugin)
@@ -85,7 +89,7 @@ for hidden in {hidden}:
     sys.modules[hidden] = None
 import importlib, torch
 from hvd_estimators.lightning import HorovodStrategy, LightningEstimator
-from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.checkpoint import RunCheckpoint
 from hvd_estimators.lightning.package import default_flavor, of_flavor
 assert "lightning" not in sys.modules or sys.modules["lightning"] is None
 assert not sys.modules.get("pytorch_lightning")
@@ -94,7 +98,7 @@ assert flavor.name == "{package}"
 package = importlib.import_module("{package}")
 trainer = package.Trainer(strategy=HorovodStrategy(), devices=1, accelerator="cpu", logger=False)
 assert trainer.strategy.world_size == 1
-assert issubclass(of_flavor(ModuleAdapter, flavor), package.LightningModule)
+assert issubclass(of_flavor(RunCheckpoint, flavor), package.Callback)
 loaded = {{name for name in ("lightning", "pytorch_lightning") if sys.modules.get(name)}}
 assert loaded == {{"{package}".partition(".")[0]}}, loaded
 """

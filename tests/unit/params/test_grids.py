@@ -105,14 +105,14 @@ class WithRate(pytorch_lightning.LightningModule):
 def test_learning_rate_is_set_where_lightnings_tuner_sets_it() -> None:
     module = WithRate()
 
-    made = LightningEstimator(model=module, learning_rate=0.5)._lightning_module(None)
+    made = LightningEstimator(model=module, learning_rate=0.5)._lightning_module()
 
     assert made.hparams["lr"] == 0.5
     assert module.hparams["lr"] == 0.1
     with pytest.raises(ParamError, match="learning_rate: the LightningModule has neither"):
         LightningEstimator(
             model=pytorch_lightning.LightningModule(), learning_rate=0.5
-        )._lightning_module(None)
+        )._lightning_module()
 
 
 @pytest.mark.parametrize("cls", [TorchEstimator, KerasEstimator, LightningEstimator])

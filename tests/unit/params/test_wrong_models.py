@@ -330,6 +330,11 @@ KERAS = {
 }
 
 
+class Ends(pl.LightningModule):
+    def training_epoch_end(self, outputs: Any) -> None:
+        pass
+
+
 class NoStep(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return None
@@ -349,6 +354,10 @@ LIGHTNING = {
     "early stopping of torch": lightning_row(
         "callbacks", "expected instances", callbacks=[TorchEarlyStopping()]
     ),
+    "plain module": lightning_row(
+        "model", "train the module with TorchEstimator", model=torch.nn.Linear(1, 1)
+    ),
+    "hook of Lightning 1": lightning_row("model", r"as on_train_epoch_end\(self\)", model=Ends()),
     "no step": lightning_row("model", r"no training_step\(\)\. Define it", model=NoStep()),
     "a lock": lightning_row("model", "that cannot be sent", model=locked()),
     "loss": lightning_row("loss", "Leave loss out", loss=torch.nn.functional.mse_loss),

@@ -1,4 +1,4 @@
-"""Training objectives, with and without Lightning's Trainer."""
+"""Training objectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.package import default_flavor, of_flavor
 from hvd_estimators.torch.loss import StepShare, StepWeights
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
@@ -49,16 +47,7 @@ def make(**changes: Any) -> Objective:
     return Objective(**{**given, **changes})
 
 
-class OneRankTrainer:
-    """Stub of a Trainer on one rank, whose batch is a whole step."""
-
-    def __init__(self) -> None:
-        self.strategy = self
-        self.step_share = StepShare(3, 1.0, 1)
-        self.has_users_batches = False
-
-
-def test_loss_and_metrics_agree_with_manual_code_and_with_lightning() -> None:
+def test_loss_and_metrics_agree_with_manual_code() -> None:
     module = Two()
     x, weights = COLUMNS["x"][:, 0], COLUMNS["w"]
     blue, amber = x * 0.5 - COLUMNS["blue"], x + 0.5 - COLUMNS["amber"]
@@ -77,29 +66,6 @@ def test_loss_and_metrics_agree_with_manual_code_and_with_lightning() -> None:
     assert {name: value.item() for name, value in found.items()} == pytest.approx(
         {name: value.item() for name, value in expected.items()}
     )
-
-    logged: dict[str, float] = {}
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    adapter = of_flavor(ModuleAdapter, default_flavor())(
-        module,
-        optimizer,
-        None,
-        (make(), ()),
-        has_own_step=False,
-        passes_per_step=1,
-        loss_parts=1,
-    )
-    adapter.configure_optimizers()
-    adapter.log = lambda name, value, **_: logged.update({name: value.item()})
-    adapter._on_rank = objective
-    trainer = OneRankTrainer()
-    adapter.trainer = trainer
-    adapter.training_step(COLUMNS, 0).backward()
-    assert logged == {f"train_{name}": value.item() for name, value in found.items()}
-    gradient = module.scale.grad
-    module.scale.grad = None
-    evaluation.loss.backward()
-    assert torch.equal(gradient, module.scale.grad)
 
 
 def test_loss_constructors_get_their_arguments_and_must_allow_weights() -> None:
