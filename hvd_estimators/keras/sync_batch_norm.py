@@ -9,12 +9,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
+from hvd_estimators.keras.collectives import GradientAverager, current, sum_tensors
 
 
 def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
@@ -56,7 +55,7 @@ class SynchronizedMoments:
         alone = layer._moments
 
         def moments(inputs: Any, mask: Any) -> Any:
-            if self._calls is None or hvd.size() == 1:
+            if self._calls is None or current().size == 1:
                 return alone(inputs, mask)
             # A layer that is called several times in a step synchronizes each time.
             call = self._calls[number] = self._calls.get(number, -1) + 1
@@ -87,7 +86,7 @@ class SynchronizedMoments:
         squares = total(tf.square(inputs - tf.reshape(mean, shape)))
         # Separate entries for each rank's statistics give the precision of one process.
         own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
-        one_hot = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
+        one_hot = tf.one_hot(current().rank, current().size, dtype=inputs.dtype)[:, None]
         counts, means, squares = tf.split(
             self._sum(one_hot * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
         )

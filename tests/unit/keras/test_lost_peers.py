@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_estimators.keras.collectives import naming_lost_peers
+from hvd_estimators.keras.horovod_collectives import HorovodCollectives
+
+# Its connection, which this process has not, plays no part.
+_naming_lost_peers = functools.partial(HorovodCollectives.naming_lost_peers, None)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,6 @@ from hvd_estimators.keras.collectives import naming_lost_peers
     ],
 )
 def test_only_interrupted_collectives_count_as_lost_peers(error: Any, raised: Any) -> None:
-    with pytest.raises(raised or type(error)) as caught, naming_lost_peers():
+    with pytest.raises(raised or type(error)) as caught, _naming_lost_peers():
         raise error
     assert caught.value is error or caught.value.__cause__ is error

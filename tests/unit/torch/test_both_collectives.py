@@ -20,7 +20,6 @@ from hvd_estimators.torch import collectives
 from hvd_estimators.torch.collectives import (
     PendingSum,
     broadcast_tensors,
-    choose_collectives,
     current,
     exchange,
     gather_tensor,
@@ -29,6 +28,7 @@ from hvd_estimators.torch.collectives import (
     session,
     sum_over_ranks,
 )
+from hvd_estimators.training.collectives_choice import choose_collectives
 
 # Ranks must not import this module, which imports pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
