@@ -179,3 +179,12 @@ def ordered(after: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     import tensorflow as tf
 
     return tf.control_dependencies(after)
+
+
+def outside_functions() -> contextlib.AbstractContextManager[Any]:
+    """Create variables of the block outside of the functions that TensorFlow traces."""
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
+    return tf.init_scope()

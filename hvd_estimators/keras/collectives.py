@@ -272,7 +272,8 @@ class GradientAverager:
                     flat, total = flat[:-1], flat[-1]
                 flat = _divide(flat, total)
             stops = np.cumsum([_size(weighted[index]) for index in bucket])[:-1].tolist()
-            for index, part in zip(bucket, ops.split(flat, stops), strict=True):
+            split = ops.split(flat, stops) if stops else [flat]
+            for index, part in zip(bucket, split, strict=True):
                 result[index] = ops.reshape(part, weighted[index].shape)
         return _of_types(result, types)
 
