@@ -41,8 +41,9 @@ class TorchCollectives(Collectives):
     def sum_array(self, array: Array, name: str) -> Array:
         """Return the sum of an array over the ranks."""
         # A copy, which the sum overwrites. TensorFlow's arrays are read-only.
-        total: Array = self._given.reduce_async(torch.from_numpy(np.array(array)), "sum", name)()
-        return total.numpy()
+        total: Array
+        total = self._given.reduce_async(torch.from_numpy(np.array(array)), "sum", name)().numpy()
+        return total
 
     def gather(self, document: Bytes, name: str) -> Bytes:
         """Return the concatenated bytes of all ranks."""

@@ -33,12 +33,15 @@ def test_tensorflow_before_triton_crashes_without_this_package() -> None:
 
 # What ranks of Keras do over torch's group, in both orders of the imports.
 SUM_IN_A_FUNCTION = """
-import numpy as np, tensorflow as tf
+import os
+import tensorflow as tf
 from hvd_estimators.keras.collectives import session
 with session("torch") as collectives:
     summed = tf.function(lambda x: collectives.sum(x @ x, "sum"), autograph=False)
     square = torch.ones(256, 256)
-    print(summed(tf.ones((256, 256)))[0, 0].numpy(), (square @ square)[0, 0])
+    print(summed(tf.ones((256, 256)))[0, 0].numpy(), (square @ square)[0, 0], flush=True)
+# As ranks end.
+os._exit(0)
 """
 
 
