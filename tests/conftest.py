@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _collectives_of_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all fits use the library that HVD_TEST_COLLECTIVES names, for soak runs."""
     library = os.environ["HVD_TEST_COLLECTIVES"]
-    module = "hvd_estimators.torch.params.choose_collectives"
-    monkeypatch.setattr(module, lambda wanted: (library, "HVD_TEST_COLLECTIVES"))
+    function = "hvd_estimators.params.estimator.choose_collectives"
+    monkeypatch.setattr(function, lambda *_: (library, "HVD_TEST_COLLECTIVES"))
 
 
 @pytest.fixture(scope="session")

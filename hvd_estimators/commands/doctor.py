@@ -520,7 +520,7 @@ def _framework(facts: Facts, component: str, name: str, minimum: str) -> Row:
 def _horovod(facts: Facts) -> Iterator[Row]:
     version = facts.versions.get("horovod")
     if version is None:
-        found = "torch and Lightning train without it" if "torch" in facts.versions else ""
+        found = "training works without it" if "torch" in facts.versions else ""
         yield Row("Horovod", found, Status.ABSENT, BUILD_HOROVOD)
     for framework, build in facts.horovod.items():
         component = f"Horovod for {framework}"
@@ -560,12 +560,15 @@ def _training(facts: Facts) -> Iterator[Row]:
         found = []
         if framework in facts.horovod and _horovod_problem(facts, framework) is None:
             found.append(f"{_HOROVOD} ({', '.join(facts.horovod[framework].features)})")
-        if framework == "torch" and facts.torch_backends:
-            found.append(f"{_TORCH} ({', '.join(facts.torch_backends)})")
+        # TensorFlow's tensors are reduced on the CPU.
+        backends = [b for b in facts.torch_backends if framework == "torch" or b == "gloo"]
+        if backends:
+            found.append(f"{_TORCH} ({', '.join(backends)})")
         if found:
             yield Row(component, " or ".join(found))
         else:
-            yield Row(component, "needs Horovod", Status.PROBLEM, BUILD_HOROVOD)
+            remedy = f"{INSTALL['torch']}, or {BUILD_HOROVOD}"
+            yield Row(component, "needs torch or Horovod", Status.PROBLEM, remedy)
 
 
 def _horovod_spark(facts: Facts) -> Iterator[Row]:

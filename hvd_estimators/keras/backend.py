@@ -152,3 +152,39 @@ def kept_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def to_dense(gradient: Any) -> Any:
+    """Return a gradient as one tensor; TensorFlow's gradients of embeddings are slices."""
+    if keras.backend.backend() != "tensorflow":
+        return gradient
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient)
+
+
+def multiply_no_nan(values: Any, factor: Any) -> Any:
+    """Return the product, and 0 where the factor is 0 and the value NaN or infinite."""
+    if keras.backend.backend() != "tensorflow":
+        return keras.ops.where(factor == 0, keras.ops.zeros_like(values), values * factor)
+    import tensorflow as tf
+
+    return tf.math.multiply_no_nan(values, factor)
+
+
+def ordered(after: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Make operations of the block run after the given tensors are computed."""
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
+    return tf.control_dependencies(after)
+
+
+def outside_functions() -> contextlib.AbstractContextManager[Any]:
+    """Create variables of the block outside of the functions that TensorFlow traces."""
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
+    return tf.init_scope()

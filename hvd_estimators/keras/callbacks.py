@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import model_optimizers, rated_optimizers
-from hvd_estimators.keras.collectives import broadcast_variables, exchange, sum_arrays
+from hvd_estimators.keras.collectives import broadcast_variables, current, exchange, sum_arrays
 from hvd_estimators.keras.gradients import is_distributed
 from hvd_estimators.keras.metrics import (
     as_logs,
@@ -70,7 +69,7 @@ class BroadcastCallback(keras.callbacks.Callback):
     """Start all ranks from one rank's weights and optimizer state, including slot variables.
 
     Random layers, such as dropout, draw different numbers on each rank. The callback also turns off
-    ``jit_compile``, because XLA cannot compile Horovod's operations.
+    ``jit_compile``, because XLA cannot compile the operations between ranks.
 
     Parameters
     ----------
@@ -100,15 +99,15 @@ class BroadcastCallback(keras.callbacks.Callback):
             )
         states = [v for each in model_optimizers(self.model) for v in each.variables]
         broadcast_variables([*self.model.variables, *states], self._root_rank)
-        split_seed_states(self.model, hvd.rank())
+        split_seed_states(self.model, current().rank)
 
 
 def turn_off_jit_compile(model: keras.Model) -> None:
     """Turn off XLA compilation of a model's training, with a warning if it was on."""
     if model.jit_compile:
         logger.warning(
-            "jit_compile is turned off for training on several ranks: Horovod's operations cannot "
-            "be compiled by XLA. Compile the model with jit_compile=False to leave this out."
+            "jit_compile is turned off for training on several ranks: XLA cannot compile the "
+            "operations between ranks. Compile the model with jit_compile=False to leave this out."
         )
         model.jit_compile = False
 
@@ -146,7 +145,7 @@ class LogCallback(keras.callbacks.Callback):
         self._report(f"epoch {epoch} ends: {_numbers(logs)}")
 
     def _report(self, text: str) -> None:
-        # Not hvd.rank(): Keras may run on torch, with another module of Horovod.
+        # Not current(): programs without other ranks need no collectives.
         if os.environ.get("HOROVOD_RANK", "0") == "0":
             log_to_driver(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
@@ -251,7 +250,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         own_results = results(self.model, with_unused=True)
         self._own.update({prefix + name: value for name, value in own_results.items()})
         variables = summed_variables(self.model)
-        shares = [share_of(variable, hvd.rank(), hvd.size()) for variable in variables]
+        shares = [share_of(variable, current().rank, current().size) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
         for variable, total in zip(variables, sum_arrays(own, f"metrics_{stage}"), strict=True):
             variable.assign(total)
@@ -362,7 +361,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if logs is not None:
             names = [f"learning_rate_{number}" for number in range(len(rates))]
             logs.update(zip(names if len(rates) > 1 else ["learning_rate"], rates, strict=True))
-        if self.verbose and self._has_changed and hvd.rank() == 0:
+        if self.verbose and self._has_changed and current().rank == 0:
             text = ", ".join(f"{rate:g}" for rate in rates)
             print(f"\nEpoch {epoch + 1}: learning rate set to {text}.", flush=True)
 
@@ -434,7 +433,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def factor(self, epoch: float) -> float:
         """Return the fraction of the rate at a (fractional) epoch."""
-        size = self.ranks or hvd.size()
+        size = self.ranks or current().size
         return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
 
     def _sets_rate(self, epoch: float) -> bool:

@@ -1,36 +1,138 @@
-"""Devices and collectives of Keras ranks: objects, tensors, numbers and statistics.
+"""Collectives for Keras ranks: their interface, and functions for tensors, numbers and statistics.
 
-Under Keras 3, ``horovod.tensorflow.keras.DistributedOptimizer`` is accepted but averages nothing.
-This module therefore uses only the operations of ``horovod.tensorflow`` itself.
+There are three implementations: Horovod's and torch's for Keras on TensorFlow, and one for Keras on
+torch. `session` imports one of them when ranks connect. Everything else in this package calls the
+functions of this module.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
-import tensorflow as tf
-from horovod.common.exceptions import HorovodInternalError
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.keras.backend import multiply_no_nan, ordered, to_dense
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
+from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.shard_state import ShardStates, find_buffers
 from hvd_estimators.training.spec import array_digest
 
-
-def _gather_bytes(document: Bytes, name: str) -> Bytes:
-    gathered: Bytes = hvd.allgather(tf.constant(document), name=name).numpy()
-    return gathered
+ops: Any = keras.ops
 
 
-exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
+class Collectives(abc.ABC):
+    """Interface between a Keras rank and the other ranks of its job.
+
+    All ranks call the same methods in the same order. Tensors are those of Keras's backend. Names
+    are the same on all ranks.
+
+    Attributes
+    ----------
+    library : str
+        The library's name in messages.
+    rank, size, local_rank : int
+        This rank's number, the number of ranks, and this rank's number on its machine.
+    uses_nccl : bool
+        Whether NCCL reduces on GPUs.
+    """
+
+    library: ClassVar[str]
+    rank: int
+    size: int
+    local_rank: int
+    uses_nccl: bool
+
+    @abc.abstractmethod
+    def sum(self, tensor: Any, name: str) -> Any:
+        """Return the sum of a tensor over the ranks. Functions that are traced may call it."""
+
+    @abc.abstractmethod
+    def sum_array(self, array: Array, name: str) -> Array:
+        """Return the sum of an array over the ranks."""
+
+    @abc.abstractmethod
+    def gather(self, document: Bytes, name: str) -> Bytes:
+        """Return the concatenated bytes of all ranks, whose lengths may differ."""
+
+    @abc.abstractmethod
+    def broadcast(self, variable: Any, root_rank: int, name: str) -> None:
+        """Set a Keras variable to the value of one rank."""
+
+    def naming_lost_peers(self) -> contextlib.AbstractContextManager[None]:
+        """Raise the library's own error if an operation fails because a rank is lost."""
+        return contextlib.nullcontext()
+
+
+class _Active:
+    """The collectives of this process."""
+
+    collectives: Collectives | None = None
+
+
+def current() -> Collectives:
+    """Return the collectives of this rank.
+
+    Outside of a `session`, in the user's own program, it connects to the other ranks, unless
+    Horovod is initialized.
+    """
+    if _Active.collectives is not None:
+        return _Active.collectives
+    # Not kept: after a reset of Horovod's elastic training, rank and size are others.
+    hvd = sys.modules.get("horovod.tensorflow")
+    is_initialized = hvd is not None and hvd.is_initialized()
+    kind = "horovod" if is_initialized else choose_collectives("auto", keras.backend.backend())[0]
+    connected: Collectives = _implementation(kind).connect()
+    return connected
+
+
+@contextlib.contextmanager
+def session(
+    kind: str, mp_start_method: str | None = None, ranks: int | None = None, use_gpu: bool = True
+) -> Iterator[Collectives]:
+    """Connect this rank to the others for the duration of the block. Called by all ranks.
+
+    Parameters
+    ----------
+    kind : str
+        ``"horovod"`` or ``"torch"``, the same on all ranks.
+    mp_start_method : str or None
+        Start method of ``multiprocessing``; None does not change it.
+    ranks : int, optional
+        Number of ranks among which the rows were divided.
+    use_gpu : bool
+        Whether ranks use GPUs.
+    """
+    connected = _implementation(kind).connected(kind, mp_start_method, ranks, use_gpu)
+    before = _Active.collectives
+    with connected as _Active.collectives:
+        try:
+            with _Active.collectives.naming_lost_peers():
+                yield _Active.collectives
+        finally:
+            _Active.collectives = before
+
+
+def _implementation(kind: str) -> Any:
+    is_horovods = kind == "horovod" and keras.backend.backend() == "tensorflow"
+    name = "horovod_collectives" if is_horovods else "torch_collectives"
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+exchange = ObjectExchange(
+    lambda: current().rank,
+    lambda: current().size,
+    lambda document, name: current().gather(document, name),
+)
 
 
 def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
@@ -48,13 +150,15 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     GpuError
         If only some ranks see a GPU, or if two ranks share a GPU although NCCL reduces.
     """
+    import tensorflow as tf
+
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         # TensorFlow raises if it has started already.
         with contextlib.suppress(RuntimeError):
             tf.config.threading.set_intra_op_parallelism_threads(int(threads))
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
-    index = gpu_index(len(gpus), hvd.local_rank())
+    index = gpu_index(len(gpus), current().local_rank)
     chosen = [] if index is None else [gpus[index]]
     # Before the first exchange, with which TensorFlow takes what it sees.
     tf.config.set_visible_devices(chosen, "GPU")
@@ -65,25 +169,9 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     if index is None:
         return
     kind = tf.config.experimental.get_device_details(gpus[index]).get("device_name", "GPU")
-    line = describe_gpus(used, str(kind), bool(hvd.nccl_built()))
-    if hvd.rank() == 0:
-        notify_driver(line, verbose)
-
-
-@contextlib.contextmanager
-def naming_lost_peers() -> Iterator[None]:
-    """Raise Horovod's own error if one of its operations fails because a rank is lost.
-
-    TensorFlow converts Horovod's error to another one. The result looks like an error of the
-    training code, as if this rank had failed.
-    """
-    try:
-        yield
-    # Mismatched calls of ranks raise FailedPreconditionError instead.
-    except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
-        if "horovod" not in str(error).lower():
-            raise
-        raise HorovodInternalError(error.message) from error
+    line = describe_gpus(used, str(kind), current().uses_nccl)
+    if current().rank == 0:
+        notify_driver(f"{line} Collectives: {current().library}.", verbose)
 
 
 _BUCKET_BYTES = 16 * 2**20
@@ -113,9 +201,9 @@ class GradientAverager:
     """
 
     def __init__(self, compression: Any = None, name: str = "gradients") -> None:
-        self._compression = compression or hvd.Compression.none
+        self._compression = compression
         self._name = name
-        self.weight: tf.Tensor | None = None
+        self.weight: Any = None
 
     def weigh(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Multiply gradients by the weight of the batch.
@@ -132,7 +220,7 @@ class GradientAverager:
             return dense
         return [
             # The gradient of a batch without rows may be NaN, and its weight is 0.
-            None if g is None else tf.math.multiply_no_nan(g, tf.cast(self.weight, g.dtype))
+            None if g is None else multiply_no_nan(g, ops.cast(self.weight, g.dtype))
             for g in dense
         ]
 
@@ -141,97 +229,102 @@ class GradientAverager:
 
         Parameters
         ----------
-        weighted : sequence of tf.Tensor or None
+        weighted : sequence of tensor or None
             This rank's gradients times its weight.
-        weight : tf.Tensor or float
+        weight : tensor or float
             This rank's weight.
         """
-        types = [None if g is None else g.dtype for g in weighted]
+        types = [None if g is None else _type_of(g) for g in weighted]
         # Horovod does not support bfloat16, and sums in bfloat16 would be imprecise.
         weighted = [
-            tf.cast(g, tf.float32) if t == tf.bfloat16 else g
+            ops.cast(g, "float32") if t == "bfloat16" else g
             for g, t in zip(weighted, types, strict=True)
         ]
         result = list(weighted)
-        weight = tf.cast(weight, tf.float32)
+        weight = ops.cast(weight, "float32")
         buckets = list(_buckets(weighted))
-        if hvd.size() == 1:
+        if current().size == 1:
             result = [None if g is None else _divide(g, weight) for g in weighted]
             return _of_types(result, types)
         # Half precision would round the weight: it must be at least as exact as the gradients.
-        alone = self._compression is not hvd.Compression.none or not (
-            buckets and weighted[buckets[0][0]].dtype == tf.float32
+        alone = self._compression is not None or not (
+            buckets and _type_of(weighted[buckets[0][0]]) == "float32"
         )
         total = sum_tensors(weight, f"{self._name}.weight") if alone else None
         for number, bucket in enumerate(buckets):
-            parts = [tf.reshape(weighted[index], (-1,)) for index in bucket]
+            parts = [ops.reshape(weighted[index], (-1,)) for index in bucket]
             if total is None and not number:
-                parts.append(tf.reshape(weight, (1,)))
+                parts.append(ops.reshape(weight, (1,)))
             # One bucket after the other, so that Horovod does not fuse the buckets.
-            after = [] if not number else [result[buckets[number - 1][0]]]
-            with tf.control_dependencies(after):
-                flat = tf.concat(parts, axis=0)
+            with ordered([] if not number else [result[buckets[number - 1][0]]]):
+                flat = ops.concatenate(parts, axis=0)
                 if alone:
                     # Divided before the reduction, so that sums in half precision do not overflow.
                     flat = _divide(flat, total)
-                packed, context = self._compression.compress(flat)
-                packed = sum_tensors(packed, f"{self._name}.{number}")
-                flat = self._compression.decompress(packed, context)
+                if self._compression is None:
+                    flat = sum_tensors(flat, f"{self._name}.{number}")
+                else:
+                    packed, context = self._compression.compress(flat)
+                    packed = sum_tensors(packed, f"{self._name}.{number}")
+                    flat = self._compression.decompress(packed, context)
             if not alone:
                 if total is None:
                     flat, total = flat[:-1], flat[-1]
                 flat = _divide(flat, total)
-            sizes = [weighted[index].shape.num_elements() for index in bucket]
-            for index, part in zip(bucket, tf.split(flat, sizes), strict=True):
-                result[index] = tf.reshape(part, weighted[index].shape)
+            stops = np.cumsum([_size(weighted[index]) for index in bucket])[:-1].tolist()
+            split = ops.split(flat, stops) if stops else [flat]
+            for index, part in zip(bucket, split, strict=True):
+                result[index] = ops.reshape(part, weighted[index].shape)
         return _of_types(result, types)
 
 
-def _dense(gradient: Any, variable: Any) -> tf.Tensor | None:
+def _dense(gradient: Any, variable: Any) -> Any:
     """Convert a gradient to one tensor with the static shape of its variable."""
-    if gradient is None:
-        return None
-    tensor = tf.convert_to_tensor(gradient)
-    if tensor.shape.is_fully_defined():
-        return tensor
     # TensorFlow infers only part of the shape for products with more than two dimensions.
-    return tf.ensure_shape(tensor, variable.shape)
+    return None if gradient is None else ops.reshape(to_dense(gradient), variable.shape)
+
+
+def _type_of(tensor: Any) -> str:
+    return str(keras.backend.standardize_dtype(tensor.dtype))
+
+
+def _size(tensor: Any) -> int:
+    return int(np.prod(tensor.shape))
 
 
 def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the positions of each bucket, last gradients first: they are computed first."""
-    open_buckets: dict[tf.DType, list[int]] = {}
-    capacity: dict[tf.DType, int] = {}
+    open_buckets: dict[str, list[int]] = {}
+    capacity: dict[str, int] = {}
     for index in reversed(range(len(gradients))):
         gradient = gradients[index]
         if gradient is None:
             continue
-        dtype = gradient.dtype
+        dtype = _type_of(gradient)
         if dtype in open_buckets and capacity[dtype] <= 0:
             yield open_buckets.pop(dtype)
         if dtype not in open_buckets:
             open_buckets[dtype], capacity[dtype] = [], _BUCKET_BYTES
         open_buckets[dtype].append(index)
-        capacity[dtype] -= gradient.shape.num_elements() * dtype.size
+        capacity[dtype] -= _size(gradient) * np.dtype(dtype).itemsize
     yield from open_buckets.values()
 
 
 def _of_types(tensors: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     return [
-        None if tensor is None else tf.cast(tensor, dtype)
+        None if tensor is None else ops.cast(tensor, dtype)
         for tensor, dtype in zip(tensors, types, strict=True)
     ]
 
 
-def _divide(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+def _divide(tensor: Any, divisor: Any) -> Any:
     # All batches of a step may have weight 0.
-    return tf.math.divide_no_nan(tensor, tf.cast(divisor, tensor.dtype))
+    return ops.divide_no_nan(tensor, ops.cast(divisor, tensor.dtype))
 
 
-def sum_tensors(tensor: tf.Tensor, name: str) -> tf.Tensor:
+def sum_tensors(tensor: Any, name: str) -> Any:
     """Sum a tensor over the ranks; Horovod matches the ranks' tensors by name."""
-    # The name is the same in every function or branch that traces the operation.
-    return hvd.allreduce(tensor, op=hvd.Sum, name=f"hvd_estimators.{name}", ignore_name_scope=True)
+    return current().sum(tensor, f"hvd_estimators.{name}")
 
 
 def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
@@ -239,8 +332,8 @@ def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
     if not arrays:
         return []
     flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
-    if hvd.size() > 1:
-        flat = sum_tensors(tf.constant(flat), name).numpy()
+    if current().size > 1:
+        flat = current().sum_array(flat, f"hvd_estimators.{name}")
     stops = np.cumsum([np.size(array) for array in arrays])[:-1]
     return [
         part.reshape(np.shape(array))
@@ -256,19 +349,9 @@ def sum_number(value: float, name: str) -> float:
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Set Keras variables to the values of one rank."""
-    if hvd.size() == 1:
-        return
-    for index, variable in enumerate(variables):
-        value = tf.convert_to_tensor(variable.value)
-        # Horovod does not support bfloat16, so the bits are sent as uint16.
-        is_bfloat16 = value.dtype == tf.bfloat16
-        received = hvd.broadcast(
-            tf.bitcast(value, tf.uint16) if is_bfloat16 else value,
-            root_rank,
-            name=f"hvd_estimators.broadcast.{index}",
-            ignore_name_scope=True,
-        )
-        variable.assign(tf.bitcast(received, tf.bfloat16) if is_bfloat16 else received)
+    if current().size > 1:
+        for index, variable in enumerate(variables):
+            current().broadcast(variable, root_rank, f"hvd_estimators.broadcast.{index}")
 
 
 class StatisticsAverager:

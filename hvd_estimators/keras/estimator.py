@@ -225,6 +225,7 @@ class KerasEstimator(KerasEstimatorSignatures):
             checkpoint_callback=get("checkpoint_callback"),
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
+            collectives=self._chosen_collectives(),
             prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
             squeezed_shapes=trial.dry_run.squeezed_shapes,
         )

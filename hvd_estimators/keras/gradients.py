@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import inner_optimizers, require_tensorflow
+from hvd_estimators.keras.backend import inner_optimizers, outside_functions, require_tensorflow
 from hvd_estimators.keras.collectives import GradientAverager
+
+ops: Any = keras.ops
 
 
 def DistributedOptimizer(
@@ -21,7 +22,8 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Make an optimizer average gradients over all ranks before it applies them.
 
-    Call ``horovod.tensorflow.init()`` first. The function changes the given optimizer in place. The
+    Call ``horovod.tensorflow.init()`` first, or else the ranks use torch's default process group,
+    which `hvd_estimators.run` can make. The function changes the given optimizer in place. The
     optimizer keeps its class, configuration and state, so a model that is saved with it loads
     without this package. Gradients are averaged before they are clipped. Pass a
     `keras.optimizers.LossScaleOptimizer` directly, not its inner optimizer, so that all ranks skip
@@ -29,14 +31,15 @@ def DistributedOptimizer(
 
     Works with ``Model.fit``, and with direct calls of ``apply`` or ``apply_gradients`` if all ranks
     make the same number of calls. For ``Model.fit``, compile with ``jit_compile=False``, because
-    XLA cannot compile Horovod's operations.
+    XLA cannot compile the operations between ranks.
 
     Parameters
     ----------
     optimizer : keras.optimizers.Optimizer
         Any optimizer.
-    compression : horovod compressor, optional
-        For example ``horovod.tensorflow.Compression.fp16``.
+    compression : compressor, optional
+        An object with ``compress`` and ``decompress``, for example
+        ``horovod.tensorflow.Compression.fp16``.
     backward_passes_per_step : int
         Number of calls whose gradients the rank averages before a reduction and a step.
 
@@ -131,7 +134,7 @@ def distribute(
                 # Not in the branch below, which cannot create variables.
                 optimizer.build(list(trainable_variables))
             due = accumulator.add(*weigh(grads, trainable_variables))
-            tf.cond(
+            ops.cond(
                 due,
                 lambda: accumulator.release(lambda g, w: step(g, w, trainable_variables)),
                 lambda: None,
@@ -147,40 +150,44 @@ class _Accumulator:
         self._passes = passes
         self._steps_per_epoch = steps_per_epoch
         self._first = calls
-        self._sums: list[tf.Variable | None] | None = None
+        self._sums: list[Any] | None = None
 
-    def add(self, gradients: Sequence[Any], weight: Any) -> tf.Tensor:
+    def add(self, gradients: Sequence[Any], weight: Any) -> Any:
         """Add gradients and their weight, and return whether a step is due."""
         if self._sums is None:
-            with tf.init_scope():
-                self._sums = [
-                    None if g is None else tf.Variable(tf.zeros(g.shape, g.dtype), trainable=False)
-                    for g in gradients
-                ]
-                self._weight = tf.Variable(0.0, trainable=False)
-                self._calls = tf.Variable(self._first, dtype=tf.int64, trainable=False)
+            with outside_functions():
+                self._sums = [None if g is None else _zero(g.shape, g.dtype) for g in gradients]
+                self._weight = _zero((), "float32")
+                self._calls = _zero((), "int64")
+                self._calls.assign(self._first)
         for total, gradient in zip(self._sums, gradients, strict=True):
             if total is not None:
                 total.assign_add(gradient)
-        self._weight.assign_add(tf.cast(weight, tf.float32))
-        calls = self._calls.assign_add(1)
-        due = tf.equal(calls % self._passes, 0)
+        self._weight.assign_add(ops.cast(weight, "float32"))
+        calls = ops.convert_to_tensor(self._calls) + 1
+        due = ops.equal(calls % self._passes, 0)
         if self._steps_per_epoch is not None:
-            at_end = tf.equal(calls, self._steps_per_epoch)
-            due = tf.logical_or(due, at_end)
-            self._calls.assign(tf.where(at_end, tf.zeros_like(calls), calls))
+            at_end = ops.equal(calls, self._steps_per_epoch)
+            due = ops.logical_or(due, at_end)
+            calls = ops.where(at_end, ops.zeros_like(calls), calls)
+        self._calls.assign(calls)
         return due
 
     def release(self, step: Any) -> None:
         """Make a step with the summed gradients, and reset them to zero."""
         assert self._sums is not None
         step(
-            [None if v is None else tf.convert_to_tensor(v) for v in self._sums],
-            tf.convert_to_tensor(self._weight),
+            [None if v is None else ops.convert_to_tensor(v) for v in self._sums],
+            ops.convert_to_tensor(self._weight),
         )
         for total in [*self._sums, self._weight]:
             if total is not None:
-                total.assign(tf.zeros_like(total))
+                total.assign(ops.zeros_like(total))
+
+
+def _zero(shape: Any, dtype: Any) -> keras.Variable:
+    dtype = keras.backend.standardize_dtype(dtype)
+    return keras.Variable("zeros", shape=tuple(shape), dtype=dtype, trainable=False)
 
 
 @contextlib.contextmanager
@@ -194,8 +201,8 @@ def _scaled_learning_rates(optimizer: keras.optimizers.Optimizer, scale: float) 
         attributes = vars(inner)
         given.append((attributes, attributes["_learning_rate"]))
         # Read here, because the rate is a number or a schedule's value for this step.
-        rate = tf.convert_to_tensor(inner.learning_rate)
-        attributes["_learning_rate"] = rate * tf.cast(scale, rate.dtype)
+        rate = ops.convert_to_tensor(inner.learning_rate)
+        attributes["_learning_rate"] = rate * ops.cast(scale, rate.dtype)
     try:
         yield
     finally:

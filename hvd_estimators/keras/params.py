@@ -40,7 +40,7 @@ from hvd_estimators.keras.serialization import OptimizerPayload, copy_model, dum
 from hvd_estimators.keras.tensors import input_structure, text_columns
 from hvd_estimators.keras.user_callbacks import check_callbacks, reject_callback_list
 from hvd_estimators.params import integer, narrowed, numbers, objects, param
-from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
+from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
 
 
 def environment(name: str, value: Mapping[str, Any]) -> dict[str, str | None]:
@@ -76,10 +76,12 @@ def _custom_objects(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
+class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEstimator):
     """Params for compiling and training a Keras model."""
 
     _model_class = keras.Model
+
+    _tensor_library = str(keras.backend.backend())
 
     model = narrowed(HorovodEstimator, "model", "keras.Model | Callable[..., keras.Model]")
     optimizer = param(
@@ -139,6 +141,7 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
     def _check_params(self) -> None:
         get = self.getOrDefault
         require_tensorflow()
+        self._check_collectives()
         # The remaining checks need the model.
         self._check_model()
         super()._check_params()
@@ -304,8 +307,8 @@ class KerasParams(ClassWeightParams, LoggerParams, HorovodEstimator):
         compiled.pop("optimizer", None)
         if compiled.get("jit_compile"):
             logger.warning(
-                "jit_compile is turned off while the ranks train: Horovod's operations cannot be "
-                "compiled by XLA. Compile the model with jit_compile=False to leave this out."
+                "jit_compile is turned off while the ranks train: XLA cannot compile operations "
+                "between ranks. Compile the model with jit_compile=False to leave this out."
             )
         params = {name: get(name) for name in ("loss", "loss_weights") if get(name) is not None}
         if get("metrics"):

@@ -6,15 +6,16 @@ Keras synchronizes only over the replicas of a ``tf.distribute`` strategy. Runs 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
-import tensorflow as tf
 
-from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
+from hvd_estimators.keras.backend import all_layers, multiply_no_nan
+from hvd_estimators.keras.collectives import GradientAverager, current, sum_tensors
+
+ops: Any = keras.ops
 
 
 def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
@@ -56,13 +57,12 @@ class SynchronizedMoments:
         alone = layer._moments
 
         def moments(inputs: Any, mask: Any) -> Any:
-            if self._calls is None or hvd.size() == 1:
+            if self._calls is None or current().size == 1:
                 return alone(inputs, mask)
             # A layer that is called several times in a step synchronizes each time.
             call = self._calls[number] = self._calls.get(number, -1) + 1
-            axes = [
-                axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank
-            ]
+            rank = len(inputs.shape)
+            axes = [axis for axis in range(rank) if axis != layer.axis % rank]
             return self._moments(inputs, mask, axes, f"moments.{number}.{call}")
 
         return moments
@@ -70,51 +70,49 @@ class SynchronizedMoments:
     def _moments(self, inputs: Any, mask: Any, axes: list[int], name: str) -> Any:
         present: Any = None
         if mask is None:
-            channels = [size for axis, size in enumerate(inputs.shape) if axis not in axes]
-            count = tf.size(inputs) / tf.reduce_prod(channels)
+            sizes = ops.shape(inputs)
+            count = math.prod(sizes[axis] for axis in axes)
         else:
-            present = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
-            count = tf.reduce_sum(tf.cast(mask, tf.float32))
-        count = tf.cast(count, inputs.dtype)
+            present = ops.broadcast_to(ops.cast(mask, "bool")[..., None], ops.shape(inputs))
+            count = ops.sum(ops.cast(mask, "float32"))
+        count = ops.cast(count, inputs.dtype)
 
         def total(values: Any) -> Any:
-            return tf.reduce_sum(
-                values if present is None else tf.where(present, values, 0), axis=axes
-            )
+            return ops.sum(values if present is None else ops.where(present, values, 0), axis=axes)
 
-        mean = tf.math.divide_no_nan(total(inputs), count)
-        shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
-        squares = total(tf.square(inputs - tf.reshape(mean, shape)))
+        mean = ops.divide_no_nan(total(inputs), count)
+        shape = [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
+        squares = total(ops.square(inputs - ops.reshape(mean, shape)))
         # Separate entries for each rank's statistics give the precision of one process.
-        own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
-        one_hot = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
-        counts, means, squares = tf.split(
-            self._sum(one_hot * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
-        )
-        rows = tf.reduce_sum(counts)
+        own = ops.concatenate([ops.reshape(count, (1,)), mean, squares], axis=0)
+        one_hot = ops.one_hot(current().rank, current().size, dtype=inputs.dtype)[:, None]
+        stops = [1, 1 + mean.shape[0]]
+        counts, means, squares = ops.split(self._sum(one_hot * own, name), stops, axis=1)
+        rows = ops.sum(counts)
         if mask is not None:
             # As in Keras: all rows may be masked.
             rows += keras.backend.epsilon()
-        mean = tf.reduce_sum(counts * means, axis=0) / rows
-        squares = tf.reduce_sum(squares + counts * tf.square(means - mean), axis=0)
+        mean = ops.sum(counts * means, axis=0) / rows
+        squares = ops.sum(squares + counts * ops.square(means - mean), axis=0)
         return mean, squares / rows
 
-    def _sum(self, values: tf.Tensor, name: str) -> tf.Tensor:
+    def _sum(self, values: Any, name: str) -> Any:
         """Return the sum over ranks, with a gradient for the loss of all ranks.
 
         The gradient is the sum of the ranks' gradients, each times its batch's weight, divided by
         this rank's weight. The averager later multiplies the rank's gradients by this weight.
         """
         weight = self._averager.weight
-        weight = tf.cast(1.0 if weight is None else weight, values.dtype)
+        weight = ops.cast(1.0 if weight is None else weight, values.dtype)
 
-        @tf.custom_gradient
-        def summed(values: tf.Tensor) -> Any:
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                total = sum_tensors(tf.math.multiply_no_nan(upstream, weight), f"{name}.gradient")
-                return tf.math.divide_no_nan(total, weight)
+        @ops.custom_gradient
+        def summed(values: Any) -> Any:
+            def gradient(*arguments: Any, upstream: Any = None) -> Any:
+                # Keras passes the gradient by its name on torch only.
+                upstream = arguments[0] if upstream is None else upstream
+                total = sum_tensors(multiply_no_nan(upstream, weight), f"{name}.gradient")
+                return ops.divide_no_nan(total, weight)
 
             return sum_tensors(values, name), gradient
 
-        result: tf.Tensor = summed(values)
-        return result
+        return summed(values)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 
 from hvd_estimators._util.temp_files import LocalFile
@@ -36,8 +35,9 @@ from hvd_estimators.keras.collectives import (
     GradientAverager,
     broadcast_variables,
     choose_devices,
+    current,
     exchange,
-    naming_lost_peers,
+    session,
     sum_number,
     sum_tensors,
 )
@@ -63,7 +63,6 @@ from hvd_estimators.loading.readers import DataModule, PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec, open_data_module
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
-from hvd_estimators.training.horovod_session import horovod_session
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest, weight_digest
@@ -94,6 +93,8 @@ class KerasTrainSpec(TrainSpec):
         Keras's global dtype policy, serialized.
     prefetch : int
         Batches to prepare in advance, besides some MiB of rows that are not split into batches yet.
+    collectives : str
+        ``"horovod"`` or ``"torch"``, see `choose_collectives`.
     squeezed_shapes : tuple of tuple of int, or None
         See `hvd_estimators.keras.dry_run.DryRun`.
     """
@@ -105,6 +106,7 @@ class KerasTrainSpec(TrainSpec):
     floatx: str
     dtype_policy: Any
     prefetch: int
+    collectives: str
     squeezed_shapes: tuple[tuple[int, ...], ...] | None
 
 
@@ -117,7 +119,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         The trained state, from rank 0: a ``.keras`` file, or the checkpoint callback's file.
     """
     require_tensorflow()
-    with naming_lost_peers(), horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
+    with session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu):
         choose_devices(spec.use_gpu, spec.verbose)
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
@@ -130,7 +132,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
 class _Trainer:
     def __init__(self, spec: KerasTrainSpec, directory: str) -> None:
         self.spec = spec
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self.rank, self.size = current().rank, current().size
         self.model = spec.model.load()
         if spec.squeezed_shapes is not None:
             keep_rows(self.model, spec.squeezed_shapes)

@@ -7,6 +7,7 @@ All estimators have these params. Only `KerasEstimator` and `TorchEstimator` hav
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,11 @@ from hvd_estimators.params import (
     shapes,
     string,
 )
+from hvd_estimators.training.collectives_choice import COLLECTIVES, choose_collectives
 from hvd_estimators.training.shard_state import parse_buffer_reduction
 from hvd_estimators.training.spec import CheckpointOptions, check_monitor, mode_of
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = (
     *("feature_cols", "label_cols", "sample_weight_col"),
@@ -593,6 +597,34 @@ def _loggers(name: str, value: Iterable[Logger]) -> list[Logger]:
                 f"{entry!r}.{hint}"
             )
     return loggers
+
+
+class CollectivesParams(DeclaredParams):
+    """Param for the library that reduces values over the ranks."""
+
+    collectives = param(
+        "Library that reduces gradients and values over the ranks: 'horovod', or 'torch' for "
+        "torch.distributed, with Gloo on CPUs and NCCL on GPUs (always Gloo for Keras on "
+        "TensorFlow). 'auto' stands for Horovod if the driver can import Horovod for its torch or "
+        "TensorFlow, and for 'torch' otherwise.",
+        default="auto",
+        convert=one_of(*COLLECTIVES),
+    )
+
+    _tensor_library = "torch"
+
+    def _check_collectives(self) -> None:
+        """Check that the ranks can use the chosen collectives, and log the choice."""
+        chosen, reason = choose_collectives(self.getOrDefault("collectives"), self._tensor_library)
+        library = "Horovod" if chosen == "horovod" else "torch.distributed"
+        logger.info("collectives: the ranks use %s (%s).", library, reason.rstrip("."))
+
+    def _chosen_collectives(self) -> str:
+        """Return ``"horovod"`` or ``"torch"``, for the spec of the ranks."""
+        return choose_collectives(self.getOrDefault("collectives"), self._tensor_library)[0]
+
+    def _uses_horovod(self) -> bool:
+        return self._chosen_collectives() == "horovod"
 
 
 class LoggerParams(DeclaredParams):

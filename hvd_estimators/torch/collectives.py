@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed
 
-from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.exceptions import CollectiveError, DependencyError
+from hvd_estimators.exceptions import CollectiveError
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.torch.sync_batch_norm import synchronizing_on_cpus
+from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.spec import check_equal_weights, weight_digest
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 # The module does not declare its names for type checkers.
 dist: Any = torch.distributed
-
-COLLECTIVES = ("auto", "horovod", "torch")
-"""Values of the param ``collectives``."""
 
 
 class Collectives(abc.ABC):
@@ -218,30 +215,6 @@ def connect() -> None:
         if is_own:
             _Active.replaceable.append(dist.group.WORLD)
         _Active.lifetime.enter_context(synchronizing_on_cpus())
-
-
-def choose_collectives(wanted: str) -> tuple[str, str]:
-    """Return ``"horovod"`` or ``"torch"`` for a value of the param ``collectives``, and the reason.
-
-    Runs on the driver, which decides for all ranks.
-
-    Raises
-    ------
-    DependencyError
-        If ``"horovod"`` is wanted, and Horovod is not built for this torch.
-    """
-    if wanted == "torch":
-        return "torch", "collectives='torch'"
-    problem = _implementation("horovod").problem()
-    if not problem:
-        reason = "collectives='horovod'" if wanted == "horovod" else "it is built for this torch"
-        return "horovod", reason
-    if wanted == "horovod":
-        raise DependencyError(
-            f"collectives: found 'horovod', and {problem} Set collectives='torch', or run "
-            f"{BUILD_HOROVOD}"
-        )
-    return "torch", problem
 
 
 def _implementation(kind: str) -> Any:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.launch.horovod_build import horovod_problem
 from hvd_estimators.torch.collectives import Collectives
+from hvd_estimators.training.collectives_choice import require_horovod
 from hvd_estimators.training.horovod_session import horovod_session
 
 
@@ -62,25 +60,12 @@ class HorovodCollectives(Collectives):
         self._hvd.barrier()
 
 
-def problem() -> str:
-    """Return a sentence that says why this process cannot use Horovod; empty if it can."""
-    unfit = horovod_problem("torch")
-    if unfit is not None:
-        return f"{unfit}."
-    try:
-        import horovod.torch  # noqa: F401
-    except (ImportError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        return f"this Python has no Horovod for torch {torch.__version__} ({reason})."
-    return ""
-
-
 @contextlib.contextmanager
 def connected(
     mp_start_method: str | None, ranks: int | None, use_gpu: bool
 ) -> Iterator[HorovodCollectives]:
     """Initialise Horovod for the duration of the block; see `horovod_session`."""
-    _require_horovod()
+    require_horovod("torch")
     import horovod.torch
 
     from hvd_estimators.torch.horovod_group import make_default_group
@@ -101,12 +86,3 @@ def connect() -> HorovodCollectives:
     horovod.torch.init()
     make_default_group(horovod.torch)
     return HorovodCollectives()
-
-
-def _require_horovod() -> None:
-    reason = problem()
-    if reason:
-        raise DependencyError(
-            f"collectives: the driver chose Horovod for all ranks, and here {reason} Run "
-            f"{BUILD_HOROVOD} on every machine, or set collectives='torch'."
-        )

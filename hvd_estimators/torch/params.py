@@ -17,9 +17,8 @@ from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.hooks import build, is_function
 from hvd_estimators.fitting.trial import Trial, check_sendable
 from hvd_estimators.params import functions, narrowed, number, objects, one_of, param, shapes
-from hvd_estimators.params.estimator import ClassWeightParams, LoggerParams
+from hvd_estimators.params.estimator import ClassWeightParams, CollectivesParams, LoggerParams
 from hvd_estimators.torch.callbacks import check_callback
-from hvd_estimators.torch.collectives import COLLECTIVES, choose_collectives
 from hvd_estimators.torch.dry_run import check_initialized, check_modes
 from hvd_estimators.torch.loss import (
     Loss,
@@ -95,7 +94,7 @@ def _stateful(name: str, value: Iterable[Any]) -> list[Any]:
     return converted
 
 
-class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator):
+class TorchParams(TorchFiles, ClassWeightParams, CollectivesParams, LoggerParams, HorovodEstimator):
     """Params for tensors and for the training of a torch module."""
 
     model = narrowed(HorovodEstimator, "model", "torch.nn.Module | Callable[..., torch.nn.Module]")
@@ -177,14 +176,6 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
         "scaler), by torch.autocast. Parameters are 32-bit floats, and transform() uses these.",
         default="32",
         convert=one_of(*PRECISIONS),
-    )
-
-    collectives = param(
-        "Library that reduces gradients and values over the ranks: 'horovod', or 'torch' for "
-        "torch.distributed, with Gloo on CPUs and NCCL on GPUs. 'auto' stands for Horovod if the "
-        "driver can import Horovod for its torch, and for 'torch' otherwise.",
-        default="auto",
-        convert=one_of(*COLLECTIVES),
     )
 
     _model_class = torch.nn.Module
@@ -286,10 +277,8 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
 
     def _check_collectives(self) -> None:
         """Check that the ranks can use the chosen collectives, and log the choice."""
-        chosen, reason = choose_collectives(self.getOrDefault("collectives"))
-        library = "Horovod" if chosen == "horovod" else "torch.distributed"
-        logger.info("collectives: the ranks use %s (%s).", library, reason.rstrip("."))
-        if chosen == "horovod":
+        super()._check_collectives()
+        if self._uses_horovod():
             return
         for name, layer in plain_module(self.getOrDefault("model")).named_modules():
             if type(layer).__module__.startswith("horovod."):
@@ -299,13 +288,6 @@ class TorchParams(TorchFiles, ClassWeightParams, LoggerParams, HorovodEstimator)
                     f", which stands for torch.distributed here. Set collectives='horovod', or "
                     "another layer."
                 )
-
-    def _uses_horovod(self) -> bool:
-        return self._chosen_collectives() == "horovod"
-
-    def _chosen_collectives(self) -> str:
-        """Return ``"horovod"`` or ``"torch"``, for the spec of the ranks."""
-        return choose_collectives(self.getOrDefault("collectives"))[0]
 
     def _check_sent(self) -> None:
         super()._check_sent()

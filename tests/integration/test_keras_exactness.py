@@ -23,15 +23,25 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "ranks", "batch_size"),
-    [("momentum", 500, 2, 32), ("adam", 65, 2, 16), ("schedule", 129, 3, 32), ("sgd", 3, 2, 1)],
+    ("name", "rows", "ranks", "batch_size", "collectives"),
+    [
+        ("momentum", 500, 2, 32, "horovod"),
+        ("adam", 65, 2, 16, "torch"),
+        ("schedule", 129, 3, 32, "torch"),
+        ("sgd", 3, 2, 1, "horovod"),
+    ],
 )
 def test_ranks_train_as_one_process_over_the_global_batches(
-    store: Any, name: str, rows: int, ranks: int, batch_size: int
+    store: Any, name: str, rows: int, ranks: int, batch_size: int, collectives: str
 ) -> None:
     columns = write_rows(Path(store.get_train_data_path()), rows)
     estimator = pooled_estimator(
-        store, ranks, optimizer=OPTIMIZERS[name](), batch_size=batch_size, epochs=2
+        store,
+        ranks,
+        optimizer=OPTIMIZERS[name](),
+        batch_size=batch_size,
+        epochs=2,
+        collectives=collectives,
     )
     model = estimator.fit_on_parquet()
     batches = global_batches(rows, ranks, batch_size)
@@ -39,8 +49,13 @@ def test_ranks_train_as_one_process_over_the_global_batches(
     assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
 
 
-@pytest.mark.parametrize("weighted", ["", "by_rows", "by_weights"])
-def test_passes_accumulate_to_the_mean_over_all_rows(store: Any, weighted: str) -> None:
+@pytest.mark.parametrize(
+    ("weighted", "collectives"),
+    [("", "horovod"), ("by_rows", "horovod"), ("by_weights", "horovod"), ("by_weights", "torch")],
+)
+def test_passes_accumulate_to_the_mean_over_all_rows(
+    store: Any, weighted: str, collectives: str
+) -> None:
     # Keras divides by the rows by default, and by the weights with another reduction.
     reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
     columns = write_rows(Path(store.get_train_data_path()), 150)
@@ -54,6 +69,7 @@ def test_passes_accumulate_to_the_mean_over_all_rows(store: Any, weighted: str) 
         backward_passes_per_step=3,
         loss=keras.losses.MeanSquaredError(reduction=reduction),
         sample_weight_col="weight" if weighted else None,
+        collectives=collectives,
     ).fit_on_parquet()
     batches = global_batches(150, 2, 10)
     expected = train_alone(
@@ -62,7 +78,10 @@ def test_passes_accumulate_to_the_mean_over_all_rows(store: Any, weighted: str) 
     assert_same_weights(model.getModel(), expected)
 
 
-def test_validation_matches_one_process_and_the_rate_is_unscaled(store: Any) -> None:
+@pytest.mark.parametrize("collectives", others_in_soak("torch", "horovod"))
+def test_validation_matches_one_process_and_the_rate_is_unscaled(
+    store: Any, collectives: str
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 128)
     # Fewer validation rows than ranks: one rank has none.
     held_out = write_rows(Path(store.get_val_data_path()), 2, seed=1)
@@ -73,6 +92,7 @@ def test_validation_matches_one_process_and_the_rate_is_unscaled(store: Any) -> 
         validation=0.5,
         metrics=["mae", keras.metrics.RootMeanSquaredError()],
         scale_learning_rate=True,
+        collectives=collectives,
     ).fit_on_parquet()
     model, history = fitted.getModel(), fitted.getHistory()
     batches = global_batches(128, 3, 16)
@@ -129,8 +149,9 @@ def statistics_net(directory: Path) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, noise])))
 
 
+@pytest.mark.parametrize("collectives", ["horovod", "torch"])
 def test_a_resumed_run_and_its_callbacks_match_an_uninterrupted_one(
-    store: Any, tmp_path: Path
+    store: Any, tmp_path: Path, collectives: str
 ) -> None:
     write_rows(Path(store.get_train_data_path()), 200)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
@@ -147,6 +168,7 @@ def test_a_resumed_run_and_its_callbacks_match_an_uninterrupted_one(
             validation=0.1,
             shuffle=True,
             scale_learning_rate=True,
+            collectives=collectives,
             # Counts epochs without much progress, and keeps the count after a restart.
             callbacks=[keras.callbacks.ReduceLROnPlateau(patience=2, min_delta=1e9)],
         ).fit_on_parquet()

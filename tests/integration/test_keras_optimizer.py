@@ -15,8 +15,15 @@ def on_ranks(function: Any) -> list[Any]:
     return shared_ranks(2, "tensorflow").run(function)
 
 
-def test_custom_loops_apply_the_mean_gradient() -> None:
+@pytest.mark.parametrize("collectives", ["horovod", "torch"])
+def test_custom_loops_apply_the_mean_gradient(collectives: str) -> None:
     def run() -> dict[str, Any]:
+        from hvd_estimators.keras.collectives import session
+
+        with session(collectives):
+            return train_in_loops()
+
+    def train_in_loops() -> dict[str, Any]:
         import horovod.tensorflow as hvd
         import keras
         import numpy as np
@@ -26,7 +33,6 @@ def test_custom_loops_apply_the_mean_gradient() -> None:
         from hvd_estimators.keras.collectives import GradientAverager
         from hvd_estimators.keras.gradients import distribute
 
-        hvd.init()
         rank = hvd.rank()
         found: dict[str, Any] = {}
 

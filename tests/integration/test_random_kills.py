@@ -95,10 +95,12 @@ def test_a_killed_rank_does_not_change_the_result(framework: str, tmp_path: Path
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
 
 
-@pytest.mark.soak
-def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", others_in_soak("keras", "torch"))
+def test_a_killed_rank_of_torch_distributed_does_not_change_the_result(
+    framework: str, tmp_path: Path
+) -> None:
     seed = int(os.environ.get("KILLS_SEED", "17"))
-    check("torch", READERS[0], tmp_path, seed, 1, collectives="torch")
+    check(framework, READERS[0], tmp_path, seed, 1, collectives="torch")
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,8 @@ def test_the_first_program_of_the_readme_runs(
 
 
 @pytest.mark.soak
-def test_keras_predicts_and_training_names_the_missing_package(
-    without_horovod: dict[str, str], tmp_path: Path
-) -> None:
-    printed = output_of(without_horovod, JOB, "keras", tmp_path)
-
-    assert "DependencyError: hvd_estimators.keras needs horovod" in printed
-    assert "hvd-estimators build-horovod" in printed
+def test_keras_trains_and_predicts(without_horovod: dict[str, str], tmp_path: Path) -> None:
+    assert output_of(without_horovod, JOB, "keras", tmp_path).endswith("done\n")
 
 
 @pytest.mark.soak

@@ -80,7 +80,7 @@ def problems(facts):
 def test_an_unpatched_horovod_is_a_problem():
     facts = replace(HEALTHY, horovod_patches=0)
 
-    assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow", "Training, Keras"}
+    assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow"}
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
@@ -172,14 +172,17 @@ def test_a_missing_required_component_is_a_problem(name):
     assert {component.lower() for component in problems(without(HEALTHY, name))} == {name}
 
 
-def test_keras_alone_cannot_train_without_horovod():
+def test_keras_trains_with_torch_or_horovod():
     facts = replace(without(HEALTHY, "horovod"), horovod={}, horovod_patches=0)
 
-    assert problems(facts) == {"Training, Keras"}
-    assert row(facts, "Training, Keras").remedy == "hvd-estimators build-horovod"
+    assert not problems(facts)
+    assert row(facts, "Training, Keras").found == "torch.distributed (gloo)"
     assert row(facts, "Training, torch").found == "torch.distributed (gloo)"
     assert row(facts, "Horovod").status is Status.ABSENT
-    assert not problems(without(facts, "tensorflow", "keras"))
+    alone = replace(without(facts, "torch"), torch_backends=(), allreduce={})
+    assert problems(alone) == {"Training, Keras"}
+    assert "[torch]" in row(alone, "Training, Keras").remedy
+    assert "hvd-estimators build-horovod" in row(alone, "Training, Keras").remedy
 
 
 def test_the_training_libraries_of_each_estimator_are_reported():
@@ -188,9 +191,9 @@ def test_the_training_libraries_of_each_estimator_are_reported():
     both = "Horovod (gloo) or torch.distributed (gloo, nccl)"
     assert row(facts, "Training, torch").found == both
     assert row(facts, "Training, Lightning").found == both
-    assert row(facts, "Training, Keras").found == "Horovod (gloo)"
+    assert row(facts, "Training, Keras").found == "Horovod (gloo) or torch.distributed (gloo)"
     unusable = replace(without(facts, "horovod"), horovod={}, torch_backends=())
-    assert {"Training, torch", "Training, Lightning"} <= problems(unusable)
+    assert {"Training, torch", "Training, Lightning", "Training, Keras"} <= problems(unusable)
 
 
 def test_missing_optional_components_are_not_a_problem():

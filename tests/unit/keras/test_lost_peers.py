@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_estimators.keras.collectives import naming_lost_peers
+from hvd_estimators.exceptions import CollectiveError
+from hvd_estimators.keras.horovod_collectives import HorovodCollectives
+from hvd_estimators.keras.torch_collectives import TensorFlowCollectives
+
+# Its connection, which this process has not, plays no part.
+_naming_lost_peers = functools.partial(HorovodCollectives.naming_lost_peers, None)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +29,29 @@ from hvd_estimators.keras.collectives import naming_lost_peers
     ],
 )
 def test_only_interrupted_collectives_count_as_lost_peers(error: Any, raised: Any) -> None:
-    with pytest.raises(raised or type(error)) as caught, naming_lost_peers():
+    with pytest.raises(raised or type(error)) as caught, _naming_lost_peers():
         raise error
     assert caught.value is error or caught.value.__cause__ is error
+
+
+def test_a_failed_sum_of_torch_raises_its_own_error() -> None:
+    class Lost:
+        library, rank, size, local_rank, uses_nccl = "torch.distributed", 0, 2, 0, False
+
+        def reduce_async(self, tensor: Any, op: str, name: str) -> Any:
+            raise CollectiveError(f"{name!r} failed")
+
+    collectives = TensorFlowCollectives(Lost())
+    step = tf.function(lambda x: collectives.sum(x, "gradients.0"))
+    with (
+        pytest.raises(CollectiveError, match=r"^'gradients.0' failed$"),
+        collectives.naming_lost_peers(),
+    ):
+        step(tf.ones(3))
+    # Later errors of the user's own functions are not the sum's.
+    users = tf.function(lambda x: tf.numpy_function(int, [x], tf.int64))
+    with (
+        pytest.raises(tf.errors.InvalidArgumentError),
+        TensorFlowCollectives(Lost()).naming_lost_peers(),
+    ):
+        users(tf.constant("no number"))

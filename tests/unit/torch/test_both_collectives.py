@@ -20,7 +20,6 @@ from hvd_estimators.torch import collectives
 from hvd_estimators.torch.collectives import (
     PendingSum,
     broadcast_tensors,
-    choose_collectives,
     current,
     exchange,
     gather_tensor,
@@ -29,6 +28,7 @@ from hvd_estimators.torch.collectives import (
     session,
     sum_over_ranks,
 )
+from hvd_estimators.training.collectives_choice import choose_collectives
 
 # Ranks must not import this module, which imports pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -359,3 +359,21 @@ def test_auto_selects_horovod_if_it_can_be_imported(monkeypatch: pytest.MonkeyPa
     ):
         pass
     assert collectives._Active.collectives is before
+
+
+def test_keras_without_horovod_and_torch_names_both_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert choose_collectives("auto", "tensorflow") == (
+        "horovod",
+        "it is built for this TensorFlow",
+    )
+    monkeypatch.setitem(sys.modules, "horovod.tensorflow", None)
+    kind, reason = choose_collectives("auto", "tensorflow")
+    assert kind == "torch"
+    assert reason.startswith("this Python has no Horovod for TensorFlow")
+    monkeypatch.setattr("hvd_estimators.training.collectives_choice.find_spec", lambda _: None)
+    with pytest.raises(DependencyError, match=r"torch is not installed.*\[torch\].*build-horovod"):
+        choose_collectives("auto", "tensorflow")
+    with pytest.raises(DependencyError, match=r"found 'torch', which needs torch"):
+        choose_collectives("torch", "tensorflow")
