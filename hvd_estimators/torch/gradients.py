@@ -41,8 +41,8 @@ class GradientAverager:
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
-    module is followed from its first step on. Optimizer classes are not modified. Until `remove`,
-    a method replaces ``torch.autograd.backward``, so that the outermost of nested passes averages.
+    module is followed from its first step on. Optimizer classes are not modified. Of nested
+    backward passes, as of reentrant checkpoints, the outermost averages.
 
     A closure that is passed to ``optimizer.step`` returns the mean loss over the ranks if the
     optimizer computes with the loss (LBFGS). All ranks must then decide alike.
@@ -101,15 +101,13 @@ class GradientAverager:
         self._other_layout: set[torch.nn.Parameter] = set()
         self._averaged: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
-        self._in_pass = self._ends = self._accumulating = self._pending = False
+        self._in_pass = self._accumulating = self._pending = False
         self._reductions = 0
         self.steps = self.gradients = 0
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
-        self._backward = torch.autograd.backward
-        torch.autograd.backward = self._run_backward
 
     def follow(self, objects: Iterable[Any]) -> None:
         """Also average for the optimizers among the user's objects.
@@ -200,9 +198,7 @@ class GradientAverager:
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def remove(self) -> None:
-        """Remove the hooks from parameters, optimizers and ``torch.autograd.backward``."""
-        if torch.autograd.backward == self._run_backward:
-            torch.autograd.backward = self._backward
+        """Remove the hooks from parameters and optimizers."""
         self._step_hook.remove()
         for hook in self._gradient_hooks.values():
             hook.remove()
@@ -252,7 +248,7 @@ class GradientAverager:
             self._in_pass = True
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.parameters)
-            self._queue_end()
+            _queue(self._end_pass)
         # A parameter outside the buckets is not trained any longer.
         if self._alone or parameter not in self._bucket_of:
             return
@@ -271,26 +267,27 @@ class GradientAverager:
         self._buckets[self._launched].launch()
         self._launched += 1
 
-    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``torch.autograd.backward``, which replaces it while this object exists.
-
-        ``torch.utils.checkpoint`` with ``use_reentrant=True`` calls it within a backward pass. The
-        outer pass must then end with the average, and not the inner one.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            self._queue_end()
-        self._backward(*args, **kwargs)
-
-    def _queue_end(self) -> None:
-        """Call `_end_pass` at the end of the running pass, unless an outer one does so."""
-        if not self._ends:
-            self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-
     def _end_pass(self) -> None:
-        self._ends = False
-        if self._in_pass:
+        """Average when the outermost of nested passes ends.
+
+        ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs a pass within a node of another.
+        """
+        if not self._in_pass:
+            return
+        outer = torch._C._current_autograd_node()
+        following = [] if outer is None else [node for node, _ in outer.next_functions if node]
+        if not following:
             self._reduce()
+            return
+        handles: list[Any] = []
+
+        def in_outer_pass(*_: Any) -> None:
+            if handles:
+                _queue(self._end_pass)
+            while handles:
+                handles.pop().remove()
+
+        handles += [node.register_prehook(in_outer_pass) for node in following]
 
     def _reduce(self) -> None:
         """Set all gradients to their means over the ranks."""
@@ -305,7 +302,7 @@ class GradientAverager:
             add_waiting(time.perf_counter() - started)
             self._launched = 0
         self._averaged.update(self._bucket_of)
-        self._pending = self._in_pass = self._ends = False
+        self._pending = self._in_pass = False
         if found:
             self._other_layout.symmetric_difference_update(found)
             self._plans.clear()
@@ -361,6 +358,11 @@ class GradientAverager:
         self._averaged.difference_update(trained)
         self.weights.stepped()
         self.steps += 1
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _AveragedClosure(functools.partial[Any]):

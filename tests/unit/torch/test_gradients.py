@@ -428,11 +428,12 @@ def test_pending_gradients_are_listed_by_name(collective: Collective, averager: 
 
 def test_removing_the_hooks_leaves_nothing_behind(collective: Collective) -> None:
     net, optimizer = net_and_optimizer()
-    GradientAverager(net, [optimizer]).remove()
+    follows = GradientAverager(net, [optimizer])
+    assert torch.autograd.backward is imported_backward
+    follows.remove()
     backward(net)
     optimizer.step()
     assert (collective.sent, net.weight.grad) == (0, 1.0)
-    assert torch.autograd.backward is imported_backward
 
 
 def test_second_order_optimizers_are_rejected(collective: Collective, averager: Any) -> None:
