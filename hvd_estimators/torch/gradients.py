@@ -273,7 +273,7 @@ class GradientAverager:
         """
         if not self._in_pass:
             return
-        outer = torch._C._current_autograd_node()
+        outer: Any = torch._C._current_autograd_node()
         following = [] if outer is None else [node for node, _ in outer.next_functions if node]
         if not following:
             self._reduce()

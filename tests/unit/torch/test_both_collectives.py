@@ -268,7 +268,9 @@ def hold_up(kind: str, seconds: float) -> None:
 @pytest.mark.parametrize("kind", LIBRARIES)
 def test_warnings_name_the_slow_rank_and_the_pending_collective(kind: str) -> None:
     limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    with pytest.raises(WorkerFailedError, match=r"held up the others .* part of (allreduce.)?loss 3") as raised:
+    with pytest.raises(
+        WorkerFailedError, match=r"held up the others .* part of (allreduce.)?loss 3"
+    ) as raised:
         LocalBackend(RANKS, env=limit).run(hold_up, (kind, 60.0))
     assert (raised.value.rank, raised.value.cause) == (2, "stalled")
 
