@@ -122,8 +122,11 @@ class Collectives:
 
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
         """Start the reduction of a tensor, which the result overwrites."""
+        if self._is_horovod:
+            started: Callable[[], torch.Tensor] = self._group.allreduce_named(tensor, op, name)
+            return started
         is_small = tensor.nbytes * self.size <= _MOST_DIRECT_BYTES
-        if is_small and not self._is_horovod and not self._waits_on_gpu(tensor):
+        if is_small and not self._waits_on_gpu(tensor):
             wait = self._reduce_directly(tensor, op, name)
         else:
             wait = self._all_reduce(tensor, op, name)
@@ -211,8 +214,7 @@ class Collectives:
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], None]:
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        work = self._group.allreduce([tensor], options, **self._named(name))
-        return self._waiting(work, tensor, name)
+        return self._waiting(self._group.allreduce([tensor], options), tensor, name)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
         options = c10d.BroadcastOptions()
