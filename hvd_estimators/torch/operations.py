@@ -46,8 +46,8 @@ _OPS = {
 }
 
 MOST_SECONDS = 365 * 86400.0
-"""Time limit of operations: none of Gloo's or NCCL's own, because a rank may read, validate or save
-for long. `hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead."""
+"""Time limit of operations for Gloo and NCCL, because a rank may read, validate or save for long.
+`hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead."""
 
 # A rank that waits for this time publishes the number of the operation that it waits for.
 _PUBLISH_SECONDS = 5.0

@@ -39,8 +39,8 @@ _END_LATER_SECONDS = 30.0
 # Each group of this process has its own keys. All ranks count alike.
 _numbers = itertools.count()
 
-# Groups that this module keeps, because the destructor of a group waits for its operations and
-# threads. Those of failed sessions and of `connect_until_replaced` may never end.
+# Groups of failed sessions and of `connect_until_replaced`. They are never deleted, because the
+# destructor of a group waits for its operations, which may never end.
 _replaceable: list[Any] = []
 # The newest closed group. A user's DistributedDataParallel also refers to it. If that object's
 # destructor ended the group, it would hold the interpreter's lock, for which threads of the group
