@@ -139,7 +139,7 @@ def _connect(kind: str, use_gpu: bool = True) -> Collectives:
             nccl = use_gpu and dist.is_nccl_available()
             nccl = nccl and _have_own_gpus(store, places)
             _make_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store, places.rank, places.size)
-        places = places._replace(rank=dist.get_rank(), size=dist.get_world_size())
+        places = Places(dist.get_rank(), dist.get_world_size(), *places[2:])
         uses_nccl = "nccl" in dist.get_backend()
         group = dist.group.WORLD
         collectives = Collectives(group, places, "torch.distributed", uses_nccl, store)
