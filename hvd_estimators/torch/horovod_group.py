@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d
 
-from hvd_estimators.exceptions import CollectiveError
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.operations import CARRIED_AS
 
 # These modules do not declare their names for type checkers.
@@ -52,7 +52,7 @@ class HorovodGroup(dist.ProcessGroup):
 
     Raises
     ------
-    CollectiveError
+    ParamError
         If the group has not all ranks.
     """
 
@@ -61,7 +61,7 @@ class HorovodGroup(dist.ProcessGroup):
         import horovod.torch as hvd
 
         if size != hvd.size():
-            raise CollectiveError(_unsupported(f"groups of {size} out of {hvd.size()} ranks"))
+            raise ParamError(_unsupported(f"groups of {size} out of {hvd.size()} ranks"))
         self._hvd = hvd
         self._ops = {
             c10d.ReduceOp.SUM: hvd.Sum,
@@ -171,8 +171,8 @@ class HorovodGroup(dist.ProcessGroup):
         return self.allreduce([torch.zeros(1)])
 
     def send(self, tensors: Any, rank: int, tag: int) -> Any:
-        """Raise CollectiveError, because Horovod sends nothing to single ranks."""
-        raise CollectiveError(_unsupported("send and recv"))
+        """Raise ParamError, because Horovod sends nothing to single ranks."""
+        raise ParamError(_unsupported("send and recv"))
 
     recv = recv_anysource = send
 
@@ -198,7 +198,7 @@ class HorovodGroup(dist.ProcessGroup):
         for op, horovods in self._ops.items():
             if opts.reduceOp == op:
                 return horovods
-        raise CollectiveError(_unsupported(f"reductions by {opts.reduceOp}"))
+        raise ParamError(_unsupported(f"reductions by {opts.reduceOp}"))
 
     def _name(self, kind: str, tensor: torch.Tensor, is_same_shape: bool = True) -> str:
         """Return an unused name that is the same on all ranks, and wait if too many are used."""
