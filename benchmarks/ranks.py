@@ -75,14 +75,13 @@ def connect_torch() -> tuple[float, float]:
 
     import torch
 
-    from hvd_estimators.torch.distributed_collectives import connect
+    from hvd_estimators.torch.collectives import session
 
     started = time.perf_counter()
-    collectives = connect()
-    init = time.perf_counter() - started
-    assert float(collectives.reduce(torch.ones(1), "sum", "first")) == collectives.size
-    reached = time.time()
-    collectives.close()
+    with session("torch", use_gpu=False) as collectives:
+        init = time.perf_counter() - started
+        assert float(collectives.reduce(torch.ones(1), "sum", "first")) == collectives.size
+        reached = time.time()
     return init, reached
 
 

@@ -16,6 +16,7 @@ import torch
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.collectives import Collectives
 from hvd_estimators.torch import collectives as torch_collectives
+from hvd_estimators.torch import operations
 from hvd_estimators.training.object_collectives import Bytes
 
 
@@ -24,11 +25,11 @@ class TorchCollectives(Collectives):
 
     Parameters
     ----------
-    given : hvd_estimators.torch.collectives.Collectives
+    given : hvd_estimators.torch.operations.Collectives
         The rank's connection to the others.
     """
 
-    def __init__(self, given: torch_collectives.Collectives) -> None:
+    def __init__(self, given: operations.Collectives) -> None:
         self._given = given
         self.library = given.library  # type: ignore[misc]
         self.rank, self.size, self.local_rank = given.rank, given.size, given.local_rank
@@ -61,7 +62,7 @@ class TorchCollectives(Collectives):
 class TensorFlowCollectives(TorchCollectives):
     """Collectives for Keras on TensorFlow, over those of torch ranks."""
 
-    def __init__(self, given: torch_collectives.Collectives) -> None:
+    def __init__(self, given: operations.Collectives) -> None:
         super().__init__(given)
         self._error: Exception | None = None
 
@@ -109,6 +110,6 @@ def connect() -> TorchCollectives:
     return _of(torch_collectives.current())
 
 
-def _of(given: torch_collectives.Collectives) -> TorchCollectives:
+def _of(given: operations.Collectives) -> TorchCollectives:
     is_torch = keras.backend.backend() == "torch"
     return TorchCollectives(given) if is_torch else TensorFlowCollectives(given)

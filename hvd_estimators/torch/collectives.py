@@ -1,94 +1,30 @@
-"""Collectives for torch ranks: their interface, and functions for objects, numbers and statistics.
+"""Collectives for torch ranks: sessions, and functions for objects, numbers and statistics.
 
-There are two implementations, which `session` imports when ranks connect:
-`hvd_estimators.torch.horovod_collectives` and `hvd_estimators.torch.distributed_collectives`.
+`hvd_estimators.torch.process_group` makes the process group, and
+`hvd_estimators.torch.operations` has the operations on tensors.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import importlib
-import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed
 
-from hvd_estimators.exceptions import CollectiveError
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.store.base import RunPaths
+from hvd_estimators.torch.operations import CARRIED_AS, Collectives, naming_lost_ranks
+from hvd_estimators.torch.process_group import (
+    connect_until_replaced,
+    connected,
+    leave_replaceable_group,
+)
 from hvd_estimators.torch.sync_batch_norm import synchronizing_on_cpus
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
 from hvd_estimators.training.progress import notify_driver
 from hvd_estimators.training.spec import check_equal_weights, weight_digest
-
-logger = logging.getLogger(__name__)
-
-# The module does not declare its names for type checkers.
-dist: Any = torch.distributed
-
-
-class Collectives(abc.ABC):
-    """Interface between a rank and the other ranks of its job.
-
-    All ranks call the same methods in the same order, from one thread at a time. Methods whose
-    names end in ``_async`` only start an operation. They return a function that waits for the
-    operation and returns its result. Operations are ``"mean"``, ``"sum"``, ``"min"`` and ``"max"``.
-    Tensors are contiguous and of dtypes that `CARRIED_AS` does not convert, on the CPU or on the
-    rank's GPU. ``name`` identifies a reduction in messages, and is the same on all ranks.
-
-    Attributes
-    ----------
-    library : str
-        The library's name in messages.
-    rank, size : int
-        This rank's number and the number of ranks.
-    local_rank, local_size : int
-        This rank's number among the ranks of its machine, and their number.
-    node_rank : int
-        The machine's number.
-    uses_nccl : bool
-        Whether NCCL reduces on GPUs.
-    """
-
-    library: ClassVar[str]
-    uses_nccl: bool
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-
-    @abc.abstractmethod
-    def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
-        """Return a tensor's reduction over the ranks; gradients flow back through it."""
-
-    @abc.abstractmethod
-    def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a tensor, which the result overwrites."""
-
-    @abc.abstractmethod
-    def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
-        """Start the average of a sparse tensor."""
-
-    @abc.abstractmethod
-    def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-        """Return the ranks' tensors, concatenated along their first dimension, which may differ.
-
-        A backward pass returns the mean of the ranks' gradients for this rank's part.
-        """
-
-    @abc.abstractmethod
-    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
-
-    @abc.abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
 
 
 class _Active:
@@ -96,10 +32,6 @@ class _Active:
 
     collectives: Collectives | None = None
     lifetime = contextlib.ExitStack()
-    # Default groups that the next session replaces: of `connect`, and of sessions that failed. They
-    # are never deleted, because the destructor of a group waits for its operations, which may never
-    # end.
-    replaceable: ClassVar[list[Any]] = []
 
 
 def current() -> Collectives:
@@ -152,55 +84,17 @@ def session(
     RuntimeError
         If the number of ranks differs from ``ranks``.
     """
-    connected = _implementation(kind).connected(mp_start_method, ranks, use_gpu)
-    _leave_replaceable_group()
-    with (
-        _keeping_failed_group(),
-        connected as collectives,
-        using(collectives),
-        synchronizing_on_cpus(),
-        _naming_lost_ranks(),
-    ):
-        yield collectives
-
-
-def _leave_replaceable_group() -> None:
-    if dist.is_initialized() and dist.group.WORLD in _Active.replaceable:
-        dist.destroy_process_group()
+    if leave_replaceable_group():
         # `connect` makes another group.
         _Active.collectives = None
         _Active.lifetime.close()
-
-
-@contextlib.contextmanager
-def _keeping_failed_group() -> Iterator[None]:
-    """Keep the default group that the block makes, if the block fails, until the next session."""
-    is_own = not dist.is_initialized()
-    try:
-        yield
-    except BaseException:
-        if is_own and dist.is_initialized():
-            _Active.replaceable.append(dist.group.WORLD)
-        raise
-
-
-@contextlib.contextmanager
-def _naming_lost_ranks() -> Iterator[None]:
-    """Raise errors of the user's own operations as `CollectiveError`, as consequences of others."""
-    try:
-        yield
-    except RuntimeError as error:
-        is_known = type(error).__name__ in ("CollectiveError", "HorovodInternalError")
-        if is_known or not _BROKEN.search(str(error)):
-            raise
-        raise CollectiveError(
-            f"An operation of torch.distributed failed, probably because another rank has ended: "
-            f"{error}"
-        ) from error
-
-
-# In messages of Gloo, NCCL and Horovod; torch's errors have no type of their own.
-_BROKEN = re.compile(r"/gloo/|NCCL error|HorovodInternalError")
+    with (
+        connected(kind, mp_start_method, ranks, use_gpu) as collectives,
+        using(collectives),
+        synchronizing_on_cpus(),
+        naming_lost_ranks(),
+    ):
+        yield collectives
 
 
 def connect() -> None:
@@ -210,16 +104,8 @@ def connect() -> None:
     """
     if _Active.collectives is None:
         kind, _ = choose_collectives("auto")
-        is_own = not dist.is_initialized()
-        _Active.collectives = _implementation(kind).connect()
-        if is_own:
-            _Active.replaceable.append(dist.group.WORLD)
+        _Active.collectives = connect_until_replaced(kind)
         _Active.lifetime.enter_context(synchronizing_on_cpus())
-
-
-def _implementation(kind: str) -> Any:
-    name = {"horovod": "horovod_collectives", "torch": "distributed_collectives"}[kind]
-    return importlib.import_module(f"{__package__}.{name}")
 
 
 def _gather_bytes(document: Bytes, name: str) -> Bytes:
@@ -335,16 +221,6 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.element_size() < 4:
         return tensor.sum(dtype=torch.float32).double()
     return tensor.sum().double()
-
-
-CARRIED_AS = {
-    torch.bfloat16: torch.float32,
-    torch.bool: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-}
-"""Transport dtypes for dtypes that Horovod or Gloo does not support or cannot sum."""
 
 
 def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import time
@@ -41,8 +40,8 @@ class GradientAverager:
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
-    module is followed from its first step on. Optimizer classes are not modified. Until `remove`,
-    a method replaces ``torch.autograd.backward``, so that the outermost of nested passes averages.
+    module is followed from its first step on. Optimizer classes are not modified. Of nested
+    backward passes, as of reentrant checkpoints, the outermost averages.
 
     A closure that is passed to ``optimizer.step`` returns the mean loss over the ranks if the
     optimizer computes with the loss (LBFGS). All ranks must then decide alike.
@@ -98,18 +97,16 @@ class GradientAverager:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._launched = 0
-        self._other_layout: set[torch.nn.Parameter] = set()
+        self._sparse: set[torch.nn.Parameter] = set()
         self._averaged: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
-        self._in_pass = self._ends = self._accumulating = self._pending = False
+        self._in_pass = self._accumulating = self._pending = False
         self._reductions = 0
         self.steps = self.gradients = 0
         for optimizer in optimizers:
             self._follow(optimizer)
         self.refresh()
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
-        self._backward = torch.autograd.backward
-        torch.autograd.backward = self._run_backward
 
     def follow(self, objects: Iterable[Any]) -> None:
         """Also average for the optimizers among the user's objects.
@@ -200,9 +197,7 @@ class GradientAverager:
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def remove(self) -> None:
-        """Remove the hooks from parameters, optimizers and ``torch.autograd.backward``."""
-        if torch.autograd.backward == self._run_backward:
-            torch.autograd.backward = self._backward
+        """Remove the hooks from parameters and optimizers."""
         self._step_hook.remove()
         for hook in self._gradient_hooks.values():
             hook.remove()
@@ -215,7 +210,7 @@ class GradientAverager:
             if parameter not in self._gradient_hooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._gradient_hooks[parameter] = hook
-        sparse = self._other_layout.symmetric_difference(_sparse_parameters(self._module))
+        sparse = self._sparse.union(_sparse_parameters(self._module))
         return _fill_buckets(named, sparse, self._compression)
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -252,7 +247,7 @@ class GradientAverager:
             self._in_pass = True
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.parameters)
-            self._queue_end()
+            _queue(self._end_pass)
         # A parameter outside the buckets is not trained any longer.
         if self._alone or parameter not in self._bucket_of:
             return
@@ -271,26 +266,27 @@ class GradientAverager:
         self._buckets[self._launched].launch()
         self._launched += 1
 
-    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``torch.autograd.backward``, which replaces it while this object exists.
-
-        ``torch.utils.checkpoint`` with ``use_reentrant=True`` calls it within a backward pass. The
-        outer pass must then end with the average, and not the inner one.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            self._queue_end()
-        self._backward(*args, **kwargs)
-
-    def _queue_end(self) -> None:
-        """Call `_end_pass` at the end of the running pass, unless an outer one does so."""
-        if not self._ends:
-            self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-
     def _end_pass(self) -> None:
-        self._ends = False
-        if self._in_pass:
+        """Average when the outermost of nested passes ends.
+
+        ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs a pass within a node of another.
+        """
+        if not self._in_pass:
+            return
+        outer: Any = torch._C._current_autograd_node()
+        following = [] if outer is None else [node for node, _ in outer.next_functions if node]
+        if not following:
             self._reduce()
+            return
+        handles: list[Any] = []
+
+        def in_outer_pass(*_: Any) -> None:
+            if handles:
+                _queue(self._end_pass)
+            while handles:
+                handles.pop().remove()
+
+        handles += [node.register_prehook(in_outer_pass) for node in following]
 
     def _reduce(self) -> None:
         """Set all gradients to their means over the ranks."""
@@ -305,9 +301,9 @@ class GradientAverager:
             add_waiting(time.perf_counter() - started)
             self._launched = 0
         self._averaged.update(self._bucket_of)
-        self._pending = self._in_pass = self._ends = False
+        self._pending = self._in_pass = False
         if found:
-            self._other_layout.symmetric_difference_update(found)
+            self._sparse.update(found)
             self._plans.clear()
             self.refresh()
 
@@ -363,6 +359,11 @@ class GradientAverager:
         self.steps += 1
 
 
+def _queue(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 class _AveragedClosure(functools.partial[Any]):
     """Closure that averages its gradients."""
 
@@ -375,8 +376,8 @@ def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:
     return not type(optimizer).step.__module__.startswith("torch.optim.")
 
 
-class _Bucket(abc.ABC):
-    """Gradients that are reduced together.
+class _Bucket:
+    """Gradients that are reduced together, as dense tensors.
 
     Parameters
     ----------
@@ -384,49 +385,6 @@ class _Bucket(abc.ABC):
         Name of the reduction; the same on all ranks.
     parameters : list of torch.nn.Parameter
         Parameters of one dtype, the gradients of which are averaged.
-    """
-
-    def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
-        self.name = name
-        self.parameters = parameters
-        self.waiting = len(parameters)
-        self._wait: Callable[[], Any] | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Return whether the gradients are being reduced."""
-        return self._wait is not None
-
-    @abc.abstractmethod
-    def launch(self) -> None:
-        """Start the reduction; a gradient that this rank lacks counts as zero."""
-
-    def finish(self) -> list[torch.nn.Parameter]:
-        """Wait for the reduction, and set each gradient to the mean over the ranks.
-
-        Returns
-        -------
-        list of torch.nn.Parameter
-            Parameters that belong into a bucket of the other class; the same on all ranks.
-        """
-        assert self._wait is not None
-        reduced = self._wait()
-        self._wait = None
-        self.waiting = len(self.parameters)
-        return self._set(reduced)
-
-    @abc.abstractmethod
-    def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
-        """Set the gradients to their means; see `finish`."""
-
-
-class _DenseBucket(_Bucket):
-    """Gradients that are reduced as dense tensors.
-
-    Parameters
-    ----------
-    name, parameters
-        See `_Bucket`.
     compression : compressor or None
         An object with ``compress`` and ``decompress``.
     """
@@ -434,14 +392,36 @@ class _DenseBucket(_Bucket):
     def __init__(
         self, name: str, parameters: list[torch.nn.Parameter], compression: Any = None
     ) -> None:
-        super().__init__(name, parameters)
+        self.name = name
+        self.parameters = parameters
+        self.waiting = len(parameters)
+        self._wait: Callable[[], Any] | None = None
         self._compression = compression
         self._contexts: list[Any] = []
         self._not_dense: dict[int, torch.Tensor | None] = {}
         self._all_dense: torch.Tensor | None = None
 
+    @property
+    def in_flight(self) -> bool:
+        """Return whether the gradients are being reduced."""
+        return self._wait is not None
+
+    def finish(self) -> list[torch.nn.Parameter]:
+        """Wait for the reduction, and set each gradient to the mean over the ranks.
+
+        Returns
+        -------
+        list of torch.nn.Parameter
+            Parameters whose gradients are sparse on all ranks that have one; the same on all ranks.
+        """
+        assert self._wait is not None
+        reduced = self._wait()
+        self._wait = None
+        self.waiting = len(self.parameters)
+        return self._set(reduced)
+
     def launch(self) -> None:
-        """Start the reduction."""
+        """Start the reduction; a gradient that this rank lacks counts as zero."""
         self._not_dense = {}
         for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
@@ -466,6 +446,7 @@ class _DenseBucket(_Bucket):
         self._wait = reduce_group_async([*tensors, flags], "mean", self.name)
 
     def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
+        """Set the gradients to their means; see `finish`."""
         *outputs, flags = reduced
         for parameter, output, context in zip(
             self.parameters, outputs, self._contexts, strict=True
@@ -487,7 +468,9 @@ class _DenseBucket(_Bucket):
                 parameter.grad = own
                 if exists[index]:
                     sparse.append(parameter)
-                    _average(_RowsBucket(f"{self.name}.rows.{index}", parameter))
+                    rows = _RowsBucket(f"{self.name}.rows.{index}", [parameter])
+                    rows.launch()
+                    rows.finish()
         self._not_dense = {}
         return sparse
 
@@ -512,35 +495,24 @@ class _DenseBucket(_Bucket):
 class _RowsBucket(_Bucket):
     """The gradient of one parameter, a sparse tensor of its rows.
 
-    A rank with a dense gradient sends a row after the last one. All ranks then reduce dense
+    A rank with a dense gradient also sends a row after the last one. All ranks then have dense
     gradients.
-
-    Parameters
-    ----------
-    name : str
-        See `_Bucket`.
-    parameter : torch.nn.Parameter
-        The parameter.
-    compression : compressor or None
-        Compresses dense gradients.
     """
-
-    def __init__(self, name: str, parameter: torch.nn.Parameter, compression: Any = None) -> None:
-        super().__init__(name, [parameter])
-        self._compression = compression
 
     def launch(self) -> None:
         """Start the reduction."""
         (parameter,) = self.parameters
         gradient = parameter.grad
         end, *row = parameter.shape
-        if gradient is not None and _has_rows(gradient):
+        if gradient is None:
+            indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = parameter.new_empty((0, *row))
+        elif _has_rows(gradient):
             gradient = gradient.coalesce()
             indices, values = gradient.indices(), gradient.values()
         else:
-            sent = [] if gradient is None else [end]
-            indices = torch.tensor([sent], dtype=torch.int64, device=parameter.device)
-            values = parameter.new_zeros((len(sent), *row))
+            indices = torch.arange(end + 1, device=parameter.device)[None]
+            values = torch.cat([gradient.to_dense(), gradient.new_zeros((1, *row))])
         shape = (end + 1, *row)
         extended = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
         self._wait = current().average_sparse_async(extended, self.name)
@@ -550,8 +522,8 @@ class _RowsBucket(_Bucket):
         total = reduced.coalesce()
         indices = total.indices()
         if indices.numel() and int(indices[0, -1]) == len(parameter):
-            _average(_DenseBucket(f"{self.name}.dense", [parameter], self._compression))
-            return [parameter]
+            parameter.grad = total.to_dense()[:-1]
+            return []
         parameter.grad = torch.sparse_coo_tensor(
             *(indices, total.values(), parameter.shape), check_invariants=False, is_coalesced=True
         )
@@ -561,12 +533,6 @@ class _RowsBucket(_Bucket):
 def _has_rows(gradient: torch.Tensor) -> bool:
     """Return whether a gradient is a sparse tensor of rows, as of an embedding."""
     return gradient.is_sparse and gradient.sparse_dim() == 1
-
-
-def _average(bucket: _Bucket) -> None:
-    """Average gradients, the layout of which is known on all ranks."""
-    bucket.launch()
-    bucket.finish()
 
 
 def _fill_buckets(
@@ -593,11 +559,11 @@ def _fill_buckets(
     def close(dtype: torch.dtype) -> None:
         group = groups.pop(dtype)
         parameters = [parameter for _, parameter in group]
-        buckets.append(_DenseBucket(f"gradients.{group[0][0]}", parameters, compression))
+        buckets.append(_Bucket(f"gradients.{group[0][0]}", parameters, compression))
 
     for name, parameter in reversed(named):
         if parameter in sparse:
-            buckets.append(_RowsBucket(f"gradient.{name}", parameter, compression))
+            buckets.append(_RowsBucket(f"gradient.{name}", [parameter]))
             continue
         group = groups.setdefault(parameter.dtype, [])
         group.append((name, parameter))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import itertools
 import queue
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d
 
-from hvd_estimators.exceptions import CollectiveError
-from hvd_estimators.launch.rendezvous.client import RankClient
-from hvd_estimators.torch.collectives import CARRIED_AS
-from hvd_estimators.torch.rendezvous_store import RendezvousStore
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.operations import CARRIED_AS
 
 # These modules do not declare their names for type checkers.
 dist: Any = torch.distributed
@@ -40,16 +37,22 @@ class HorovodGroup(dist.ProcessGroup):
     """Process group of all ranks of Horovod.
 
     Ranks must start the same operations in the same order. A thread waits for them, so that futures
-    complete without the caller.
+    complete without the caller. This package gives names to its own operations, which Horovod shows
+    in messages; their caller waits without that thread.
 
     Parameters
     ----------
     rank, size : int
         The rank's number in the group, and the number of ranks.
 
+    Attributes
+    ----------
+    uses_nccl : bool
+        Whether NCCL reduces on GPUs.
+
     Raises
     ------
-    CollectiveError
+    ParamError
         If the group has not all ranks.
     """
 
@@ -58,7 +61,7 @@ class HorovodGroup(dist.ProcessGroup):
         import horovod.torch as hvd
 
         if size != hvd.size():
-            raise CollectiveError(_unsupported(f"groups of {size} out of {hvd.size()} ranks"))
+            raise ParamError(_unsupported(f"groups of {size} out of {hvd.size()} ranks"))
         self._hvd = hvd
         self._ops = {
             c10d.ReduceOp.SUM: hvd.Sum,
@@ -67,6 +70,8 @@ class HorovodGroup(dist.ProcessGroup):
             c10d.ReduceOp.MAX: hvd.Max,
             c10d.ReduceOp.PRODUCT: hvd.Product,
         }
+        self._named_ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        self.uses_nccl = bool(hvd.nccl_built())
         self._prefix = f"group.{next(_numbers)}"
         self._counts: collections.Counter[str] = collections.Counter()
         self._places = threading.Semaphore(_MOST_IN_FLIGHT)
@@ -82,6 +87,14 @@ class HorovodGroup(dist.ProcessGroup):
         op = self._op(opts or c10d.AllreduceOptions())
         return self._work([self._reduce(tensor, tensor, op) for tensor in tensors])
 
+    def allreduce_named(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], Any]:
+        """Start the reduction of a tensor, as `Collectives.reduce_async`.
+
+        Called directly, because works and options cost a fifth of the step of a small network.
+        """
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._named_ops[op])
+        return lambda: self._hvd.synchronize(handle)
+
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce each tensor over the ranks; only the root's is overwritten."""
         is_root = opts.rootRank == self.rank()
@@ -90,14 +103,16 @@ class HorovodGroup(dist.ProcessGroup):
         pairs = zip(tensors, outputs, strict=True)
         return self._work([self._reduce(own, output, op) for own, output in pairs])
 
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    def broadcast(self, tensors: Any, opts: Any, name: str | None = None) -> Any:
         """Overwrite each tensor with the root's."""
-        return self._work([self._broadcast(tensor, opts.rootRank) for tensor in tensors])
+        return self._work([self._broadcast(own, opts.rootRank, name) for own in tensors], name)
 
-    def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+    def allgather(
+        self, outputs: Any, tensors: Any, opts: Any = None, name: str | None = None
+    ) -> Any:
         """Gather each tensor into one list of tensors."""
         pairs = zip(tensors, outputs, strict=True)
-        return self._work([self._gather(tensor, parts) for tensor, parts in pairs])
+        return self._work([self._gather(tensor, parts, name) for tensor, parts in pairs], name)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """Gather a tensor into one tensor."""
@@ -156,8 +171,8 @@ class HorovodGroup(dist.ProcessGroup):
         return self.allreduce([torch.zeros(1)])
 
     def send(self, tensors: Any, rank: int, tag: int) -> Any:
-        """Raise CollectiveError, because Horovod sends nothing to single ranks."""
-        raise CollectiveError(_unsupported("send and recv"))
+        """Raise ParamError, because Horovod sends nothing to single ranks."""
+        raise ParamError(_unsupported("send and recv"))
 
     recv = recv_anysource = send
 
@@ -183,7 +198,7 @@ class HorovodGroup(dist.ProcessGroup):
         for op, horovods in self._ops.items():
             if opts.reduceOp == op:
                 return horovods
-        raise CollectiveError(_unsupported(f"reductions by {opts.reduceOp}"))
+        raise ParamError(_unsupported(f"reductions by {opts.reduceOp}"))
 
     def _name(self, kind: str, tensor: torch.Tensor, is_same_shape: bool = True) -> str:
         """Return an unused name that is the same on all ranks, and wait if too many are used."""
@@ -193,12 +208,15 @@ class HorovodGroup(dist.ProcessGroup):
         self._counts[key] += 1
         return f"{key}.{self._counts[key] % _MOST_IN_FLIGHT}"
 
-    def _finishing(self, handle: int, finish: Callable[[Any], None]) -> Callable[[], None]:
+    def _finishing(
+        self, handle: int, finish: Callable[[Any], None], given: str | None = None
+    ) -> Callable[[], None]:
         def wait() -> None:
             try:
                 finish(self._hvd.synchronize(handle))
             finally:
-                self._places.release()
+                if given is None:
+                    self._places.release()
 
         return wait
 
@@ -221,19 +239,21 @@ class HorovodGroup(dist.ProcessGroup):
                 own = self.rank()
         return output, self._finishing(handle, lambda parts: _copy(output, parts[own]))
 
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+    def _broadcast(self, tensor: torch.Tensor, root: int, given: str | None = None) -> Any:
         with torch.inference_mode(False):
             sent = _bytes(tensor)
-            name = self._name("broadcast", sent)
+            name = given or self._name("broadcast", sent)
             handle = self._hvd.broadcast_async_(sent, root, name=name)
-        return tensor, self._finishing(handle, lambda received: _fill([tensor], received))
+        return tensor, self._finishing(handle, lambda part: _fill([tensor], part), given)
 
-    def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Any:
+    def _gather(
+        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], given: str | None = None
+    ) -> Any:
         with torch.inference_mode(False):
             sent = _bytes(tensor)
-            name = self._name("allgather", sent, is_same_shape=False)
+            name = given or self._name("allgather", sent, is_same_shape=False)
             handle = self._hvd.allgather_async(sent, name=name)
-        finish = self._finishing(handle, lambda gathered: _fill(outputs, gathered))
+        finish = self._finishing(handle, lambda gathered: _fill(outputs, gathered), given)
         return (*outputs, tensor)[0], finish
 
     def _exchange(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Any:
@@ -245,8 +265,12 @@ class HorovodGroup(dist.ProcessGroup):
         finish = self._finishing(handle, lambda received: _fill(outputs, received[0]))
         return outputs[0], finish
 
-    def _work(self, started: Sequence[tuple[torch.Tensor, Callable[[], None]]]) -> Any:
+    def _work(
+        self, started: Sequence[tuple[torch.Tensor, Callable[[], None]]], name: str | None = None
+    ) -> Any:
         """Return the work of operations that have started."""
+        if name is not None:
+            return _Waited([wait for _, wait in started])
         future: Any = torch.futures.Future()
 
         def finish() -> Sequence[torch.Tensor]:
@@ -269,6 +293,18 @@ class HorovodGroup(dist.ProcessGroup):
                 future.set_exception(error)
             else:
                 future.set_result(outputs)
+
+
+class _Waited:
+    """Operations that end when their caller waits for them."""
+
+    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
+        self._waits = waits
+
+    def wait(self) -> None:
+        """Wait for the operations."""
+        for wait in self._waits:
+            wait()
 
 
 def _unsupported(what: str) -> str:
@@ -318,51 +354,3 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> HorovodGroup:
 
 
 dist.Backend.register_backend("horovod", _create, devices=["cpu", "cuda"])
-
-
-def make_default_group(hvd: Any) -> Callable[[], None]:
-    """Make the default process group, unless the user's program has made it. Called by all ranks.
-
-    Parameters
-    ----------
-    hvd : module
-        ``horovod.torch``, initialized.
-
-    Returns
-    -------
-    callable
-        Destroys the group.
-    """
-    if dist.is_initialized():
-        return lambda: None
-    # Groups of Gloo, which libraries make beside the default group, meet at the store.
-    store: Any
-    client = RankClient.from_environment()
-    if client is not None:
-        store = RendezvousStore(client)
-    elif hvd.size() == 1:
-        store = dist.HashStore()
-    else:
-        store = _tcp_store(hvd)
-    prefixed = dist.PrefixStore(f"hvd_estimators/horovod/{next(_numbers)}", store)
-    dist.init_process_group("horovod", store=prefixed, rank=hvd.rank(), world_size=hvd.size())
-    group = dist.group.WORLD
-    # Without this reference, C++ code would not find the methods of a Python store.
-    group.base_store = store
-
-    def destroy() -> None:
-        if dist.group.WORLD is group:
-            dist.destroy_process_group()
-
-    return destroy
-
-
-def _tcp_store(hvd: Any) -> Any:
-    """Return a store in rank 0, for ranks that another program has started, such as horovodrun."""
-    if hvd.rank() == 0:
-        host = socket.gethostname()
-        store = dist.TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False)
-        hvd.broadcast_object((host, store.port), name="hvd_estimators.store")
-        return store
-    host, port = hvd.broadcast_object(None, name="hvd_estimators.store")
-    return dist.TCPStore(host, port, hvd.size(), is_master=False, wait_for_workers=False)

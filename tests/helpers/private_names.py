@@ -134,7 +134,7 @@ TABLE = (
     ),
     Private(
         "torch._C",
-        "_current_graph_task_id",
+        "_current_autograd_node",
         "It tells a backward pass within another from one that is not.",
     ),
     Private(

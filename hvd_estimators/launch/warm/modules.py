@@ -17,7 +17,7 @@ _WITH_TORCH = (
     "torch._dynamo",
     # Either may reduce gradients.
     "horovod.torch",
-    "hvd_estimators.torch.distributed_collectives",
+    "hvd_estimators.torch.process_group",
 )
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")

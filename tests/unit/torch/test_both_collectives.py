@@ -257,25 +257,28 @@ def test_other_ranks_fail_soon_and_name_a_killed_rank(kind: str, tmp_path: Path)
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
-def hold_up(seconds: float) -> None:
-    with session("torch") as mine:
+def hold_up(kind: str, seconds: float) -> None:
+    with session(kind) as mine:
         for step in range(5):
             if mine.rank == 2 and step == 3:
                 time.sleep(seconds)
             mine.reduce(torch.ones(10), "sum", f"loss {step}")
 
 
-def test_warnings_name_the_slow_rank_and_the_pending_collective() -> None:
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_warnings_name_the_slow_rank_and_the_pending_collective(kind: str) -> None:
     limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    with pytest.raises(WorkerFailedError, match=r"held up the others .* part of loss 3") as raised:
-        LocalBackend(RANKS, env=limit).run(hold_up, (60.0,))
+    with pytest.raises(
+        WorkerFailedError, match=r"held up the others .* part of (allreduce.)?loss 3"
+    ) as raised:
+        LocalBackend(RANKS, env=limit).run(hold_up, (kind, 60.0))
     assert (raised.value.rank, raised.value.cause) == (2, "stalled")
 
 
 def test_a_slow_rank_is_not_a_failed_rank() -> None:
     """Neither the time to connect nor the time to warn limits how long a rank may take."""
     env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    assert LocalBackend(RANKS, env=env).run(hold_up, (4.0,)) == [None] * RANKS
+    assert LocalBackend(RANKS, env=env).run(hold_up, ("torch", 4.0)) == [None] * RANKS
 
 
 def listening_addresses() -> set[str]:

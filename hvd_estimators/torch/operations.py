@@ -1,44 +1,42 @@
-"""Collectives of torch ranks over ``torch.distributed``: Gloo, and NCCL on GPUs.
+"""Operations of a rank over its process group: the same for Gloo, NCCL and Horovod.
 
-Ranks meet through the job's authenticated rendezvous, and make the default process group. All
-operations go over it. Users' code may use the group, too.
-
-An operation has no name in ``torch.distributed``. Therefore all ranks must start the same
+Operations of ``torch.distributed`` have no names. Therefore all ranks must start the same
 operations in the same order.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import itertools
-import json
 import logging
 import math
 import os
-import threading
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.distributed_c10d
 
-from hvd_estimators.exceptions import CollectiveError, ParamError
-from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.gpus import gpu_index, own_gpu
+from hvd_estimators.exceptions import CollectiveError
 from hvd_estimators.launch.rank.hang_detection import hold_up_limits, not_taking_part
-from hvd_estimators.launch.rendezvous.client import JOINED, RankClient
-from hvd_estimators.torch.collectives import CARRIED_AS, Collectives
-from hvd_estimators.torch.rendezvous_store import RendezvousStore
-from hvd_estimators.training.horovod_session import check_ranks, set_start_method
 
 logger = logging.getLogger(__name__)
 
-# These modules do not declare their names for type checkers.
-dist: Any = torch.distributed
+# The module does not declare its names for type checkers.
 c10d: Any = torch.distributed.distributed_c10d
+
+CARRIED_AS = {
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
+"""Transport dtypes for dtypes that Horovod or Gloo does not support or cannot sum."""
+
 
 _OPS = {
     "mean": c10d.ReduceOp.SUM,
@@ -47,10 +45,10 @@ _OPS = {
     "max": c10d.ReduceOp.MAX,
 }
 
-# Operations wait without a limit of Gloo's or NCCL's own, because a rank may read, validate or save
-# for long. `hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead.
-_MOST_SECONDS = 365 * 86400.0
-_END_LATER_SECONDS = 30.0
+MOST_SECONDS = 365 * 86400.0
+"""Time limit of operations for Gloo and NCCL, because a rank may read, validate or save for long.
+`hvd_estimators.launch.rank.hang_detection` explains the limits that hold instead."""
+
 # A rank that waits for this time publishes the number of the operation that it waits for.
 _PUBLISH_SECONDS = 5.0
 # Up to these bytes of all ranks, Gloo gathers a tensor instead of reducing it: in half the steps.
@@ -58,52 +56,75 @@ _MOST_DIRECT_BYTES = 2**18
 # Gathered tensors are padded to equal sizes, unless that would send much more.
 _MOST_PADDING_BYTES = 2**20
 
-# Each session of this process has its own keys. All ranks count alike.
-_sessions = itertools.count()
-# The newest closed group. A user's DistributedDataParallel also refers to it. If that object's
-# destructor ended the group, it would hold the interpreter's lock, for which threads of the group
-# may wait before they end.
-_closed: list[Any] = []
+
+class Places(NamedTuple):
+    """Numbers of a rank, see `Collectives`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
 
 
-class DistributedCollectives(Collectives):
-    """Collectives over the default process group.
+class Collectives:
+    """Interface between a rank and the other ranks of its job.
+
+    All ranks call the same methods in the same order, from one thread at a time. Methods whose
+    names end in ``_async`` only start an operation. They return a function that waits for the
+    operation and returns its result. Operations are ``"mean"``, ``"sum"``, ``"min"`` and ``"max"``.
+    Tensors are contiguous and of dtypes that `CARRIED_AS` does not convert, on the CPU or on the
+    rank's GPU. ``name`` identifies an operation in messages, and is the same on all ranks.
 
     Parameters
     ----------
+    group : torch.distributed.ProcessGroup
+        Group of all ranks.
+    places : Places
+        The rank's numbers.
+    library : str
+        The library's name in messages.
+    uses_nccl : bool
+        Whether NCCL reduces on GPUs.
     store : torch.distributed.Store or None
-        Names the ranks that do not take part in an operation; None if nothing connects the ranks
-        but their group.
-    local_rank, local_size, node_rank : int
-        See `Collectives`.
-    is_own : bool
-        Whether to close the group in `close`. The user's program may have made it.
+        Names the ranks that do not take part in an operation. None if Horovod names them, or if
+        nothing connects the ranks but their group.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank's number and the number of ranks.
+    local_rank, local_size : int
+        This rank's number among the ranks of its machine, and their number.
+    node_rank : int
+        The machine's number.
     """
 
-    library = "torch.distributed"
     base_store: Any = None
 
     def __init__(
-        self, store: Any, local_rank: int, local_size: int, node_rank: int, is_own: bool
+        self, group: Any, places: Places, library: str, uses_nccl: bool, store: Any = None
     ) -> None:
-        self._group = dist.group.WORLD
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.local_rank, self.local_size = local_rank, local_size
-        self.node_rank = node_rank
-        self._store, self._is_own = store, is_own
+        self._group = group
+        self.rank, self.size, self.local_rank, self.local_size, self.node_rank = places
+        self.library, self.uses_nccl = library, uses_nccl
+        self._store = store
+        self._is_horovod = library == "Horovod"
         self._numbers = itertools.count()
         self._warn_after, self._end_after = hold_up_limits(os.environ)
-        self.uses_nccl = "nccl" in dist.get_backend()
 
     def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
-        """Return a tensor's reduction over the ranks."""
+        """Return a tensor's reduction over the ranks; gradients flow back through it."""
         if torch.is_grad_enabled() and tensor.requires_grad:
             reduced: torch.Tensor = _Reduce.apply(tensor, self, op, name)
             return reduced
         return self.reduce_async(_copied(tensor), op, name or "reduce")()
 
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
-        """Start the reduction of a tensor, in place."""
+        """Start the reduction of a tensor, which the result overwrites."""
+        if self._is_horovod:
+            started: Callable[[], torch.Tensor] = self._group.allreduce_named(tensor, op, name)
+            return started
         is_small = tensor.nbytes * self.size <= _MOST_DIRECT_BYTES
         if is_small and not self._waits_on_gpu(tensor):
             wait = self._reduce_directly(tensor, op, name)
@@ -119,11 +140,11 @@ class DistributedCollectives(Collectives):
     def average_sparse_async(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         """Start the average of a sparse tensor: first, ranks exchange the numbers of its rows."""
         own = tensor.detach().coalesce()
-        counts = self._gather_equal(torch.tensor([own.indices().shape[1]]), name)
+        counts = self._gather_counts(own.indices().shape[1], name)
 
         def finish() -> torch.Tensor:
-            rows = [int(count) for count in counts()]
-            indices = self._gather_rows(own.indices().t().contiguous(), rows, name)
+            rows = counts()
+            indices = self._gather_rows(own.indices().t().contiguous(), rows, f"{name}.indices")
             values = own.values()
             carried = values.to(CARRIED_AS.get(values.dtype, values.dtype)).contiguous()
             total = self._gather_rows(carried, rows, name).div_(self.size).to(values.dtype)
@@ -133,7 +154,10 @@ class DistributedCollectives(Collectives):
         return finish
 
     def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-        """Return the ranks' tensors, concatenated along their first dimension."""
+        """Return the ranks' tensors, concatenated along their first dimension, which may differ.
+
+        A backward pass returns the mean of the ranks' gradients for this rank's part.
+        """
         if torch.is_grad_enabled() and tensor.requires_grad:
             gathered: torch.Tensor = _Gather.apply(tensor, self, name)
             return gathered
@@ -144,8 +168,7 @@ class DistributedCollectives(Collectives):
     ) -> tuple[torch.Tensor, list[int]]:
         """Return the ranks' concatenated tensors, and the length of each rank's part."""
         name = name or "gather"
-        counts = self._gather_equal(torch.tensor([tensor.shape[0]]), name)
-        rows = [int(count) for count in counts()]
+        rows = self._gather_counts(tensor.shape[0], name)()
         return self._gather_rows(tensor.detach(), rows, name), rows
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -162,13 +185,14 @@ class DistributedCollectives(Collectives):
         """Wait for all ranks."""
         self.reduce(torch.zeros(1), "sum", "barrier")
 
-    def close(self) -> None:
-        """Wait for all ranks, and close the connections to them."""
-        # A rank that ended earlier would look lost to ranks that still receive.
-        self.barrier()
-        if self._is_own:
-            _closed[:] = [self._group]
-            dist.destroy_process_group()
+    def _named(self, name: str) -> dict[str, str]:
+        """Return the name as an argument for a process group whose operations have names."""
+        return {"name": name} if self._is_horovod else {}
+
+    def _gather_counts(self, count: int, name: str) -> Callable[[], list[int]]:
+        """Start a gather of one number per rank."""
+        counts = self._gather_equal(torch.tensor([count]), f"{name}.counts")
+        return lambda: [int(number) for number in counts()]
 
     def _waits_on_gpu(self, tensor: torch.Tensor) -> bool:
         """Return whether NCCL reduces a tensor: then the GPU waits, not this thread."""
@@ -195,7 +219,8 @@ class DistributedCollectives(Collectives):
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Callable[[], None]:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._waiting(self._group.broadcast([tensor], options), tensor, name)
+        work = self._group.broadcast([tensor], options, **self._named(name))
+        return self._waiting(work, tensor, name)
 
     def _gather_equal(
         self, tensor: torch.Tensor, name: str
@@ -203,7 +228,7 @@ class DistributedCollectives(Collectives):
         """Start a gather of tensors with the same shape on all ranks."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         parts = list(gathered.unbind(0))
-        work = self._group.allgather([parts], [tensor])
+        work = self._group.allgather([parts], [tensor], **self._named(name))
         wait = self._waiting(work, tensor, name)
 
         def finish() -> Sequence[torch.Tensor]:
@@ -228,17 +253,24 @@ class DistributedCollectives(Collectives):
         gathered = tensor.new_empty((sum(rows), *row))
         own_parts = gathered.split(list(rows))
         own_parts[self.rank].copy_(tensor)
-        waits = [self._broadcast(p, root, name) for root, p in enumerate(own_parts) if p.numel()]
+        waits = [
+            self._broadcast(part, root, f"{name}.{root}")
+            for root, part in enumerate(own_parts)
+            if part.numel()
+        ]
         for wait in waits:
             wait()
         return gathered
 
     def _waiting(self, work: Any, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         """Return a function that waits for an operation and holds its tensor until then."""
+        if self._is_horovod:
+            waits: Callable[[], None] = work.wait
+            return waits
         number = next(self._numbers)
 
         def wait() -> None:
-            with _naming(name):
+            with naming_lost_ranks(name):
                 if self._waits_on_gpu(tensor):
                     work.wait()
                 else:
@@ -251,7 +283,7 @@ class DistributedCollectives(Collectives):
         started = time.monotonic()
         warn_after = self._warn_after
         published = min(_PUBLISH_SECONDS, warn_after / 2, self._end_after / 2)
-        if _is_done(work, _MOST_SECONDS if self._store is None else published):
+        if _is_done(work, MOST_SECONDS if self._store is None else published):
             return
         self._store.set(f"waits/{self.rank}", str(number))
         while True:
@@ -280,7 +312,7 @@ class _Reduce(torch.autograd.Function):
     def forward(
         context: Any,
         tensor: torch.Tensor,
-        collectives: DistributedCollectives,
+        collectives: Collectives,
         op: str,
         name: str | None,
     ) -> torch.Tensor:
@@ -300,7 +332,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, tensor: torch.Tensor, collectives: DistributedCollectives, name: str | None
+        context: Any, tensor: torch.Tensor, collectives: Collectives, name: str | None
     ) -> torch.Tensor:
         gathered, rows = collectives.gather_parts(tensor, name)
         context.collectives, context.rows, context.name = collectives, rows, name
@@ -322,7 +354,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def _is_done(work: Any, seconds: float) -> bool:
     """Wait for an operation, and return whether it has ended in time; raises its error."""
     try:
-        work.wait(timedelta(seconds=min(seconds, _MOST_SECONDS)))
+        work.wait(timedelta(seconds=min(seconds, MOST_SECONDS)))
     except RuntimeError:
         if not work.is_completed():
             return False
@@ -331,130 +363,22 @@ def _is_done(work: Any, seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Raise errors of an operation as `CollectiveError`, with the operation's name."""
+def naming_lost_ranks(name: str | None = None) -> Iterator[None]:
+    """Raise errors of an operation as `CollectiveError`, with its name.
+
+    Without a name, errors of the user's own operations; other errors pass unchanged.
+    """
     try:
         yield
-    except CollectiveError:
-        raise
     except (RuntimeError, ConnectionError) as error:
+        is_known = type(error).__name__ in ("CollectiveError", "HorovodInternalError")
+        if is_known or (name is None and not _BROKEN.search(str(error))):
+            raise
+        what = "An operation of torch.distributed" if name is None else repr(name)
         raise CollectiveError(
-            f"{name!r} failed, probably because another rank has ended: {error}"
+            f"{what} failed, probably because another rank has ended: {error}"
         ) from error
 
 
-@contextlib.contextmanager
-def connected(
-    mp_start_method: str | None, ranks: int | None, use_gpu: bool
-) -> Iterator[DistributedCollectives]:
-    """Connect this rank to the others for the duration of the block.
-
-    After an error in the block, connections are closed only when the process ends.
-    """
-    set_start_method(mp_start_method)
-    collectives = connect(use_gpu)
-    check_ranks(collectives.size, ranks)
-    yield collectives
-    collectives.close()
-
-
-def connect(use_gpu: bool = True) -> DistributedCollectives:
-    """Connect this rank to the others, until `DistributedCollectives.close` or its end.
-
-    Makes the default process group, unless the user's program has made it.
-
-    Raises
-    ------
-    ParamError
-        If neither this package nor a launcher of ``torch.distributed`` has started this rank. Also
-        if the user's group has no library for tensors on the CPU.
-    """
-    client = RankClient.from_environment()
-    rank, size, local_rank, local_size, node_rank = _numbers_of_rank(os.environ)
-    store: Any = None if client is None else RendezvousStore(client)
-    is_own = not dist.is_initialized()
-    if is_own:
-        if store is None and size == 1:
-            store = dist.HashStore()
-        elif store is None and "MASTER_ADDR" in os.environ:
-            store, *_ = next(dist.rendezvous("env://", rank, size))
-        elif store is None:
-            raise ParamError(
-                "collectives: 'torch' needs ranks that this package or torchrun has started. Set "
-                "collectives='horovod' for ranks that horovodrun starts."
-            )
-    elif "cpu:" not in dist.get_backend_config():
-        raise ParamError(
-            f"collectives: this program's default process group is {dist.get_backend()!r}, which "
-            "has no operations on CPUs. Make it by init_process_group('cpu:gloo,cuda:nccl')."
-        )
-    base_store = store
-    if store is not None:
-        store = dist.PrefixStore(f"hvd_estimators/{next(_sessions)}", store)
-    if is_own:
-        nccl = use_gpu and dist.is_nccl_available()
-        nccl = nccl and _have_own_gpus(store, rank, size, local_rank)
-        _make_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
-    collectives = DistributedCollectives(store, local_rank, local_size, node_rank, is_own)
-    # Without this reference, C++ code would not find the methods of a Python store.
-    collectives.base_store = base_store
-    if client is not None:
-        client.request(JOINED)
-    return collectives
-
-
-def _have_own_gpus(store: Any, rank: int, size: int, local_rank: int) -> bool:
-    """Return whether each rank has a GPU that no other rank has. Called by all ranks."""
-    index = gpu_index(torch.cuda.device_count() if torch.cuda.is_available() else 0, local_rank)
-    store.set(f"gpu/{rank}", "" if index is None else json.dumps(own_gpu(index)))
-    gpus = {bytes(store.get(f"gpu/{other}")) for other in range(size)}
-    return len(gpus) == size and b"" not in gpus
-
-
-def _make_group(backend: str, store: Any, rank: int, size: int) -> None:
-    """Make the default group, in at most `timeouts.GLOO_TIMEOUT` or the user's limit.
-
-    Gloo's own limit would also apply to operations. An operation may take as long as the slowest
-    rank needs.
-    """
-    given = os.environ.get(timeouts.GLOO_TIMEOUT_VARIABLE, "")
-    seconds = int(given) if given.isdigit() else int(timeouts.GLOO_TIMEOUT)
-    connected: concurrent.futures.Future[None] = concurrent.futures.Future()
-    _, end_after = hold_up_limits(os.environ)
-    # Operations of this package end before that, with the names of the absent ranks.
-    limit = min(end_after + _END_LATER_SECONDS, _MOST_SECONDS)
-
-    def connect() -> None:
-        try:
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit)
-            )
-        except BaseException as error:
-            connected.set_exception(error)
-        else:
-            connected.set_result(None)
-
-    threading.Thread(target=connect, daemon=True).start()
-    with _naming("connection"):
-        try:
-            connected.result(seconds)
-        except concurrent.futures.TimeoutError as error:
-            raise CollectiveError(
-                f"Rank {rank} of {size} has not connected to all others in {seconds} s "
-                f"({timeouts.GLOO_TIMEOUT_VARIABLE})."
-            ) from error
-
-
-def _numbers_of_rank(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
-    """Return rank, size, local rank, local size and machine from the environment."""
-    names = (
-        ("HOROVOD_RANK", "RANK", 0),
-        ("HOROVOD_SIZE", "WORLD_SIZE", 1),
-        ("HOROVOD_LOCAL_RANK", "LOCAL_RANK", 0),
-        ("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", 1),
-        ("HOROVOD_CROSS_RANK", "GROUP_RANK", 0),
-    )
-    rank, size, local_rank, local_size, node = (
-        int(env.get(horovods, env.get(torchs, default))) for horovods, torchs, default in names
-    )
-    return rank, size, local_rank, local_size, node
+# In messages of Gloo, NCCL and Horovod; torch's errors have no type of their own.
+_BROKEN = re.compile(r"/gloo/|NCCL error|HorovodInternalError")
