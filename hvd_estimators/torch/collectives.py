@@ -293,34 +293,6 @@ def sum_over_ranks(value: float, name: str = "step_weight") -> float:
     return float(current().reduce(own, "sum", name))
 
 
-def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Reduce a tensor of any dtype with ``mean``, ``avg``, ``sum``, ``min`` or ``max``.
-
-    Called by all ranks. The mean of integers is a float64 tensor, because it may not be an integer.
-    """
-    op = "mean" if op == "avg" else op
-    if op not in ("mean", "sum", "min", "max"):
-        raise ValueError(
-            f"reduce_op: expected one of 'mean', 'sum', 'min' and 'max', found {op!r}."
-        )
-    if op == "mean" and not tensor.is_floating_point():
-        tensor = tensor.double()
-    with torch.inference_mode(False):
-        return current().reduce(_carried(tensor).contiguous(), op).to(tensor.dtype)
-
-
-def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Stack the ranks' tensors of any dtype along a new first dimension. Called by all ranks."""
-    with torch.inference_mode(False):
-        return current().gather(_carried(tensor).unsqueeze(0).contiguous()).to(tensor.dtype)
-
-
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that collectives can transport and write to."""
-    usable = tensor.clone() if tensor.is_inference() else tensor
-    return usable.to(CARRIED_AS.get(tensor.dtype, tensor.dtype))
-
-
 def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Sum one tensor per rank, on its device. Called by all ranks.
 
@@ -335,30 +307,6 @@ def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if _Active.collectives is None or current().size == 1:
         return tensor
     return current().reduce(tensor, "sum", name)
-
-
-class PendingSum:
-    """Asynchronous sum of a tensor over the ranks. All ranks must create it.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        This rank's tensor, of the same shape and dtype on all ranks. The sum overwrites it.
-    name : str
-        Name of the reduction; the same on all ranks.
-    """
-
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        is_alone = current().size == 1
-        self._wait = None if is_alone else current().reduce_async(tensor, "sum", name)
-        self._total = tensor
-
-    def value(self) -> torch.Tensor:
-        """Wait for the sum, and return it."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            self._total = wait()
-        return self._total
 
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:

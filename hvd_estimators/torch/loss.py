@@ -23,7 +23,7 @@ from torch.nn import functional
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.classification import of_labels
-from hvd_estimators.torch.collectives import PendingSum, sum_over_ranks, sum_tensor
+from hvd_estimators.torch.collectives import sum_over_ranks, sum_tensor
 from hvd_estimators.training.value_limits import check_labels
 
 
@@ -258,14 +258,14 @@ class StepShare:
         See `WeightedBatches`.
     slots : float
         Micro-batches of the step on all ranks; gradients are averaged over these.
-    totals : PendingSum or None
-        The step's denominator of each label, if label values determine one.
+    totals : callable or None
+        Returns the step's denominator of each label, if label values determine one.
     """
 
     rows: int
     factor: float
     slots: float
-    totals: PendingSum | None = None
+    totals: Callable[[], torch.Tensor] | None = None
 
     def scale(self, part: LossPart, total: torch.Tensor | None) -> Any:
         """Return the factor of a loss part in the backward pass."""
@@ -370,8 +370,6 @@ class Evaluation:
         Loss for the backward pass, see `Loss.over_ranks`; None if the caller runs no backward pass.
     stated : torch.Tensor, float or None
         Denominator that the user's function states.
-    is_row_mean : bool
-        Whether the loss is a mean over rows.
     is_divided : bool
         Whether `StepWeights` has divided ``step_loss`` already.
     """
@@ -383,7 +381,6 @@ class Evaluation:
     counted: torch.Tensor | None = None
     step_loss: torch.Tensor | None = None
     stated: Any = None
-    is_row_mean: bool = True
     is_divided: bool = False
 
     def numerators(self) -> torch.Tensor:
@@ -428,7 +425,7 @@ class LossParts:
         The average over ranks of this loss's gradient is the batch's part of the step's gradient.
         Stated losses must still be divided, see `StepWeights`.
         """
-        totals = [None] * len(parts) if share.totals is None else list(share.totals.value())
+        totals = [None] * len(parts) if share.totals is None else list(share.totals())
         return self.weighted(
             [
                 part.value * share.scale(part, total)

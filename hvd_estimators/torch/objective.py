@@ -6,6 +6,7 @@ the ranks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.torch.collectives import PendingSum
+from hvd_estimators.torch.collectives import current
 from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
     Evaluation,
@@ -250,7 +251,9 @@ class RankObjective:
             return 1
         return len(self._loss.functions)
 
-    def totals(self, window: Sequence[Mapping[str, torch.Tensor]]) -> PendingSum | None:
+    def totals(
+        self, window: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Callable[[], torch.Tensor] | None:
         """Return the step's denominators that labels determine, summed over all ranks.
 
         All ranks must call this method once per step. The forward pass hides part of the reduction.
@@ -262,8 +265,8 @@ class RankObjective:
 
         Returns
         -------
-        PendingSum or None
-            One denominator per label; None if none is needed, as for a mean over rows.
+        callable or None
+            Returns one denominator per label; None if none is needed, as for a mean over rows.
         """
         tensors = self._tensors
         loss = self._loss
@@ -274,7 +277,10 @@ class RankObjective:
         ):
             return None
         own = [loss.denominators(tensors.labels(columns, self._device)) for columns in window]
-        return PendingSum(torch.stack(own).sum(dim=0), "denominators")
+        total = torch.stack(own).sum(dim=0)
+        if current().size == 1:
+            return lambda: total
+        return functools.cache(current().reduce_async(total, "sum", "denominators"))
 
     def evaluate(
         self, module: torch.nn.Module, batch: Batch, share: StepShare | None = None
@@ -309,7 +315,7 @@ class RankObjective:
         if step_loss is not None and stated is not None and not stated > 0:
             step_loss = _no_gradient(outputs)
         counted = None if is_mean and self.loss_parts == 1 else self._loss.counted(parts)
-        return Evaluation(loss, outputs, labels, batch.rows, counted, step_loss, stated, is_mean)
+        return Evaluation(loss, outputs, labels, batch.rows, counted, step_loss, stated)
 
     def run_minibatch(
         self,

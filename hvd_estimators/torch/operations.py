@@ -113,12 +113,10 @@ class Collectives:
         self._numbers = itertools.count()
         self._warn_after, self._end_after = hold_up_limits(os.environ)
 
-    def reduce(self, tensor: torch.Tensor, op: str, name: str | None = None) -> torch.Tensor:
-        """Return a tensor's reduction over the ranks; gradients flow back through it."""
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            reduced: torch.Tensor = _Reduce.apply(tensor, self, op, name)
-            return reduced
-        return self.reduce_async(_copied(tensor), op, name or "reduce")()
+    def reduce(self, tensor: torch.Tensor, op: str, name: str = "reduce") -> torch.Tensor:
+        """Return a tensor's reduction over the ranks."""
+        copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return self.reduce_async(copied, op, name)()
 
     def reduce_async(self, tensor: torch.Tensor, op: str, name: str) -> Callable[[], torch.Tensor]:
         """Start the reduction of a tensor, which the result overwrites."""
@@ -153,23 +151,10 @@ class Collectives:
 
         return finish
 
-    def gather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-        """Return the ranks' tensors, concatenated along their first dimension, which may differ.
-
-        A backward pass returns the mean of the ranks' gradients for this rank's part.
-        """
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            gathered: torch.Tensor = _Gather.apply(tensor, self, name)
-            return gathered
-        return self.gather_parts(tensor, name)[0]
-
-    def gather_parts(
-        self, tensor: torch.Tensor, name: str | None = None
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Return the ranks' concatenated tensors, and the length of each rank's part."""
-        name = name or "gather"
+    def gather(self, tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
+        """Return the ranks' tensors, concatenated along their first dimension, which may differ."""
         rows = self._gather_counts(tensor.shape[0], name)()
-        return self._gather_rows(tensor.detach(), rows, name), rows
+        return self._gather_rows(tensor.detach(), rows, name)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
@@ -303,52 +288,6 @@ class Collectives:
     def _waits(self, rank: int, number: int) -> bool:
         key = f"waits/{rank}"
         return self._store.check([key]) and self._store.get(key) == str(number).encode()
-
-
-class _Reduce(torch.autograd.Function):
-    """Reduction whose gradients are reduced alike, as Horovod's."""
-
-    @staticmethod
-    def forward(
-        context: Any,
-        tensor: torch.Tensor,
-        collectives: Collectives,
-        op: str,
-        name: str | None,
-    ) -> torch.Tensor:
-        context.collectives, context.op, context.name = collectives, op, name
-        return collectives.reduce_async(_copied(tensor), op, name or "reduce")()
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (gradient,) = gradients
-        name = f"{context.name or 'reduce'}.gradient"
-        reduced = context.collectives.reduce_async(_copied(gradient), context.op, name)()
-        return reduced, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Gather whose gradients are averaged over the ranks, as Horovod's."""
-
-    @staticmethod
-    def forward(
-        context: Any, tensor: torch.Tensor, collectives: Collectives, name: str | None
-    ) -> torch.Tensor:
-        gathered, rows = collectives.gather_parts(tensor, name)
-        context.collectives, context.rows, context.name = collectives, rows, name
-        return gathered
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = gradients
-        collectives, name = context.collectives, f"{context.name or 'gather'}.gradient"
-        averaged = collectives.reduce_async(_copied(gradient), "mean", name)()
-        return averaged.split(context.rows)[collectives.rank], None, None
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _is_done(work: Any, seconds: float) -> bool:

@@ -373,7 +373,7 @@ class _Trainer:
                 with self.averager.averaging(accumulate=index + 1 < end):
                     losses.append(self._minibatch(batch, share, index + skipped, metric_sums))
             if totals is not None:
-                totals.value()  # needed if this rank had no rows
+                totals()  # needed if this rank had no rows
             self.shards.enter(0)
             is_last = end >= steps
             if not self.user_steps:

@@ -18,13 +18,10 @@ from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedE
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import collectives
 from hvd_estimators.torch.collectives import (
-    PendingSum,
     broadcast_tensors,
     current,
     exchange,
-    gather_tensor,
     reduce_group,
-    reduce_tensor,
     session,
     sum_over_ranks,
 )
@@ -88,8 +85,6 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
         # Three at a time, finished in a different order than started.
         waits = [mine.reduce_async(own + turn, "sum", f"turn.{turn}") for turn in range(3)]
         found["turns"] = [waits[turn]().numpy() for turn in (2, 0, 1)]
-        pending = PendingSum(own.clone(), "pending")
-        found["pending"] = pending.value().numpy()
 
         rows = torch.from_numpy(rows_of(rank))
         found["rows"] = mine.gather(rows).numpy()
@@ -113,31 +108,14 @@ def run_all(kind: str, folder: str) -> dict[str, Any]:
         broadcast_tensors({**state, "text": "no tensor"})
         found["broadcast"] = {name: tensor.tolist() for name, tensor in state.items()}
 
-        ones = {dtype: torch.tensor([rank, 1]).to(dtype) for dtype in DTYPES}
-        found["helpers"] = {
-            str(dtype): (
-                [reduce_tensor(one, op).double().tolist() for op in ("mean", "sum", "min", "max")],
-                gather_tensor(one).double().tolist(),
-                gather_tensor(one).dtype == dtype,
-            )
-            for dtype, one in ones.items()
-        }
         with torch.inference_mode():
-            inside = torch.tensor([rank], dtype=torch.int64)
             found["inference"] = [
-                reduce_tensor(inside, "sum").tolist(),
                 exchange.gather({"rank": rank}, "objects"),
                 sum_over_ranks(2.0**60 + rank * 2.0**10),
             ]
         found["objects"] = exchange.gather(torch.full((rank, 100_000), 1.0).sum(), "tensors")
         found["root"] = exchange.broadcast(f"of {rank}", "root", 2)
 
-        weight = torch.tensor([float(rank + 1)], requires_grad=True)
-        (gather_tensor(weight).reshape(-1) * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-        found["gather gradient"] = weight.grad
-        weight.grad = None
-        (reduce_tensor(weight, "mean") * (rank + 1)).sum().backward()
-        found["mean gradient"] = weight.grad
         mine.barrier()
         Path(folder, str(rank)).write_text("here")
         mine.barrier()
@@ -182,7 +160,6 @@ def test_reductions_agree_with_numpy_on_all_ranks(ranks: Any) -> None:
         assert (empty.size, number) == (0, 3.0)
         for turn, total in zip((2, 0, 1), found["turns"], strict=True):
             np.testing.assert_allclose(total, whole.sum(axis=0) + RANKS * turn, rtol=1e-12)
-        np.testing.assert_allclose(found["pending"], whole.sum(axis=0), rtol=1e-13)
 
 
 def test_all_gather_accepts_parts_of_any_size(ranks: Any) -> None:
@@ -205,7 +182,7 @@ def test_all_gather_accepts_parts_of_any_size(ranks: Any) -> None:
         assert found["root"] == "of 2"
 
 
-def test_all_dtypes_are_broadcast_reduced_and_gathered(ranks: Any) -> None:
+def test_all_dtypes_are_broadcast(ranks: Any) -> None:
     for found in ranks:
         received = found["broadcast"]
         for dtype in DTYPES:
@@ -213,25 +190,12 @@ def test_all_dtypes_are_broadcast_reduced_and_gathered(ranks: Any) -> None:
         assert received["complex"] == [[1 + 1j] * 2] * 2
         assert received["strided"] == [[0.0] * 3] * 4
         assert (received["number"], received["none"]) == (0, [])
-        for name, (reduced, gathered, has_dtype) in found["helpers"].items():
-            is_bool = name == "torch.bool"
-            of_ranks = np.array([[min(r, 1) if is_bool else r, 1] for r in range(RANKS)], float)
-            total = of_ranks.sum(axis=0)
-            expected = [total / RANKS, total > 0 if is_bool else total]
-            expected += [of_ranks.min(axis=0), of_ranks.max(axis=0)]
-            for value, wanted in zip(reduced, expected, strict=True):
-                np.testing.assert_allclose(value, wanted, rtol=1e-2 if "16" in name else 1e-6)
-            np.testing.assert_array_equal(gathered, of_ranks)
-            assert has_dtype, name
 
 
-def test_inference_mode_gradients_and_sessions(ranks: Any) -> None:
-    for rank, found in enumerate(ranks):
+def test_inference_mode_and_sessions(ranks: Any) -> None:
+    for found in ranks:
         objects = [{"rank": other} for other in range(RANKS)]
-        assert found["inference"] == [[3], objects, 3 * 2.0**60 + 3 * 2.0**10]
-        # Each rank computes the loss of all ranks; the gradients are averaged.
-        assert found["gather gradient"] == 10.0**rank
-        assert found["mean gradient"] == pytest.approx(2.0)
+        assert found["inference"] == [objects, 3 * 2.0**60 + 3 * 2.0**10]
         assert found["files"] == RANKS
         assert "no connection" in found["outside"]
         assert not found["group after"]
