@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 
 from hvd_estimators.exceptions import DependencyError
 
 
-def require_tensorflow() -> None:
-    """Check that Keras runs on TensorFlow.
+def on_tensorflow() -> bool:
+    """Return whether Keras runs on TensorFlow; otherwise it runs on torch."""
+    return bool(keras.backend.backend() == "tensorflow")
+
+
+def require_backend() -> None:
+    """Check that Keras runs on TensorFlow or torch.
 
     Raises
     ------
@@ -22,12 +29,35 @@ def require_tensorflow() -> None:
         If Keras runs on another backend, for which this package has no collectives.
     """
     backend = keras.backend.backend()
-    if backend != "tensorflow":
+    if backend not in ("tensorflow", "torch"):
         raise DependencyError(
-            f"Keras runs on the backend {backend!r}; hvd_estimators.keras needs 'tensorflow'. Set "
-            "the environment variable KERAS_BACKEND=tensorflow before keras is imported (it takes "
-            "precedence over ~/.keras/keras.json)."
+            f"Keras runs on the backend {backend!r}; hvd_estimators.keras needs 'tensorflow' or "
+            "'torch'. Set the environment variable KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch "
+            "before keras is imported (it takes precedence over ~/.keras/keras.json)."
         )
+
+
+# Before the imports below, which other backends do not need.
+require_backend()
+
+if on_tensorflow():
+    import tensorflow as tf
+
+    SHAPE_KINDS: tuple[type[Exception], ...] = (tf.errors.InvalidArgumentError,)
+    """The backend's exceptions for wrong shapes, in addition to Python's own."""
+
+    VARIABLE: type = tf.Variable
+    """The backend's class of variables."""
+else:
+    import torch
+
+    SHAPE_KINDS = (RuntimeError, IndexError)
+    VARIABLE = torch.nn.Parameter
+    # cloudpickle sends it with functions that use both torch and ``ops``, such as Keras's.
+    copyreg.pickle(type(torch.ops), lambda module: (getattr, (torch, "ops")))
+
+CPU = "cpu:0" if on_tensorflow() else "cpu"
+"""Name of the CPU for `keras.device`. With another name, torch's parameters would be copies."""
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
@@ -143,6 +173,16 @@ def build_optimizers(model: keras.Model, positions: Sequence[Sequence[int]]) -> 
             optimizer.build([variables[number] for number in of_optimizer])
 
 
+def set_random_seed(seed: int) -> None:
+    """Seed all generators as `keras.utils.set_random_seed`, without an import of TensorFlow."""
+    if on_tensorflow():
+        keras.utils.set_random_seed(seed)
+        return
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restore Python's and NumPy's random states after the block: Keras draws seeds from them."""
@@ -156,35 +196,54 @@ def kept_random_state() -> Iterator[None]:
 
 def to_dense(gradient: Any) -> Any:
     """Return a gradient as one tensor; TensorFlow's gradients of embeddings are slices."""
-    if keras.backend.backend() != "tensorflow":
+    if not on_tensorflow():
         return gradient
-    import tensorflow as tf
-
     return tf.convert_to_tensor(gradient)
 
 
 def multiply_no_nan(values: Any, factor: Any) -> Any:
     """Return the product, and 0 where the factor is 0 and the value NaN or infinite."""
-    if keras.backend.backend() != "tensorflow":
+    if not on_tensorflow():
         return keras.ops.where(factor == 0, keras.ops.zeros_like(values), values * factor)
-    import tensorflow as tf
-
     return tf.math.multiply_no_nan(values, factor)
 
 
 def ordered(after: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Make operations of the block run after the given tensors are computed."""
-    if keras.backend.backend() != "tensorflow":
+    if not on_tensorflow():
         return contextlib.nullcontext()
-    import tensorflow as tf
-
     return tf.control_dependencies(after)
 
 
 def outside_functions() -> contextlib.AbstractContextManager[Any]:
     """Create variables of the block outside of the functions that TensorFlow traces."""
-    if keras.backend.backend() != "tensorflow":
+    if not on_tensorflow():
         return contextlib.nullcontext()
-    import tensorflow as tf
-
     return tf.init_scope()
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes no gradients, as TensorFlow runs it fastest."""
+    if on_tensorflow():
+        # Keras runs its steps without AutoGraph, too.
+        return tf.function(function, autograph=False, reduce_retracing=True)
+    return torch.no_grad()(function)
+
+
+def snapshot(value: Any) -> Any:
+    """Return a variable's current value, which later assignments do not change."""
+    if on_tensorflow():
+        # Shares the variable's memory until the variable changes.
+        return tf.convert_to_tensor(value)
+    return keras.ops.convert_to_tensor(value).detach().clone()
+
+
+def num_dimensions(tensor: Any) -> int | None:
+    """Return the number of a tensor's dimensions; None if TensorFlow does not know it."""
+    rank: int | None = tensor.shape.rank if on_tensorflow() else len(tensor.shape)
+    return rank
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return NumPy's type for a type of Keras, bfloat16 and others of ``ml_dtypes`` among them."""
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -23,10 +23,11 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.keras.backend import on_tensorflow, traced
 from hvd_estimators.keras.collectives import exchange
+from hvd_estimators.keras.losses import has_test_loss
 from hvd_estimators.keras.metrics import (
     merge_states,
     metrics_with_merge_state,
@@ -148,22 +149,28 @@ def build_metrics(model: keras.Model, element: Any, count: int | None = None) ->
     ----------
     model : keras.Model
         The compiled model.
-    element : structure of tf.TensorSpec
-        Specs of the batches.
+    element : structure
+        Specs of the batches on TensorFlow; on torch, a batch.
     count : int, optional
         The expected number of variables, with which nothing is left to do.
     """
     if len(model.metrics_variables) != count:
-        if model.run_eagerly:
+        if not on_tensorflow():
+            # A step without a loss creates no metrics.
+            if has_test_loss(model):
+                traced(model.test_step)(element)
+        elif model.run_eagerly:
             model.test_step(keras.tree.map_structure(_one_row, element))
         else:
+            import tensorflow as tf
+
             # Traces the step without running it.
             tf.function(model.train_step).get_concrete_function(element)
         model.reset_metrics()
 
 
-def _one_row(spec: tf.TensorSpec) -> tf.Tensor:
-    return tf.zeros([size or 1 for size in spec.shape], spec.dtype)
+def _one_row(spec: Any) -> Any:
+    return keras.ops.zeros([size or 1 for size in spec.shape], spec.dtype)
 
 
 def _restore_metrics(

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import multiply_no_nan, ordered, to_dense
+from hvd_estimators.keras.backend import multiply_no_nan, on_tensorflow, ordered, to_dense
 from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
 from hvd_estimators.training.collectives_choice import choose_collectives
 from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
@@ -135,8 +135,10 @@ exchange = ObjectExchange(
 )
 
 
-def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
-    """Make at most one GPU visible to TensorFlow, and limit its threads to the rank's cores.
+def choose_devices(use_gpu: bool, verbose: int = 1) -> contextlib.AbstractContextManager[Any]:
+    """Choose the rank's device, and return a context that uses it.
+
+    On TensorFlow, at most one GPU is visible, and threads are limited to the rank's cores.
 
     Parameters
     ----------
@@ -150,6 +152,10 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     GpuError
         If only some ranks see a GPU, or if two ranks share a GPU although NCCL reduces.
     """
+    if not on_tensorflow():
+        from hvd_estimators.torch.collectives import choose_device
+
+        return keras.device(str(choose_device(use_gpu, verbose)))
     import tensorflow as tf
 
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -167,11 +173,12 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     used = exchange.gather(None if index is None else own_gpu(index), "hvd_estimators.gpus")
     check_gpus([gpu is not None for gpu in used])
     if index is None:
-        return
+        return contextlib.nullcontext()
     kind = tf.config.experimental.get_device_details(gpus[index]).get("device_name", "GPU")
     line = describe_gpus(used, str(kind), current().uses_nccl)
     if current().rank == 0:
         notify_driver(f"{line} Collectives: {current().library}.", verbose)
+    return contextlib.nullcontext()
 
 
 _BUCKET_BYTES = 16 * 2**20

@@ -26,9 +26,8 @@ from typing import Any
 import cloudpickle
 import keras
 import numpy as np
-import tensorflow as tf
 
-from hvd_estimators.keras.backend import all_layers, inner_optimizers, is_keras
+from hvd_estimators.keras.backend import VARIABLE, all_layers, inner_optimizers, is_keras
 
 # Keras writes these into every layer's config.
 _BASE_KEYS = ("name", "trainable", "dtype")
@@ -49,7 +48,7 @@ _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
 
 
 # Types that are restored by a model's config, its variables and its building.
-_STRUCTURE = (keras.Layer, keras.Variable, tf.Variable, keras.random.SeedGenerator)
+_STRUCTURE = (keras.Layer, keras.Variable, VARIABLE, keras.random.SeedGenerator)
 
 _MADE_BY_BUILDING = ("lora_enabled",)
 
@@ -218,7 +217,7 @@ def _is_same(ours: Any, theirs: Any, depth: int = 0) -> bool:
     """Return whether two attributes are equal; variables and Keras's objects are not compared."""
     if ours is theirs or depth > 6:
         return True
-    if isinstance(ours, (tf.Variable, keras.Variable, keras.Layer)):
+    if isinstance(ours, (VARIABLE, keras.Variable, keras.Layer)):
         return theirs is not None
     if isinstance(ours, (list, tuple)):
         return (
@@ -341,7 +340,7 @@ def _is_data_leaf(leaf: Any) -> bool:
 
 def _is_symbolic(leaf: Any) -> bool:
     return isinstance(leaf, keras.KerasTensor) or (
-        tf.is_tensor(leaf) and not hasattr(leaf, "numpy")
+        keras.ops.is_tensor(leaf) and not hasattr(leaf, "numpy")
     )
 
 

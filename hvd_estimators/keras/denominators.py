@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import multiply_no_nan, num_dimensions, ordered, snapshot
 
 if TYPE_CHECKING:
     from hvd_estimators.keras.collectives import GradientAverager
+
+ops: Any = keras.ops
 
 
 def states_denominator(loss: Any) -> bool:
@@ -50,7 +52,7 @@ class LossDenominators:
         passes: int,
         full: int,
         by_samples: bool,
-        sum_over_ranks: Callable[[tf.Tensor, str], tf.Tensor],
+        sum_over_ranks: Callable[[Any, str], Any],
         may_be_empty: bool = False,
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
@@ -117,10 +119,10 @@ class LossDenominators:
             self._trackers.append(metric)
 
     def _ignore_empty(self, metric: Any, update: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [tf.convert_to_tensor(variable) for variable in metric.variables]
+        before = [snapshot(variable.value) for variable in metric.variables]
         result = update(*args, **kwargs)
         for variable, old in zip(metric.variables, before, strict=True):
-            variable.assign(tf.where(self._rows > 0, variable, old))
+            variable.assign(ops.where(self._rows > 0, variable, old))
         return result
 
     def _update(self, original: Any, is_total: bool, values: Any, sample_weight: Any = None) -> Any:
@@ -137,7 +139,7 @@ class LossDenominators:
 
         Parameters
         ----------
-        batch : structure of tf.Tensor
+        batch : structure of tensors
             The argument of the step.
         is_training : bool
             Whether gradients are averaged. In a test step, a single loss is weighted by its
@@ -145,10 +147,10 @@ class LossDenominators:
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         self._is_single = sum(label is not None for label in keras.tree.flatten(y)) == 1
-        self._rows = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
+        self._rows = ops.cast(ops.shape(keras.tree.flatten(x)[0])[0], "float32")
         self._weight, self._is_training = self._rows, is_training
         if self._by_samples and sample_weight is not None:
-            self._weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+            self._weight = ops.sum(ops.cast(sample_weight, "float32"))
         if is_training:
             for averager in self._averagers:
                 averager.weight = self._weight / self._full
@@ -199,9 +201,9 @@ class LossDenominators:
             self._denominator = denominator
             return self._times(value, denominator > 0)
         self._denominator = None
-        counts, weights = self._reduced(tf.stack([denominator, self._weight]))
-        own = tf.math.divide_no_nan(denominator, counts)
-        return self._times(value, own * tf.math.divide_no_nan(weights, self._weight))
+        counts, weights = self._reduced(ops.stack([denominator, self._weight]))
+        own = ops.divide_no_nan(denominator, counts)
+        return self._times(value, own * ops.divide_no_nan(weights, self._weight))
 
     def _sum(self, value: Any) -> Any:
         self._other_sums += 1
@@ -211,40 +213,40 @@ class LossDenominators:
                 "backward_passes_per_step=1, and resume on the number of ranks that started the "
                 "run; or set reduction='sum_over_batch_size'."
             )
-        weights = self._reduced(tf.reshape(self._weight, (1,)))[0]
-        return self._times(value, tf.math.divide_no_nan(weights, self._weight))
+        weights = self._reduced(ops.reshape(self._weight, (1,)))[0]
+        return self._times(value, ops.divide_no_nan(weights, self._weight))
 
     def _reduced(self, own: Any) -> list[Any]:
         """Sum numbers over the ranks, one reduction after the other."""
         # In 64 bits, which Horovod does not fuse with gradients: sums never depend on timing.
-        with tf.control_dependencies(self._after):
+        with ordered(self._after):
             name = f"denominators.{self._other_sums}"
-            total = self._sum_over_ranks(tf.cast(own, tf.float64), name)
+            total = self._sum_over_ranks(ops.cast(own, "float64"), name)
         self._after = [total]
-        return [tf.cast(number, tf.float32) for number in tf.unstack(total)]
+        return [ops.cast(number, "float32") for number in ops.unstack(total)]
 
     def _times(self, value: Any, factor: Any) -> Any:
         # A batch without rows may have any loss.
-        return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
+        return multiply_no_nan(value, ops.cast(factor, value.dtype))
 
 
 def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any) -> Any:
     """Return the denominator of a batch's loss; None for a mean over rows."""
     if states_denominator(loss):
-        return tf.reduce_sum(tf.cast(loss.denominator(y_true, y_pred), tf.float32))
-    if not elements.shape.rank:
+        return ops.sum(ops.cast(loss.denominator(y_true, y_pred), "float32"))
+    if not num_dimensions(elements):
         return None
     masks = [_mask_of(tensor) for tensor in (y_pred, elements)]
-    present = [tf.cast(mask, tf.float32) for mask in masks if mask is not None]
+    present = [ops.cast(mask, "float32") for mask in masks if mask is not None]
     mask = present[0] if len(present) == 1 else present[0] * present[1] if present else None
     if loss.reduction == "mean_with_sample_weight" and weight is not None:
-        weight = tf.cast(weight, tf.float32)
+        weight = ops.cast(weight, "float32")
         if mask is None:
-            return tf.reduce_sum(weight)
+            return ops.sum(weight)
         if len(weight.shape) == len(mask.shape) - 1:
             weight = weight[..., None]
-        return tf.reduce_sum(weight * mask)
-    return None if mask is None else tf.reduce_sum(mask)
+        return ops.sum(weight * mask)
+    return None if mask is None else ops.sum(mask)
 
 
 def _mask_of(tensor: Any) -> Any:

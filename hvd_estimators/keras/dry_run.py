@@ -14,13 +14,19 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trial import leave_to_ranks, traceless
-from hvd_estimators.keras.backend import all_layers, has_own_step, has_own_test_step
+from hvd_estimators.keras.backend import (
+    CPU,
+    SHAPE_KINDS,
+    all_layers,
+    has_own_step,
+    has_own_test_step,
+    on_tensorflow,
+)
 from hvd_estimators.keras.losses import check_loss, has_any_loss, has_test_loss
 from hvd_estimators.keras.metrics import (
     are_built,
@@ -33,7 +39,6 @@ from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.own_step import why_one_batch_per_step
 from hvd_estimators.keras.sync_batch_norm import synchronized_layers
 from hvd_estimators.keras.tensors import (
-    SHAPE_KINDS,
     ZEROS,
     Field,
     TensorSpec,
@@ -150,7 +155,13 @@ logger = logging.getLogger(__name__)
 
 
 # Errors of models that index or unpack an input of another structure.
-_INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *SHAPE_KINDS)
+_INDEXING_KINDS: tuple[type[BaseException], ...] = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    *SHAPE_KINDS,
+)
 
 
 class DryRun:
@@ -304,7 +315,7 @@ class DryRun:
         """
         self._take_columns(columns)
         check_columns(self._input_fields(), columns, "feature_cols", "input")
-        with tf.device("CPU:0"), contextlib.ExitStack() as stack:
+        with keras.device(CPU), contextlib.ExitStack() as stack:
             try:
                 x, outputs = self._call(columns, stack)
             except Exception as error:
@@ -323,7 +334,11 @@ class DryRun:
                         ) from error
                     remedy = text_remedy(columns, self._inputs)
                     # A conversion of text to numbers may raise the same errors as a missing GPU.
-                    kinds = (*SHAPE_KINDS, tf.errors.UnimplementedError) if remedy else SHAPE_KINDS
+                    kinds = SHAPE_KINDS
+                    if remedy and on_tensorflow():
+                        import tensorflow as tf
+
+                        kinds = (*kinds, tf.errors.UnimplementedError)
                     if leave_to_ranks(error, kinds):
                         self._go_without_call(f"it raised {type(error).__name__}: {error}")
                         return
@@ -492,7 +507,7 @@ class DryRun:
     def check_metrics(self) -> None:
         """Check that the ranks' metrics can be summed, after `run`; see `check_metrics`."""
         if self._batch is not None:
-            with tf.device("CPU:0"):
+            with keras.device(CPU):
                 check_metrics(self.model, *self._batch)
 
     def check_monitors(self, param: str, callbacks: Sequence[Any]) -> None:
@@ -512,7 +527,7 @@ class DryRun:
     def _builds_metrics(self) -> bool:
         """Build the metrics if the loss was tried, and return whether they are built."""
         if not are_built(self.model) and self._batch is not None:
-            with tf.device("CPU:0"), traceless(), contextlib.suppress(Exception):
+            with keras.device(CPU), traceless(), contextlib.suppress(Exception):
                 # check_metrics() warns about metrics that cannot be called.
                 build_metrics(self.model, *self._batch)
         return are_built(self.model)

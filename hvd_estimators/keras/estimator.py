@@ -234,7 +234,7 @@ class KerasEstimator(KerasEstimatorSignatures):
         return train
 
     def _rank_environment(self) -> Mapping[str, str | None]:
-        return {"KERAS_BACKEND": "tensorflow", **self.getOrDefault("backend_env")}
+        return {"KERAS_BACKEND": keras.backend.backend(), **self.getOrDefault("backend_env")}
 
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]

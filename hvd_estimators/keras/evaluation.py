@@ -12,18 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array, num_rows
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, Resources
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.keras.backend import kept_random_state
+from hvd_estimators.keras.backend import CPU, kept_random_state, on_tensorflow, traced
 from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.losses import NO_TEST_LOSS, has_test_loss, weights_by_samples
 from hvd_estimators.keras.metrics import capture_metrics, merge_captured, results
 from hvd_estimators.keras.outputs import keep_rows
-from hvd_estimators.keras.predictor import CPU, choose_device
+from hvd_estimators.keras.predictor import choose_device
 from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import TensorSpec
 
@@ -41,7 +40,7 @@ class EvaluationSteps:
     tensors : TensorSpec
         Conversion of columns to tensors.
     device : str
-        TensorFlow's device.
+        The backend's device, see `choose_device`.
     shapes : sequence of sequence of (int or None)
         See `keep_rows`.
 
@@ -60,7 +59,7 @@ class EvaluationSteps:
         shapes: Sequence[Sequence[int | None]] = (),
     ) -> None:
         self._device, self._tensors = device, tensors
-        with tf.device(device):
+        with keras.device(device):
             self.model = load_model(document, mapped=device == CPU)
             arguments = load(compiled)
             if arguments is not None and not self.model.compiled:
@@ -69,9 +68,8 @@ class EvaluationSteps:
         weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
         self._denominators = LossDenominators([], 1, 1, weights, lambda tensor, name: tensor)
         self._is_built = False
-        # Keras runs test steps without AutoGraph, too.
-        step = tf.function(self._step, autograph=False, reduce_retracing=True)
-        self._traced = self._step if self.model.run_eagerly else step
+        step = self._step
+        self._traced = step if self.model.run_eagerly and on_tensorflow() else traced(step)
 
     def start(self) -> KerasSums:
         """Return sums over no rows."""
@@ -92,7 +90,7 @@ class EvaluationSteps:
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        with tf.device(self._device), self._denominators.patched(self.model):
+        with keras.device(self._device), self._denominators.patched(self.model):
             yield
 
     def _step(self, batch: Any) -> Any:

@@ -21,12 +21,17 @@ from typing import IO, Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickle_imports import load
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import all_layers, has_own_compile, model_optimizers
+from hvd_estimators.keras.backend import (
+    all_layers,
+    has_own_compile,
+    model_optimizers,
+    numpy_dtype,
+    on_tensorflow,
+)
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.keras.model_file import loads_plainly, variable_value
 from hvd_estimators.keras.model_metadata import ModelMetadata
@@ -56,11 +61,11 @@ class _Value:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * int(tf.as_dtype(self.dtype).size)
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
     def of(self, raw: Array) -> Array:
         """Return the value of bytes, without a copy."""
-        return raw.view(tf.as_dtype(self.dtype).as_numpy_dtype).reshape(self.shape)
+        return raw.view(numpy_dtype(self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class LargeModel:
         with (
             self.metadata.policy(),
             constructing(self.custom_objects) as made,
-            tf.variable_creator_scope(functools.partial(_create, lambda initial: True)),
+            _creating(lambda initial: True),
         ):
             model: keras.Model = keras.saving.deserialize_keras_object(
                 json.loads(self.config), made, safe_mode=False
@@ -152,7 +157,7 @@ def value_locations(model: keras.Model) -> tuple[_Value, ...]:
     """Return the locations of a model's values in a file from `write_file`."""
     locations, offset = [], 0
     for variable in model.variables:
-        location = _Value(offset, tuple(variable.shape), tf.as_dtype(variable.dtype).name)
+        location = _Value(offset, tuple(variable.shape), variable.dtype)
         locations.append(location)
         offset = _aligned(offset + location.num_bytes)
     return tuple(locations)
@@ -184,26 +189,39 @@ def size_of(model: keras.Model) -> int:
 @contextlib.contextmanager
 def unwritten_zeros() -> Iterator[None]:
     """Create variables whose initial value is zero without memory until they are written."""
-    with tf.variable_creator_scope(functools.partial(_create, _is_zero)):
+    with _creating(_is_zero):
         yield
+
+
+def _creating(is_replaced: Callable[[Any], bool]) -> contextlib.AbstractContextManager[Any]:
+    """Create variables by `_create` in the block, which torch does not need."""
+    if not on_tensorflow():
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
+    return tf.variable_creator_scope(functools.partial(_create, is_replaced))
 
 
 def _can_alias(value: Array) -> bool:
     # NumPy does not support DLPack for other types.
-    return value.nbytes >= _ALIASED_BYTES and value.dtype.kind in "fiu"
+    return on_tensorflow() and value.nbytes >= _ALIASED_BYTES and value.dtype.kind in "fiu"
 
 
-def _alias(value: Array) -> tf.Tensor:
+def _alias(value: Array) -> Any:
     """Return a tensor that shares an array's memory."""
+    import tensorflow as tf
+
     return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
 
 
 def _create(
-    is_replaced: Callable[[tf.Tensor], bool],
-    next_creator: Callable[..., tf.Variable],
+    is_replaced: Callable[[Any], bool],
+    next_creator: Callable[..., Any],
     **given: Any,
-) -> tf.Variable:
+) -> Any:
     """Create a variable of zeros that take no memory, if its initial value is to be replaced."""
+    import tensorflow as tf
+
     initializer = given.get("initial_value")
     # If an initializer's shape or type is unknown in a graph, the initializer runs as usual.
     with contextlib.suppress(Exception):
@@ -218,7 +236,9 @@ def _create(
     return next_creator(**given)
 
 
-def _is_zero(initial: tf.Tensor) -> bool:
+def _is_zero(initial: Any) -> bool:
+    import tensorflow as tf
+
     return initial.op.type == "Fill" and tf.get_static_value(initial.op.inputs[1]) == 0
 
 

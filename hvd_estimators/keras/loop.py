@@ -7,9 +7,8 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from hvd_estimators.keras.backend import learning_rates
+from hvd_estimators.keras.backend import learning_rates, traced
 from hvd_estimators.keras.checkpoint import PartialEpoch
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.metrics import results, scalars
@@ -21,6 +20,8 @@ from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 from hvd_estimators.training.step_control import StepControl
+
+ops: Any = keras.ops
 
 
 class NotFinite:
@@ -39,7 +40,7 @@ class NotFinite:
             if keras.backend.is_float_dtype(variable.dtype)
         ]
         # One call checks all variables, and only one flag is read if all are finite.
-        self._are_finite = tf.function(self._all_finite)
+        self._are_finite = traced(self._all_finite)
 
     def after_step(self, logs: Mapping[str, Any]) -> tuple[float | None, list[str]]:
         """Return the loss if it is NaN or infinite, and the paths of such variables.
@@ -57,12 +58,12 @@ class NotFinite:
             return bad_loss, []
         return bad_loss, [v.path for v in self._variables if not bool(_is_finite(v))]
 
-    def _all_finite(self) -> tf.Tensor:
-        return tf.reduce_all(tf.stack(list(map(_is_finite, self._variables))))
+    def _all_finite(self) -> Any:
+        return ops.all(ops.stack(list(map(_is_finite, self._variables))))
 
 
-def _is_finite(variable: Any) -> tf.Tensor:
-    return tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(variable)))
+def _is_finite(variable: Any) -> Any:
+    return ops.all(ops.isfinite(variable))
 
 
 class StepEnd:

@@ -14,15 +14,16 @@ from hvd_estimators.fitting.trial import leave_to_ranks, traceless
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.classification import of_labels
 from hvd_estimators.keras.backend import (
+    SHAPE_KINDS,
     all_layers,
     function_of,
     has_own_step,
     has_own_test_step,
     is_keras,
+    num_dimensions,
 )
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
-from hvd_estimators.keras.tensors import SHAPE_KINDS
 from hvd_estimators.training.value_limits import check_labels
 
 logger = logging.getLogger(__name__)
@@ -324,7 +325,7 @@ def check_loss(
             f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: "
             f"{error}. {remedy}"
         ) from error
-    if value is not None and value.shape.rank:
+    if value is not None and num_dimensions(value):
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
     for name, output, label, loss in compared:
         # Labels that merely broadcast to the output train the wrong comparison.
@@ -388,7 +389,7 @@ def _compared(
 def _check_added(model: keras.Model) -> None:
     """Reject added losses with one number per row, because Keras sums them up."""
     for loss in added_losses(model):
-        if loss.shape.rank:
+        if num_dimensions(loss):
             raise ShapeError(
                 f"add_loss: expected a number, found shape {tuple(loss.shape)}. Add the mean "
                 "over the rows (keras.ops.mean), so that the ranks' gradients can be averaged."

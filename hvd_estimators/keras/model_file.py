@@ -27,7 +27,6 @@ from typing import IO, Any
 import h5py
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
@@ -36,6 +35,7 @@ from hvd_estimators.keras.backend import (
     build_optimizers,
     is_keras,
     model_optimizers,
+    numpy_dtype,
     optimizer_positions,
     rated_optimizers,
 )
@@ -139,17 +139,17 @@ def _read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
             if number >= len(variables):
                 raise ValueError(f"The model has {len(variables)} variables, and the file more.")
             variable = variables[number]
-            dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+            dtype = numpy_dtype(variable.dtype)
             variable.assign(content.view(dtype).reshape(tuple(variable.shape)))
 
 
 def variable_value(variable: keras.Variable) -> Array:
     """Return a variable's value, read-only and without a copy if NumPy supports its type."""
-    tensor = tf.convert_to_tensor(variable)
+    tensor = keras.ops.convert_to_tensor(variable)
     try:
         value = np.asarray(memoryview(tensor))
-    except ValueError:  # such as bfloat16
-        value = tensor.numpy()
+    except (TypeError, ValueError):  # such as bfloat16, and torch's tensors
+        value = keras.ops.convert_to_numpy(tensor)
     return np.ascontiguousarray(value).reshape(tuple(variable.shape))
 
 

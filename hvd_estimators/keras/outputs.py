@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.keras.backend import num_dimensions, on_tensorflow
 
 
 def symbolic(model: keras.Model, side: str) -> Any:
@@ -200,7 +200,7 @@ def keep_rows(model: keras.Model, shapes: Sequence[Sequence[int | None]]) -> Non
         outputs = call(*args, **kwargs)
         flat = keras.tree.flatten(outputs)
         ranks = [len(shape) + 1 for shape in shapes]
-        if len(flat) != len(ranks) or [output.shape.rank for output in flat] == ranks:
+        if len(flat) != len(ranks) or list(map(num_dimensions, flat)) == ranks:
             return outputs
         kept = [_with_rank(output, rank) for output, rank in zip(flat, ranks, strict=True)]
         return keras.tree.pack_sequence_as(outputs, kept)
@@ -210,6 +210,10 @@ def keep_rows(model: keras.Model, shapes: Sequence[Sequence[int | None]]) -> Non
 
 def _with_rank(output: Any, rank: int) -> Any:
     """Return an output with ``rank`` dimensions, the first of which counts the rows."""
+    if not on_tensorflow():
+        return keras.ops.reshape(output, (-1, *output.shape[len(output.shape) - (rank - 1) :]))
+    import tensorflow as tf
+
     of_row = tf.shape(output)[tf.rank(output) - (rank - 1) :]
     kept = tf.reshape(output, tf.concat([[-1], of_row], 0))
     kept.set_shape([None] * rank)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvd_estimators.fitting.trial import traceless
-from hvd_estimators.keras.backend import model_optimizers
+from hvd_estimators.keras.backend import CPU, model_optimizers, on_tensorflow
 from hvd_estimators.keras.shard_state import VariableState, seed_states
 
 
@@ -21,7 +20,7 @@ def why_one_batch_per_step(model: keras.Model, batch: Any) -> str | None:
     ``train_step`` must apply one optimizer once, and may not change weights in another way. The
     exceptions are variables that layers compute from their batches before, such as statistics.
 
-    The step is traced, as in ``fit``, and not run.
+    On TensorFlow the step is traced, as in ``fit``, and not run.
 
     Parameters
     ----------
@@ -36,7 +35,7 @@ def why_one_batch_per_step(model: keras.Model, batch: Any) -> str | None:
         The reason, as the end of a sentence about ``train_step``.
     """
     try:
-        with tf.device("CPU:0"), traceless():
+        with keras.device(CPU), traceless():
             # Creates the variables.
             _traced(model, batch)
             step = _Step(model)
@@ -45,22 +44,34 @@ def why_one_batch_per_step(model: keras.Model, batch: Any) -> str | None:
         return f"cannot be traced on the driver ({type(error).__name__}: {error})"
     if len(step.applied_in) > 1:
         return f"applies optimizers {len(step.applied_in)} times per batch"
-    if any(graph is not outer for graph in step.applied_in):
+    if on_tensorflow() and any(graph is not outer for graph in step.applied_in):
         return "applies its optimizer in a condition or loop"
     return None if step.changed is None else f"changes the variable {step.changed!r} in each batch"
 
 
 def _traced(model: keras.Model, batch: Any) -> Any:
-    """Trace the training step, and return the graph that it starts in."""
+    """Trace the training step, and return the graph that it starts in; torch runs the step."""
     graphs = []
 
     def step(data: Any) -> Any:
-        graphs.append(tf.compat.v1.get_default_graph())
+        graphs.append(_graph())
         return model.train_step(data)
 
-    tensors = keras.tree.map_structure(tf.convert_to_tensor, batch)
+    tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
+    if not on_tensorflow():
+        return step(tensors)
+    import tensorflow as tf
+
     tf.function(step, autograph=False).get_concrete_function(tensors)
     return graphs[-1]
+
+
+def _graph() -> Any:
+    if not on_tensorflow():
+        return None
+    import tensorflow as tf
+
+    return tf.compat.v1.get_default_graph()
 
 
 class _Step:
@@ -92,7 +103,7 @@ class _Step:
         if self._is_applying:
             # An optimizer that another one wraps.
             return apply(*args, **kwargs)
-        self.applied_in.append(tf.compat.v1.get_default_graph())
+        self.applied_in.append(_graph())
         self._is_applying = True
         try:
             return apply(*args, **kwargs)

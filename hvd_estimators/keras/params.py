@@ -21,7 +21,7 @@ from hvd_estimators.keras.backend import (
     has_own_step,
     kept_random_state,
     model_optimizers,
-    require_tensorflow,
+    require_backend,
 )
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
@@ -140,7 +140,7 @@ class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEst
 
     def _check_params(self) -> None:
         get = self.getOrDefault
-        require_tensorflow()
+        require_backend()
         self._check_collectives()
         # The remaining checks need the model.
         self._check_model()

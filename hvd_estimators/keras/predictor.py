@@ -9,25 +9,28 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import PredictionError, ShapeError
 from hvd_estimators.inference.batch import DEFAULT_RESOURCES, FrameworkPredictor, Resources
 from hvd_estimators.inference.standalone import predictor_loader
-from hvd_estimators.keras.backend import all_layers, require_tensorflow
+from hvd_estimators.keras.backend import (
+    CPU,
+    SHAPE_KINDS,
+    all_layers,
+    on_tensorflow,
+    require_backend,
+)
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load_model, load_uncompiled
 from hvd_estimators.keras.tensors import alike, input_structure, text_columns, unknown_id
 from hvd_estimators.saving.saved import Saved
 
-CPU = "/CPU:0"
-
 
 def choose_device(resources: Resources) -> str:
-    """Configure TensorFlow's threads and GPUs, and return the device to predict on.
+    """Configure the backend's threads and GPUs, and return the device to predict on.
 
     Settings that TensorFlow cannot change after its initialization keep their values.
 
@@ -44,6 +47,16 @@ def choose_device(resources: Resources) -> str:
         If TensorFlow sees GPUs, but not this one.
     """
     threads = resources.num_threads
+    if not on_tensorflow():
+        import torch
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        visible = torch.cuda.device_count() if resources.gpu is not None else 0
+        gpu = resources.among(visible)
+        return CPU if gpu is None else f"gpu:{gpu}"
+    import tensorflow as tf
+
     if threads is not None:
         with contextlib.suppress(RuntimeError):
             tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -55,7 +68,7 @@ def choose_device(resources: Resources) -> str:
             tf.config.set_visible_devices([], "GPU")
         for device in gpus:
             tf.config.experimental.set_memory_growth(device, True)
-    return CPU if gpu is None else f"/GPU:{gpu}"
+    return CPU if gpu is None else f"gpu:{gpu}"
 
 
 def reduce_precision(model: keras.Model, precision: str) -> None:
@@ -132,7 +145,7 @@ class KerasPredictor(FrameworkPredictor):
         if isinstance(document, keras.Model):
             self._model = document
         else:
-            with tf.device(self._device):
+            with keras.device(self._device):
                 self._model = load_model(document, mapped=self._device == CPU)
         reduce_precision(self._model, precision)
         self._structure = structure
@@ -144,7 +157,7 @@ class KerasPredictor(FrameworkPredictor):
         return str(self._fields[name].dtype_of(np.dtype(stored)))
 
     def _inputs(self, arrays: list[Array]) -> list[Any]:
-        with tf.device(self._device):
+        with keras.device(self._device):
             return [
                 self._fields[name].array(array)
                 for name, array in zip(self._columns, arrays, strict=True)
@@ -152,7 +165,7 @@ class KerasPredictor(FrameworkPredictor):
 
     def _start(self, inputs: list[Any]) -> Callable[[], list[Array]]:
         given = dict(zip(self._columns, inputs, strict=True))
-        with tf.device(self._device):
+        with keras.device(self._device):
             x = alike(keras.tree.map_structure(lambda f: given[f.column], self._structure))
             if self.overlaps:
                 # As predict_on_batch, without waiting for the GPU.
@@ -161,7 +174,7 @@ class KerasPredictor(FrameworkPredictor):
             else:
                 try:
                     outputs = self._model.predict_on_batch(x)
-                except tf.errors.InvalidArgumentError as error:
+                except SHAPE_KINDS as error:
                     reason = unknown_id(error, given)
                     if reason is None:
                         raise
@@ -250,9 +263,9 @@ def _as_numbers(output: Any) -> Array:
 
 
 def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
-    require_tensorflow()
+    require_backend()
     keras.config.set_floatx(saved.get("_floatx") or "float32")
-    with tf.device(choose_device(resources)):
+    with keras.device(choose_device(resources)):
         model, compiled = load_uncompiled(saved.read("model"))
     settings = predictor_settings(model, saved.get, compiled)
     predictor = KerasPredictor(model, resources, **settings)

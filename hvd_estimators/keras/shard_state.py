@@ -7,14 +7,16 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 # There is no public access to the generator that keras.random uses when no seed is given.
 from keras.src.random.seed_generator import global_seed_generator
 
-from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.backend import all_layers, on_tensorflow
 from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 from hvd_estimators.training.shard_state import HostStreams, ShardStates
+
+if not on_tensorflow():
+    import torch
 
 
 class RandomStreams(HostStreams):
@@ -50,6 +52,11 @@ class RandomStreams(HostStreams):
         own = seed_rank(seed, shard, first_epoch)
         if rows:
             own = _mixed(own, [rows])[0]
+        self._generators: list[Any] = []
+        if not on_tensorflow():
+            return
+        import tensorflow as tf
+
         # The seed applies to functions that are traced later. Setting the seed in a later epoch
         # would make these functions repeat their numbers.
         tf.random.set_seed(own)
@@ -63,6 +70,8 @@ class RandomStreams(HostStreams):
             state.assign(_mixed(own, given))
         for number, generator in enumerate(self._generators):
             generator.reset_from_seed(_mixed(own, [number])[0])
+        if not on_tensorflow():
+            torch.manual_seed(own)
 
     def capture(self) -> dict[str, Any]:
         """Return the states as plain values for a checkpoint."""
@@ -70,6 +79,7 @@ class RandomStreams(HostStreams):
             **super().capture(),
             "keras": [state.numpy() for state, _ in self._states],
             "tensorflow": [generator.state.numpy() for generator in self._generators],
+            **({} if on_tensorflow() else {"torch": torch.get_rng_state().numpy()}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -79,6 +89,8 @@ class RandomStreams(HostStreams):
             variable.assign(value)
         for generator, value in zip(self._generators, state["tensorflow"], strict=True):
             generator.state.assign(value)
+        if not on_tensorflow():
+            torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -106,7 +118,9 @@ def _mixed(own: int, given: list[int]) -> list[int]:
     return [int(number) >> 1, 0]
 
 
-def _tensorflow_generators(model: keras.Model) -> Iterator[tf.random.Generator]:
+def _tensorflow_generators(model: keras.Model) -> Iterator[Any]:
+    import tensorflow as tf
+
     for layer in all_layers(model):
         for value in vars(layer).values():
             if isinstance(value, tf.random.Generator):

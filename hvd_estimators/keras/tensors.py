@@ -14,15 +14,22 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.keras.backend import all_layers, kept_random_state
+from hvd_estimators.keras.backend import (
+    CPU,
+    all_layers,
+    kept_random_state,
+    on_tensorflow,
+    snapshot,
+)
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.training.row_weights import check_rank
 from hvd_estimators.training.value_limits import unknown_ids
+
+ops: Any = keras.ops
 
 
 @dataclass(frozen=True)
@@ -49,18 +56,16 @@ class Field:
         shape, dtype = self._form(array.shape[1:], array.dtype)
         if dtype == "string":
             # NumPy's text arrays hold objects, which Keras does not always accept.
-            return tf.constant(array.reshape(len(array), *shape), tf.string)
+            return ops.convert_to_tensor(array.reshape(len(array), *shape), "string")
         return array.astype(dtype, copy=False).reshape(len(array), *shape)
 
-    def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+    def tensor(self, tensor: Any) -> Any:
         """Convert a column's tensor, rows first, to the model's input."""
-        given = tuple(tensor.shape[1:])
-        shape, dtype = self._form(given, np.dtype(tensor.dtype.as_numpy_dtype))
+        given, name = tuple(tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype)
+        shape, dtype = self._form(given, np.dtype(object if name == "string" else name))
         if shape != given:
-            rows = tensor.shape[0]
-            tensor = tf.reshape(tensor, (tf.shape(tensor)[0] if rows is None else rows, *shape))
-            tensor = tf.ensure_shape(tensor, (rows, *shape))
-        return tf.cast(tensor, dtype)
+            tensor = ops.reshape(tensor, (ops.shape(tensor)[0], *shape))
+        return tensor if dtype == name else ops.cast(tensor, dtype)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Return whether a column's rows have as many elements as the tensor's rows."""
@@ -82,6 +87,13 @@ class Field:
     def dtype_of(self, dtype: np.dtype[Any]) -> str:
         """Return the type of the tensor for a column of a type."""
         if dtype.kind in "OSU":
+            if not on_tensorflow():
+                raise ShapeError(
+                    f"feature_cols: column {self.column!r} holds text, which Keras has on "
+                    "TensorFlow only. Make numbers of it before, with "
+                    "pyspark.ml.feature.StringIndexer or a transformation_fn, or set "
+                    "KERAS_BACKEND=tensorflow."
+                )
             return "string"
         return self.dtype or (keras.config.floatx() if dtype.kind in "fb" else dtype.name)
 
@@ -161,9 +173,9 @@ class TensorSpec:
 
     def arrays(self, columns: Columns) -> Any:
         """Return the `tensors` of some rows that are given as arrays."""
-        return self.tensors({name: tf.convert_to_tensor(a) for name, a in columns.items()})
+        return self.tensors(to_tensors(columns))
 
-    def tensors(self, columns: dict[str, tf.Tensor]) -> Any:
+    def tensors(self, columns: Mapping[str, Any]) -> Any:
         """Return inputs, labels and weights of a batch; only the inputs without labels.
 
         Lists become tuples, as in `Model.fit`, since ``tf.data`` treats a list as one tensor.
@@ -171,17 +183,17 @@ class TensorSpec:
         x = _without_lists(self.inputs, lambda f: f.tensor(columns[f.column]))
         if self.labels == ():
             return _alone(x)
-        rows = tf.shape(next(iter(columns.values())))[0]
+        rows = ops.shape(next(iter(columns.values())))[0]
 
-        def label(field: Field) -> tf.Tensor:
+        def label(field: Field) -> Any:
             if field == ZEROS:
-                return tf.zeros((rows, 1), keras.config.floatx())
+                return ops.zeros((rows, 1), keras.config.floatx())
             return field.tensor(columns[field.column])
 
         y = _without_lists(self.labels, label)
         weight = None
         if self.sample_weight_col is not None:
-            weight = tf.cast(columns[self.sample_weight_col], keras.config.floatx())
+            weight = ops.cast(columns[self.sample_weight_col], keras.config.floatx())
         if self.class_weight:
             (label_field,) = self.label_fields()
             labels = label_field.tensor(columns[label_field.column])
@@ -199,14 +211,23 @@ def _alone(x: Any) -> Any:
     return (x,) if keras.tree.is_nested(x) else x
 
 
+def to_tensors(columns: Columns) -> dict[str, Any]:
+    """Convert the arrays of some rows to tensors, which may share their memory."""
+    return {
+        # Torch warns about arrays that it may not write to.
+        name: ops.convert_to_tensor(a if a.flags.writeable or on_tensorflow() else a.copy())
+        for name, a in columns.items()
+    }
+
+
 def alike(structure: Any) -> Any:
     """Convert arrays to tensors if some are tensors (text), since Keras does not accept both."""
-    if not any(tf.is_tensor(part) for part in keras.tree.flatten(structure)):
+    if not any(ops.is_tensor(part) for part in keras.tree.flatten(structure)):
         return structure
-    return keras.tree.map_structure(tf.convert_to_tensor, structure)
+    return keras.tree.map_structure(ops.convert_to_tensor, structure)
 
 
-def _without_lists(structure: Any, function: Callable[[Field], tf.Tensor]) -> Any:
+def _without_lists(structure: Any, function: Callable[[Field], Any]) -> Any:
     if isinstance(structure, dict):
         return {name: _without_lists(part, function) for name, part in structure.items()}
     if isinstance(structure, (list, tuple)):
@@ -214,48 +235,45 @@ def _without_lists(structure: Any, function: Callable[[Field], tf.Tensor]) -> An
     return function(structure)
 
 
-def class_weights(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
+def class_weights(labels: Any, weights: Mapping[int, float]) -> Any:
     """Return the class weight of each row; 1 for classes without a weight.
 
     Parameters
     ----------
-    labels : tf.Tensor
+    labels : tensor
         Class numbers, of shape ``(rows,)`` or ``(rows, 1)``, or one-hot rows.
     weights : mapping
         Class to weight.
     """
     check_rank(labels)
-    if labels.shape.rank > 1 and labels.shape[-1] > 1:
-        classes = tf.argmax(labels, axis=-1)
+    if len(labels.shape) > 1 and labels.shape[-1] > 1:
+        classes = ops.argmax(labels, axis=-1)
     else:
-        flat = tf.reshape(labels, (-1,))
-        classes = tf.cast(tf.round(flat) if flat.dtype.is_floating else flat, tf.int64)
+        flat = ops.reshape(labels, (-1,))
+        classes = ops.round(flat) if keras.backend.is_float_dtype(flat.dtype) else flat
     weighted_classes = sorted(weights)
-    numbers = tf.constant(weighted_classes, tf.int64)
-    indices = tf.minimum(tf.searchsorted(numbers, classes), len(weighted_classes) - 1)
-    values = tf.gather(
-        tf.constant([weights[n] for n in weighted_classes], keras.config.floatx()), indices
+    numbers = ops.convert_to_tensor(weighted_classes, "int64")
+    classes = ops.cast(classes, "int64")
+    indices = ops.minimum(ops.searchsorted(numbers, classes), len(weighted_classes) - 1)
+    values = ops.take(
+        ops.convert_to_tensor([weights[n] for n in weighted_classes], keras.config.floatx()),
+        indices,
     )
-    has_weight = tf.equal(tf.gather(numbers, indices), classes)
-    return tf.where(has_weight, values, tf.ones_like(values))
-
-
-SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
-"""TensorFlow's exceptions for wrong shapes, in addition to Python's own."""
+    has_weight = ops.equal(ops.take(numbers, indices), classes)
+    return ops.where(has_weight, values, ops.ones_like(values))
 
 
 def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
     """Return the outputs of a model for two rows of zeros; the input shapes must be known."""
     x = alike(keras.tree.map_structure(lambda field: field.zeros(2), inputs))
-    with kept_random_state(), tf.device("CPU:0"):
+    with kept_random_state(), keras.device(CPU):
         return model(x, training=False)
 
 
 @contextlib.contextmanager
 def kept_variables(model: keras.Model) -> Iterator[None]:
     """Restore a built model's variables after the block: layers may count calls or draw numbers."""
-    # Tensors share the memory of their variables until these change.
-    values = [(v, tf.convert_to_tensor(v.value)) for v in model.variables] if model.built else []
+    values = [(v, snapshot(v.value)) for v in model.variables] if model.built else []
     try:
         yield
     finally:

@@ -17,7 +17,8 @@ from hvd_estimators.keras.backend import (
     has_own_step,
     has_own_test_step,
     model_optimizers,
-    require_tensorflow,
+    require_backend,
+    set_random_seed,
 )
 from hvd_estimators.keras.callbacks import (
     LearningRateWarmupCallback,
@@ -118,13 +119,16 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0: a ``.keras`` file, or the checkpoint callback's file.
     """
-    require_tensorflow()
-    with session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu):
-        choose_devices(spec.use_gpu, spec.verbose)
+    require_backend()
+    with (
+        session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.enter_context(choose_devices(spec.use_gpu, spec.verbose))
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
         if spec.random_seed is not None:
-            keras.utils.set_random_seed(spec.random_seed)
+            set_random_seed(spec.random_seed)
         with tempfile.TemporaryDirectory() as directory:
             return _Trainer(spec, directory).run()
 
@@ -277,7 +281,7 @@ class _Trainer:
             # Keras would log 0 for a loss that the steps return without an update of its mean.
             vars(model)["_get_metrics_result_or_logs"] = lambda logs: logs
         model.test_step = reading_first(model.test_step)
-        train, has_validation = datasets.train(), spec.data.val_plan is not None
+        has_validation = spec.data.val_plan is not None
         validation = datasets.validation(spec.data.validation_steps_per_epoch * passes)
         resumed = None
         if self.restored is not None and rows:
@@ -290,9 +294,9 @@ class _Trainer:
                 self.size,
                 streams.restore,
             )
-            resumed.build(train.element_spec)
+            resumed.build(datasets.element)
         elif self.denominators.may_be_empty:
-            build_metrics(model, train.element_spec)
+            build_metrics(model, datasets.element)
         statistics = self.statistics = StatisticsCallback(
             micro_batches.shards, spec.buffer_reduction
         )
@@ -312,7 +316,7 @@ class _Trainer:
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         with self.denominators.patched(model):
             model.fit(
-                train,
+                datasets.train(0 if resumed is None else resumed.batches),
                 epochs=spec.epochs,
                 initial_epoch=done,
                 steps_per_epoch=steps * passes,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from rank_pool import shared_ranks
 from reference import WIDTH, RecordingBackend
 
@@ -17,7 +17,8 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def make_net() -> keras.Model:
-    keras.utils.set_random_seed(7)
+    # Keras's function would import TensorFlow on torch, too.
+    random.seed(7)
     return keras.Sequential(
         [
             keras.Input((WIDTH,)),
@@ -49,25 +50,21 @@ def train_alone(
 ) -> keras.Model:
     """Train in one process, with plain Keras."""
     net = net or make_net()
+    reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
+    net.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction))
     for _ in range(epochs):
         for first in range(0, len(batches), passes):
             rows = np.concatenate(batches[first : first + passes])
-            label = columns["label"][rows, None]
-            with tf.GradientTape() as tape:
-                errors = (net(columns["features"][rows], training=True) - label) ** 2
-                if weighted:
-                    errors = errors * columns["weight"][rows, None].astype(np.float32)
-                loss = tf.reduce_mean(errors)
-                if weighted == "by_weights":
-                    loss = loss / columns["weight"][rows].mean()
-            gradients = tape.gradient(loss, net.trainable_variables)
-            optimizer.apply(gradients, net.trainable_variables)
+            weights = columns["weight"][rows].astype(np.float32) if weighted else None
+            net.train_on_batch(columns["features"][rows], columns["label"][rows, None], weights)
     return net
 
 
 def pooled_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
     """Return an estimator whose ranks are shared by all fits of a test module."""
-    return make_estimator(store, ranks, **{"backend": shared_ranks(ranks, "tensorflow"), **params})
+    return make_estimator(
+        store, ranks, **{"backend": shared_ranks(ranks, keras.backend.backend()), **params}
+    )
 
 
 def make_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:

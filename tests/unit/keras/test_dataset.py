@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.dataset import (
-    ColumnDatasets,
-    column_dataset,
-    naming_data,
-    reading_first,
-)
+from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
+from hvd_estimators.keras.tensorflow_dataset import column_dataset
 from hvd_estimators.keras.tensors import Field, TensorSpec
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.shuffle import Chunk, stream_batches

@@ -1,0 +1,248 @@
+"""Fits of KerasEstimator with KERAS_BACKEND=torch, each beside one process of plain Keras."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras_reference import OPTIMIZERS, assert_same_weights, make_estimator, train_alone
+from parquet_files import write_columns
+from reference import global_batches, write_rows
+
+from hvd_estimators.keras import KerasModel, load_predictor
+from hvd_estimators.store import LocalStore
+
+ops: Any = keras.ops
+CASES: dict[str, Callable[[Any], None]] = {}
+
+
+def case(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def assert_equal_weights(found: keras.Model, expected: keras.Model) -> None:
+    for a, b in zip(found.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+
+
+def alone(model: keras.Model, inputs: Any, label: Any, batches: Any, weights: Any = None) -> Any:
+    """Train a compiled model for two epochs in one process, as plain Keras does."""
+    for _ in range(2):
+        for rows in batches:
+            x = keras.tree.map_structure(lambda array, rows=rows: array[rows], inputs)
+            model.train_on_batch(x, label[rows], None if weights is None else weights[rows])
+    return model
+
+
+@case
+def steps_validation_and_saving(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+    held_out = write_rows(Path(store.get_val_data_path()), 3, seed=1)
+    estimator = make_estimator(
+        store,
+        2,
+        optimizer=OPTIMIZERS["adam"](),
+        batch_size=16,
+        epochs=2,
+        validation=0.5,
+        metrics=["mae"],
+    )
+    fitted = estimator.fit_on_parquet()
+    batches = global_batches(65, 2, 16)
+    expected = train_alone(columns, batches, OPTIMIZERS["adam"](), 2)
+    model = fitted.getModel()
+    assert_same_weights(model, expected)
+    errors = model.predict(held_out["features"], verbose=0)[:, 0] - held_out["label"]
+    history = fitted.getHistory()
+    np.testing.assert_allclose(history["val_loss"][-1], (errors**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(history["val_mae"][-1], np.abs(errors).mean(), rtol=1e-5)
+    again = estimator.copy().setStore(store).fit_on_parquet().getModel()
+    assert all(
+        (a.numpy() == b.numpy()).all() for a, b in zip(model.weights, again.weights, strict=True)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        fitted.save(f"{folder}/model")
+        loaded = KerasModel.load(f"{folder}/model").getModel()
+        assert_same_weights(loaded, expected)
+        predict = load_predictor(f"{folder}/model")
+        (found,) = predict({"features": held_out["features"]}).values()
+        np.testing.assert_allclose(np.ravel(found) - held_out["label"], errors, rtol=1e-5)
+
+
+@case
+def accumulation_with_sample_weights(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 150)
+    for weighted in ("by_rows", "by_weights"):
+        kind = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
+        model = make_estimator(
+            store,
+            2,
+            optimizer=OPTIMIZERS["clipped"](),
+            batch_size=10,
+            epochs=2,
+            backward_passes_per_step=3,
+            loss=keras.losses.MeanSquaredError(reduction=kind),
+            sample_weight_col="weight",
+        ).fit_on_parquet()
+        batches = global_batches(150, 2, 10)
+        clipped = OPTIMIZERS["clipped"]()
+        expected = train_alone(columns, batches, clipped, 2, passes=3, weighted=weighted)
+        assert_same_weights(model.getModel(), expected)
+
+
+def two_inputs() -> keras.Model:
+    random.seed(1)
+    a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
+    hidden = keras.layers.Concatenate()([keras.layers.Dense(4, "tanh")(a), b])
+    model = keras.Model([a, b], keras.layers.Dense(3, activation="softmax")(hidden))
+    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+    return model
+
+
+@case
+def two_inputs_with_class_weights(store: Any) -> None:
+    rng = np.random.default_rng(0)
+    columns = {
+        "a": rng.normal(size=(70, 3)).astype("f4"),
+        "b": rng.normal(size=(70, 2)).astype("f4"),
+        "y": rng.integers(0, 3, 70),
+    }
+    write_columns(Path(store.get_train_data_path()), columns)
+    classes = {0: 0.5, 2: 3.0}
+    weights = np.array([classes.get(y, 1.0) for y in columns["y"].tolist()], np.float32)
+    common = {"feature_cols": ["a", "b"], "label_cols": ["y"], "batch_size": 8, "epochs": 2}
+    model = make_estimator(
+        store, 2, model=two_inputs(), optimizer=None, loss=None, class_weight=classes, **common
+    ).fit_on_parquet()
+    inputs = [columns["a"], columns["b"]]
+    expected = alone(two_inputs(), inputs, columns["y"], global_batches(70, 2, 8), weights)
+    assert_same_weights(model.getModel(), expected)
+
+
+def recurrent() -> keras.Model:
+    random.seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(11, 4, mask_zero=True),
+            keras.layers.LSTM(5, return_sequences=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+@case
+def masked_sequences(store: Any) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 11, (40, 6)) * (np.arange(6) < rng.integers(1, 7, (40, 1)))
+    columns = {"ids": ids, "y": rng.normal(size=(40, 6)).astype("f4")}
+    write_columns(Path(store.get_train_data_path()), columns)
+    common = {"feature_cols": ["ids"], "label_cols": ["y"], "batch_size": 5, "epochs": 2}
+    model = make_estimator(
+        store, 2, model=recurrent(), optimizer=None, loss=None, label_shapes=[[-1, 6, 1]], **common
+    ).fit_on_parquet()
+    batches = global_batches(40, 2, 5)
+    expected = alone(recurrent(), ids, columns["y"][..., None], batches)
+    assert_same_weights(model.getModel(), expected)
+
+
+@keras.saving.register_keras_serializable()
+class OwnStep(keras.Model):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.zero_grad()
+        loss = ops.mean(ops.square(self(x, training=True) - y))
+        loss.backward()
+        variables = self.trainable_weights
+        gradients = [variable.value.grad for variable in variables]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+def own_step() -> keras.Model:
+    random.seed(1)
+    model = OwnStep()
+    model(np.zeros((1, 4)))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+@case
+def own_train_step(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 60)
+    model = make_estimator(
+        store, 2, model=own_step(), optimizer=None, loss=None, batch_size=8, epochs=2
+    ).fit_on_parquet()
+    label = columns["label"][:, None]
+    expected = alone(own_step(), columns["features"], label, global_batches(60, 2, 8))
+    assert_same_weights(model.getModel(), expected)
+
+
+def normalized() -> keras.Model:
+    random.seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+class Killed(keras.callbacks.Callback):
+    """Kill the process once, in the middle of the second epoch."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer.iterations == 6 and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@case
+def a_killed_rank_ends_in_the_same_weights(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    common = {"batch_size": 8, "epochs": 3, "optimizer": OPTIMIZERS["adam"], "shuffle": True}
+    results = []
+    for mark in (None, f"{store.prefix_path}/mark"):
+        given = {**common, "optimizer": OPTIMIZERS["adam"](), "model": normalized()}
+        if mark is not None:
+            given |= {"callbacks": [Killed(mark)], "max_restarts": 1, "checkpoint_every_n_steps": 1}
+        results.append(make_estimator(store, 2, **given).fit_on_parquet().getModel())
+    assert os.path.exists(mark)
+    whole, resumed = results
+    assert_equal_weights(whole, resumed)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            CASES[name](LocalStore(folder))
+        print("passed", name, flush=True)
+    loaded = [m for m in sys.modules if m.partition(".")[0] in ("tensorflow", "horovod")]
+    assert not loaded, loaded
