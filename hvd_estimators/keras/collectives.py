@@ -33,7 +33,7 @@ ops: Any = keras.ops
 class Collectives(abc.ABC):
     """Interface between a Keras rank and the other ranks of its job.
 
-    All ranks call the same methods in the same order. Tensors are those of Keras's backend. Names
+    All ranks call the same methods in the same order. Tensors belong to Keras's backend. Names
     are the same on all ranks.
 
     Attributes

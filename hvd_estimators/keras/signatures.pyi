@@ -2,9 +2,10 @@
 # mypy: disable-error-code="override"
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import keras
+import torch
 from pyspark.ml._typing import ParamMap
 from pyspark.sql import DataFrame
 
@@ -26,6 +27,7 @@ class KerasEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     loss: Any
     loss_weights: float | Sequence[float] | Mapping[str, float] | None
     loggers: Iterable[Logger] | None
+    collectives: Literal["auto", "horovod", "torch"] | None
     class_weight: Mapping[int, float] | None
     custom_objects: Mapping[str, Any] | None
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
@@ -53,10 +55,12 @@ class KerasEstimatorSignatures(KerasParams, metaclass=ABCMeta):
         params: Mapping[Any, Any] | None = None,
     ) -> KerasModel: ...
 
-    getLoggers = getClassWeight = getCustomObjects = getter
-    getCheckpointCallback = getBackendEnv = getTensorflowDatasetPrefetchBufferSize = getter
-    setLoggers = setClassWeight = setCustomObjects = setter
-    setCheckpointCallback = setBackendEnv = setTensorflowDatasetPrefetchBufferSize = setter
+    getLoggers = getCollectives = getClassWeight = getter
+    getCustomObjects = getCheckpointCallback = getBackendEnv = getter
+    getTensorflowDatasetPrefetchBufferSize = getter
+    setLoggers = setCollectives = setClassWeight = setter
+    setCustomObjects = setCheckpointCallback = setBackendEnv = setter
+    setTensorflowDatasetPrefetchBufferSize = setter
 
 class KerasModelKeywords(HorovodModelKeywords, total=False):
     history: dict[str, list[Any]] | None

@@ -21,7 +21,7 @@ from hvd_estimators.training.object_collectives import Bytes
 
 
 class TorchCollectives(Collectives):
-    """Collectives for Keras on torch, over those of torch ranks.
+    """Collectives for Keras on torch, over the collectives of torch ranks.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class TorchCollectives(Collectives):
 
 
 class TensorFlowCollectives(TorchCollectives):
-    """Collectives for Keras on TensorFlow, over those of torch ranks."""
+    """Collectives for Keras on TensorFlow, over the collectives of torch ranks."""
 
     def __init__(self, given: operations.Collectives) -> None:
         super().__init__(given)

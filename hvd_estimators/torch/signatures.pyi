@@ -27,6 +27,7 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     loss_weights: float | Sequence[float] | NDArray[Any] | None
     loggers: Iterable[Logger] | None
+    collectives: Literal["auto", "horovod", "torch"] | None
     class_weight: Mapping[int, float] | None
     input_shapes: Iterable[Iterable[int]] | None
     input_form: Literal["positional", "keyword", "dict"] | None
@@ -40,7 +41,6 @@ class TorchEstimatorKeywords(HorovodEstimatorKeywords, total=False):
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     lr_scheduler_interval: Literal["epoch", "step"] | None
     precision: Literal["32", "bf16", "fp16"] | None
-    collectives: Literal["auto", "horovod", "torch"] | None
 
 class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
     def __init__(self, **params: Unpack[TorchEstimatorKeywords]) -> None: ...
@@ -63,16 +63,16 @@ class TorchEstimatorSignatures(TorchParams, metaclass=ABCMeta):
         params: Mapping[Any, Any] | None = None,
     ) -> TorchModel: ...
 
-    getLoggers = getClassWeight = getInputShapes = getter
-    getInputForm = getLossForm = getLossConstructors = getter
-    getTrainMinibatchFn = getStateful = getColumnDtypes = getter
-    getGradientClipNorm = getGradientClipValue = getLrScheduler = getter
-    getLrSchedulerInterval = getPrecision = getCollectives = getter
-    setLoggers = setClassWeight = setInputShapes = setter
-    setInputForm = setLossForm = setLossConstructors = setter
-    setTrainMinibatchFn = setStateful = setColumnDtypes = setter
-    setGradientClipNorm = setGradientClipValue = setLrScheduler = setter
-    setLrSchedulerInterval = setPrecision = setCollectives = setter
+    getLoggers = getCollectives = getClassWeight = getter
+    getInputShapes = getInputForm = getLossForm = getter
+    getLossConstructors = getTrainMinibatchFn = getStateful = getter
+    getColumnDtypes = getGradientClipNorm = getGradientClipValue = getter
+    getLrScheduler = getLrSchedulerInterval = getPrecision = getter
+    setLoggers = setCollectives = setClassWeight = setter
+    setInputShapes = setInputForm = setLossForm = setter
+    setLossConstructors = setTrainMinibatchFn = setStateful = setter
+    setColumnDtypes = setGradientClipNorm = setGradientClipValue = setter
+    setLrScheduler = setLrSchedulerInterval = setPrecision = setter
 
 class TorchModelKeywords(HorovodModelKeywords, total=False):
     history: list[dict[str, Any]] | None

@@ -60,7 +60,7 @@ SPARK_FILES = (
 """Modules of ``launch/`` for Spark's driver and Python workers; ranks run the rest."""
 
 FRAMEWORKS = {
-    "torch": ("torch", "lightning", "compat"),
+    "torch": ("torch", "lightning", "compat", "keras"),
     "torchmetrics": ("lightning", "torch"),
     "lightning": ("lightning", "compat"),
     "pytorch_lightning": ("lightning", "compat"),

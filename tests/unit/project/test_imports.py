@@ -75,7 +75,7 @@ def test_missing_names_raise_attribute_errors():
 @pytest.mark.parametrize(
     ("package", "name", "remedy"),
     [
-        ("horovod", "keras import KerasEstimator", "hvd-estimators build-horovod"),
+        ("keras", "keras import KerasEstimator", 'hvd_estimators>[keras]"'),
         ("torch", "torch import TorchEstimator", 'hvd_estimators>[torch]"'),
     ],
 )
