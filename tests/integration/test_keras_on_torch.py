@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 
 
-def test_fits_on_torch_end_as_one_process_without_tensorflow_and_horovod() -> None:
+def test_fits_on_torch_end_as_one_process() -> None:
     path = os.pathsep.join(map(str, [HERE.parents[1], HERE, HERE.parent / "helpers"]))
     done = subprocess.run(
         [sys.executable, str(HERE / "keras_torch_job.py")],
