@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
 import keras
-import torch
 from pyspark.ml._typing import ParamMap
 from pyspark.sql import DataFrame
 

@@ -189,7 +189,7 @@ def _same(names: list[str], method: str) -> list[str]:
 def _file(classes: list[str]) -> str:
     text = "\n".join(classes)
     # Not the words in texts, such as the values of collectives.
-    used = re.sub(r"\"\w+\"", "", text)
+    used = re.sub(r"(['\"])\w+\1", "", text)
     names = {*re.findall(r"\w+", used)} - {*re.findall(r"^(?:class|def) (\w+)", text, re.M)}
     known = {each.__name__: each for row in FRAMEWORKS for each in row[1:]}
     keywords = {f"{name}Keywords": cls for name, cls in known.items()}
