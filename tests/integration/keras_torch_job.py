@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from keras_reference import OPTIMIZERS, assert_same_weights, make_estimator, train_alone
 from parquet_files import write_columns
+from pyspark.sql import SparkSession
 from reference import global_batches, write_rows
 
 from hvd_estimators.keras import KerasModel, load_predictor
@@ -70,7 +71,8 @@ def steps_validation_and_saving(store: Any) -> None:
     assert all(
         (a.numpy() == b.numpy()).all() for a, b in zip(model.weights, again.weights, strict=True)
     )
-    with tempfile.TemporaryDirectory() as folder:
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+    with tempfile.TemporaryDirectory() as folder, spark.getOrCreate():
         fitted.save(f"{folder}/model")
         loaded = KerasModel.load(f"{folder}/model").getModel()
         assert_same_weights(loaded, expected)
@@ -98,6 +100,15 @@ def accumulation_with_sample_weights(store: Any) -> None:
         clipped = OPTIMIZERS["clipped"]()
         expected = train_alone(columns, batches, clipped, 2, passes=3, weighted=weighted)
         assert_same_weights(model.getModel(), expected)
+
+
+def over_horovod(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+    common = {"batch_size": 16, "epochs": 2, "collectives": "horovod"}
+    fitted = make_estimator(store, 2, optimizer=OPTIMIZERS["adam"](), **common).fit_on_parquet()
+    batches = global_batches(65, 2, 16)
+    expected = train_alone(columns, batches, OPTIMIZERS["adam"](), 2)
+    assert_same_weights(fitted.getModel(), expected)
 
 
 def two_inputs() -> keras.Model:
@@ -242,5 +253,5 @@ def a_killed_rank_ends_in_the_same_weights(store: Any) -> None:
 if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            CASES[name](LocalStore(folder))
+            CASES.get(name, over_horovod)(LocalStore(folder))
         print("passed", name, flush=True)
