@@ -194,11 +194,11 @@ def kept_random_state() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def to_dense(gradient: Any) -> Any:
-    """Return a gradient as one tensor; TensorFlow's gradients of embeddings are slices."""
+def to_dense(value: Any) -> Any:
+    """Return a value as one tensor; TensorFlow also has variables, and slices as gradients."""
     if not on_tensorflow():
-        return gradient
-    return tf.convert_to_tensor(gradient)
+        return value
+    return tf.convert_to_tensor(value)
 
 
 def multiply_no_nan(values: Any, factor: Any) -> Any:

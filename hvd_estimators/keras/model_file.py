@@ -38,6 +38,7 @@ from hvd_estimators.keras.backend import (
     numpy_dtype,
     optimizer_positions,
     rated_optimizers,
+    to_dense,
 )
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.store.files import CHUNK_BYTES
@@ -145,7 +146,7 @@ def _read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
 
 def variable_value(variable: keras.Variable) -> Array:
     """Return a variable's value, read-only and without a copy if NumPy supports its type."""
-    tensor = keras.ops.convert_to_tensor(variable)
+    tensor = to_dense(variable.value)
     try:
         value = np.asarray(memoryview(tensor))
     except (TypeError, ValueError):  # such as bfloat16, and torch's tensors

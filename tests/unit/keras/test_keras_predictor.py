@@ -14,7 +14,6 @@ import tensorflow as tf
 from hvd_estimators.exceptions import GpuError, PredictionError, ShapeError
 from hvd_estimators.inference.batch import Resources
 from hvd_estimators.keras import KerasModel
-from hvd_estimators.keras import predictor as predictor_module
 from hvd_estimators.keras.predictor import choose_device, reduce_precision
 
 ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -154,17 +153,17 @@ class Config:
 @pytest.mark.parametrize(
     ("gpus", "resources", "device", "told"),
     [
-        (0, Resources(), "/CPU:0", {"visible": []}),
-        (2, Resources(2), "/CPU:0", {"intra": 2, "inter": 2, "visible": []}),
-        (0, Resources(1, gpu=0), "/CPU:0", {"intra": 1, "inter": 1, "visible": []}),
-        (2, Resources(gpu=1), "/GPU:1", {"gpu 0": True, "gpu 1": True}),
+        (0, Resources(), "cpu:0", {"visible": []}),
+        (2, Resources(2), "cpu:0", {"intra": 2, "inter": 2, "visible": []}),
+        (0, Resources(1, gpu=0), "cpu:0", {"intra": 1, "inter": 1, "visible": []}),
+        (2, Resources(gpu=1), "gpu:1", {"gpu 0": True, "gpu 1": True}),
     ],
 )
 def test_tensorflow_uses_the_tasks_gpu_or_cores(
     monkeypatch: pytest.MonkeyPatch, gpus: int, resources: Resources, device: str, told: Any
 ) -> None:
     config = Config(gpus)
-    monkeypatch.setattr(predictor_module, "tf", SimpleNamespace(config=config))
+    monkeypatch.setattr(tf, "config", config)
     assert choose_device(resources) == device
     assert config.told == told
     # Later tasks of the worker, when the configuration is final.
@@ -173,6 +172,6 @@ def test_tensorflow_uses_the_tasks_gpu_or_cores(
 
 
 def test_an_invisible_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor_module, "tf", SimpleNamespace(config=Config(1)))
+    monkeypatch.setattr(tf, "config", Config(1))
     with pytest.raises(GpuError, match=r"GPU 1 to this task.* sees 1"):
         choose_device(Resources(gpu=1))
