@@ -73,7 +73,10 @@ def connected(
             collectives.barrier()
         except BaseException:
             if is_own and dist.is_initialized():
-                _replaceable.append(dist.group.WORLD)
+                if dist.get_world_size() == 1:  # Nothing waits for other ranks.
+                    dist.destroy_process_group()
+                else:
+                    _replaceable.append(dist.group.WORLD)
             raise
         if is_own and dist.is_initialized():
             _closed[:] = [dist.group.WORLD]

@@ -361,3 +361,15 @@ def test_synchronized_batch_normalization_on_cpus_equals_one_process(
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=2e-5, atol=2e-6)
+
+
+def fail_in_session(collectives: str) -> bool:
+    with contextlib.suppress(ZeroDivisionError), session(collectives):
+        raise ZeroDivisionError if dist.is_initialized() else AssertionError
+    return bool(dist.is_initialized())
+
+
+@pytest.mark.parametrize("collectives", ["torch", "horovod"])
+def test_a_failed_session_of_one_rank_leaves_no_group(collectives: str) -> None:
+    """Otherwise, layers of a later program in this process would synchronize."""
+    assert LocalBackend(1).run(fail_in_session, (collectives,)) == [False]
