@@ -52,8 +52,9 @@ class TorchFiles(DeclaredParams, FileWritable, FileReadable):
     def _dump_param(self, name: str, value: Any) -> bytes:
         if name == "model" and isinstance(value, torch.nn.Module):
             return dump_module(value)
-        if name == "optimizer" and isinstance(value, torch.optim.Optimizer):
-            return dump_optimizer(value, self.getOrDefault("model"))
+        model = self.getOrDefault("model") if name == "optimizer" else None
+        if isinstance(model, torch.nn.Module):
+            return dump_optimizer(value, model)
         return cloudpickle.dumps(value)
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
