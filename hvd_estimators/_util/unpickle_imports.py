@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
+import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from typing import IO, Any
 from cloudpickle import cloudpickle
 
 _modules: list[str] = []
+_variables: dict[str, str] = {}
 
 
 class _Import:
@@ -34,6 +37,25 @@ class _Import:
         return importlib.import_module, (self._module,)
 
 
+class _Variable:
+    """An object that sets an environment variable where it is unpickled, unless it is set."""
+
+    def __init__(self, name: str, value: str) -> None:
+        self._given = name, value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _set_default, self._given
+
+
+def _set_default(name: str, value: str) -> None:
+    os.environ.setdefault(name, value)
+
+
+def set_first(name: str, value: str) -> None:
+    """Make Python workers set an environment variable before they import what a pickle needs."""
+    _variables[name] = value
+
+
 def import_first(module: str) -> None:
     """Make ranks and Python workers import a module before they unpickle objects from here."""
     if module not in _modules:
@@ -41,12 +63,12 @@ def import_first(module: str) -> None:
 
 
 def first_imports() -> tuple[Any, ...]:
-    """Return the imports to put first in a tuple that is pickled for other processes.
+    """Return the variables and imports to put first in a tuple that other processes unpickle.
 
     Pickle loads the members in order, so these modules are imported first. The result is usually
     empty. Readers of the tuple must index its members from the end.
     """
-    return tuple(map(_Import, _modules))
+    return *itertools.starmap(_Variable, _variables.items()), *map(_Import, _modules)
 
 
 _recorded: ContextVar[set[str] | None] = ContextVar("_recorded", default=None)

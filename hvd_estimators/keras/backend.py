@@ -12,6 +12,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from hvd_estimators._util.unpickle_imports import set_first
 from hvd_estimators.exceptions import DependencyError
 
 
@@ -53,6 +54,8 @@ else:
 
     SHAPE_KINDS = (RuntimeError, IndexError)
     VARIABLE = torch.nn.Parameter
+    # Spark's workers would load models on TensorFlow.
+    set_first("KERAS_BACKEND", "torch")
     # cloudpickle sends it with functions that use both torch and ``ops``, such as Keras's.
     copyreg.pickle(type(torch.ops), lambda module: (getattr, (torch, "ops")))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -112,3 +113,30 @@ def test_modules_that_pickles_import_are_recorded() -> None:
     before = set(modules)
     unpickle_imports.loads(cloudpickle.dumps(io.StringIO))
     assert modules == before
+
+
+def test_workers_import_keras_with_the_drivers_backend() -> None:
+    send = (
+        "import sys, cloudpickle\n"
+        "from hvd_estimators.keras import backend\n"
+        "from hvd_estimators._util.unpickle_imports import first_imports\n"
+        "steps = (*first_imports(), backend.on_tensorflow)\n"
+        "sys.stdout.buffer.write(cloudpickle.dumps(steps))\n"
+    )
+    receive = (
+        "import sys\n"
+        "from hvd_estimators._util.unpickle_imports import load\n"
+        "*_, on_tensorflow = load(sys.stdin.buffer)\n"
+        "assert not on_tensorflow()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    sent = subprocess.run(
+        [sys.executable, "-c", send],
+        env={**environment, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        check=True,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", receive], env=environment, input=sent.stdout, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
