@@ -143,7 +143,8 @@ def keras(store: Store) -> None:
     estimator = KerasEstimator(model=line, backend=LocalBackend(2), **settings(store))
     frame = frame_on_spark()
     fitted = estimator.fit(frame)
-    np.testing.assert_allclose(np.ravel(fitted.getModel().get_weights()), expected(5), rtol=1e-5)
+    found = [float(np.squeeze(value)) for value in fitted.getModel().get_weights()]
+    np.testing.assert_allclose(found, expected(5), rtol=1e-5)
     frame.sparkSession.stop()
 
     inputs = [keras.Input((1,), name=name) for name in ("a", "b")]
