@@ -39,6 +39,17 @@ def memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
+def signal_of(status: int) -> str:
+    """Return the name of the signal that ended a process; empty if it exited normally.
+
+    A shell that ran the process reports 128 plus the number of the signal.
+    """
+    with contextlib.suppress(ValueError):
+        if status < 0 or status > 128:
+            return signal.Signals(-status if status < 0 else status - 128).name
+    return ""
+
+
 def forks_are_safe() -> bool:
     """Return whether a fork of a single-threaded process may use all libraries.
 

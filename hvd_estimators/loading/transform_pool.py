@@ -22,6 +22,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from hvd_estimators._util.system import signal_of
+from hvd_estimators._util.unpickle_imports import first_imports, loads
 from hvd_estimators.data.arrays import Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ReaderError
 from hvd_estimators.loading.transform import FIRST_ROWS, Transformation, Transformed
@@ -55,7 +57,7 @@ class TransformPool:
         context: Any = multiprocessing.get_context("forkserver")
         # The server imports what all workers need, once.
         context.set_forkserver_preload([__name__])
-        sent = cloudpickle.dumps(transformation)
+        sent = cloudpickle.dumps((*first_imports(), transformation))
         self.is_closed = False
         self._workers: list[tuple[Any, Connection]] = []
         for _ in range(workers):
@@ -166,8 +168,7 @@ def _receive(worker: tuple[Any, Connection]) -> Any:
 
 def _ended(process: Any) -> ReaderError:
     process.join()
-    code = process.exitcode
-    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    how = signal_of(process.exitcode) or f"exit code {process.exitcode}"
     return ReaderError(
         f"A worker process of the transformation ended ({how}). If it was killed, memory may be "
         "short: set a smaller train_reader_num_workers or val_reader_num_workers. With "
@@ -200,7 +201,7 @@ def _work(connection: Connection, sent: bytes) -> None:
             return
         try:
             # Not before the first piece, so that the rank gets the error of loading.
-            transformation = transformation or cloudpickle.loads(sent)
+            transformation = transformation or loads(sent)[-1]
             _seed(seed)
             result: Any = transformation(columns)
         except Exception as error:

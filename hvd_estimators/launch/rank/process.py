@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 import cloudpickle
 
 from hvd_estimators._util.import_path import python_module
-from hvd_estimators._util.system import memory_file
+from hvd_estimators._util.system import memory_file, signal_of
 from hvd_estimators._util.unpickle_imports import first_imports
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.directory import make_rank_folder
@@ -211,7 +211,7 @@ class RankProcess:
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():
-            how = "killed" if _signal_of(status) else "exit"
+            how = "killed" if signal_of(status) else "exit"
             return self._failure(how, f"The process {_describe_exit(status)}.", ended_at)
         kind, value = pickle.loads(path.read_bytes())
         if kind == "error":
@@ -302,19 +302,8 @@ class RankProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _signal_of(status: int) -> str:
-    """Return the name of the signal that ended a process; empty if it exited normally.
-
-    A shell that ran the process reports 128 plus the number of the signal.
-    """
-    with contextlib.suppress(ValueError):
-        if status < 0 or status > 128:
-            return signal.Signals(-status if status < 0 else status - 128).name
-    return ""
-
-
 def _describe_exit(status: int) -> str:
-    name = _signal_of(status)
+    name = signal_of(status)
     hint = "; the machine may have run out of memory" if name == "SIGKILL" else ""
     if status < 0:
         return f"was killed by {name or -status}{hint}"

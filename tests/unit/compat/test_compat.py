@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_estimators._util.horovod_spark_names import HOMES, LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.compat.finder import ALIASES, install
 from hvd_estimators.exceptions import DependencyError, LeftOutError
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.loading.transform import Transformation, Transformed
+from hvd_estimators.loading.transform_pool import TransformPool
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.base import LEFT_OUT
 
@@ -272,6 +275,31 @@ def test_ranks_know_the_names_before_unpickling(compat: None, tmp_path: Path) ->
     pid, home = importlib.import_module("pickle").loads(outcome.result)
     assert pid != os.getpid()
     assert home == "hvd_estimators.store.base"
+
+
+def test_transforming_processes_know_the_names_before_unpickling(
+    compat: None, tmp_path: Path
+) -> None:
+    (tmp_path / "users_transformations.py").write_text(
+        "from horovod.spark.common.store import Store\n"
+        "def named(columns):\n"
+        "    return {'letters': columns['number'] + len(Store.__module__)}\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        from users_transformations import named  # type: ignore[import-not-found]
+
+        transformation = Transformation(batch_function=named)
+        pool = TransformPool(transformation, 1)
+        parts = iter([{"number": np.arange(3)}])
+        (found,) = pool.transform(parts, Transformed(transformation), [0], 0)
+        pool.close()
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("users_transformations", None)
+
+    letters = len("hvd_estimators.store.base")
+    assert found["letters"].tolist() == [letters, letters + 1, letters + 2]
 
 
 def test_an_already_imported_frozen_package_is_an_error() -> None:
