@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import itertools
 import os
 import pickle
 import weakref
@@ -23,28 +22,19 @@ from typing import IO, Any
 
 from cloudpickle import cloudpickle
 
+
+class _Call:
+    """A call of a function that is made where the object is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: str) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
 _modules: list[str] = []
 _variables: dict[str, str] = {}
-
-
-class _Import:
-    """An object that pickles as a module's import, and unpickles as the module."""
-
-    def __init__(self, module: str) -> None:
-        self._module = module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return importlib.import_module, (self._module,)
-
-
-class _Variable:
-    """An object that sets an environment variable where it is unpickled, unless it is set."""
-
-    def __init__(self, name: str, value: str) -> None:
-        self._given = name, value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _set_default, self._given
 
 
 def _set_default(name: str, value: str) -> None:
@@ -68,7 +58,10 @@ def first_imports() -> tuple[Any, ...]:
     Pickle loads the members in order, so these modules are imported first. The result is usually
     empty. Readers of the tuple must index its members from the end.
     """
-    return *itertools.starmap(_Variable, _variables.items()), *map(_Import, _modules)
+    return (
+        *(_Call(_set_default, name, value) for name, value in _variables.items()),
+        *(_Call(importlib.import_module, module) for module in _modules),
+    )
 
 
 _recorded: ContextVar[set[str] | None] = ContextVar("_recorded", default=None)

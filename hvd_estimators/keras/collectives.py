@@ -101,16 +101,7 @@ def session(
 ) -> Iterator[Collectives]:
     """Connect this rank to the others for the duration of the block. Called by all ranks.
 
-    Parameters
-    ----------
-    kind : str
-        ``"horovod"`` or ``"torch"``, the same on all ranks.
-    mp_start_method : str or None
-        Start method of ``multiprocessing``; None does not change it.
-    ranks : int, optional
-        Number of ranks among which the rows were divided.
-    use_gpu : bool
-        Whether ranks use GPUs.
+    See `hvd_estimators.torch.collectives.session` for the parameters.
     """
     connected = _implementation(kind).connected(kind, mp_start_method, ranks, use_gpu)
     before = _Active.collectives
@@ -123,7 +114,7 @@ def session(
 
 
 def _implementation(kind: str) -> Any:
-    is_horovods = kind == "horovod" and keras.backend.backend() == "tensorflow"
+    is_horovods = kind == "horovod" and on_tensorflow()
     name = "horovod_collectives" if is_horovods else "torch_collectives"
     return importlib.import_module(f"{__package__}.{name}")
 

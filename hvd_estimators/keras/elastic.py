@@ -13,7 +13,7 @@ import numpy as np
 from horovod.common.elastic import ObjectState
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import further_optimizers, require_backend
+from hvd_estimators.keras.backend import further_optimizers
 from hvd_estimators.keras.collectives import broadcast_variables
 
 
@@ -67,7 +67,6 @@ class KerasState(ObjectState):
         optimizer: keras.optimizers.Optimizer | None = None,
         **values: Any,
     ) -> None:
-        require_backend()
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if not model.built:
             raise ParamError(

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import inner_optimizers, outside_functions, require_backend
+from hvd_estimators.keras.backend import inner_optimizers, outside_functions
 from hvd_estimators.keras.collectives import GradientAverager
 
 ops: Any = keras.ops
@@ -52,8 +52,6 @@ def DistributedOptimizer(
     ------
     ParamError
         If the optimizer averages already, or ``backward_passes_per_step`` is below 1.
-    DependencyError
-        If Keras does not run on TensorFlow.
 
     Examples
     --------
@@ -62,7 +60,6 @@ def DistributedOptimizer(
     >>> model.compile(optimizer, loss="mse", jit_compile=False)
     >>> model.fit(dataset, callbacks=[BroadcastCallback(), MetricAverageCallback()])
     """
-    require_backend()
     if backward_passes_per_step < 1:
         raise ParamError(
             f"backward_passes_per_step: expected 1 or more, found {backward_passes_per_step}."

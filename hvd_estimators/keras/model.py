@@ -12,7 +12,6 @@ import keras
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.backend import require_backend
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.model_file import save_plainly
@@ -126,7 +125,6 @@ class KerasModel(KerasModelSignatures):
         StoreError
             If the path exists already, or cannot be written.
         """
-        require_backend()
         model = self.getOrDefault("model")
         if model is None:
             raise ParamError("model is not set. Set model.")
@@ -142,7 +140,6 @@ class KerasModel(KerasModelSignatures):
                 ) from error
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Any]:
-        require_backend()
         model = self.getOrDefault("model")
         if model is None:
             raise ParamError("model is not set. Set model.")
@@ -151,7 +148,6 @@ class KerasModel(KerasModelSignatures):
         return document, functools.partial(KerasPredictor, **settings)
 
     def _make_evaluator(self) -> tuple[bytes | LocalFile, Any, Any]:
-        require_backend()
         get = self.getOrDefault
         model, custom_objects, floatx = get("model"), get("custom_objects"), get("_floatx")
         if model is None or not model.compiled:

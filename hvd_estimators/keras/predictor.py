@@ -20,7 +20,6 @@ from hvd_estimators.keras.backend import (
     SHAPE_KINDS,
     all_layers,
     on_tensorflow,
-    require_backend,
 )
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
@@ -263,7 +262,6 @@ def _as_numbers(output: Any) -> Array:
 
 
 def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
-    require_backend()
     keras.config.set_floatx(saved.get("_floatx") or "float32")
     with keras.device(choose_device(resources)):
         model, compiled = load_uncompiled(saved.read("model"))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.keras.backend import on_tensorflow
 from hvd_estimators.keras.collectives import Collectives
 from hvd_estimators.torch import collectives as torch_collectives
 from hvd_estimators.torch import operations
@@ -48,8 +49,7 @@ class TorchCollectives(Collectives):
 
     def gather(self, document: Bytes, name: str) -> Bytes:
         """Return the concatenated bytes of all ranks."""
-        gathered: Bytes = self._given.gather(torch.from_numpy(document.copy()), name).numpy()
-        return gathered
+        return torch_collectives.gather_bytes(document, name)
 
     def broadcast(self, variable: Any, root_rank: int, name: str) -> None:
         """Set a Keras variable to the value of one rank."""
@@ -99,7 +99,7 @@ def connected(
 ) -> Iterator[TorchCollectives]:
     """Connect this rank to the others for the duration of the block."""
     # TensorFlow's tensors are reduced on the CPU.
-    on_gpu = use_gpu and keras.backend.backend() == "torch"
+    on_gpu = use_gpu and not on_tensorflow()
     with torch_collectives.session(kind, mp_start_method, ranks, on_gpu) as given:
         yield _of(given)
 
@@ -111,5 +111,4 @@ def connect() -> TorchCollectives:
 
 
 def _of(given: operations.Collectives) -> TorchCollectives:
-    is_torch = keras.backend.backend() == "torch"
-    return TorchCollectives(given) if is_torch else TensorFlowCollectives(given)
+    return TensorFlowCollectives(given) if on_tensorflow() else TorchCollectives(given)

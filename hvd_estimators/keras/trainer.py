@@ -17,7 +17,6 @@ from hvd_estimators.keras.backend import (
     has_own_step,
     has_own_test_step,
     model_optimizers,
-    require_backend,
     set_random_seed,
 )
 from hvd_estimators.keras.callbacks import (
@@ -119,7 +118,6 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0: a ``.keras`` file, or the checkpoint callback's file.
     """
-    require_backend()
     with (
         session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu),
         contextlib.ExitStack() as stack,

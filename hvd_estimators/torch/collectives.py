@@ -108,7 +108,8 @@ def connect() -> None:
         _Active.lifetime.enter_context(synchronizing_on_cpus())
 
 
-def _gather_bytes(document: Bytes, name: str) -> Bytes:
+def gather_bytes(document: Bytes, name: str) -> Bytes:
+    """Return the concatenated bytes of all ranks, whose lengths may differ."""
     gathered: Bytes = current().gather(torch.from_numpy(document.copy()), name).numpy()
     return gathered
 
@@ -124,7 +125,7 @@ class _TensorExchange(ObjectExchange):
     broadcast = _outside_inference_mode(ObjectExchange.broadcast)
 
 
-exchange = _TensorExchange(lambda: current().rank, lambda: current().size, _gather_bytes)
+exchange = _TensorExchange(lambda: current().rank, lambda: current().size, gather_bytes)
 
 
 def reduce_group_async(
