@@ -120,9 +120,8 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     """
     with (
         session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu),
-        contextlib.ExitStack() as stack,
+        choose_devices(spec.use_gpu, spec.verbose),
     ):
-        stack.enter_context(choose_devices(spec.use_gpu, spec.verbose))
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
         if spec.random_seed is not None:
