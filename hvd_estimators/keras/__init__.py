@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from hvd_estimators.keras.callbacks import (
         BestModelCheckpoint,
         BroadcastCallback,
-        LearningRateScheduleCallback,
-        LearningRateWarmupCallback,
-        LogCallback,
         MetricAverageCallback,
     )
     from hvd_estimators.keras.elastic import KerasState
     from hvd_estimators.keras.estimator import KerasEstimator
     from hvd_estimators.keras.gradients import DistributedOptimizer
+    from hvd_estimators.keras.log_callback import LogCallback
     from hvd_estimators.keras.model import KerasModel
     from hvd_estimators.keras.predictor import load_predictor
+    from hvd_estimators.keras.schedules import (
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+    )
 
 __all__ = [
     "BestModelCheckpoint",
@@ -50,9 +52,9 @@ __getattr__, __dir__ = lazy_names(
         "KerasEstimator": "hvd_estimators.keras.estimator",
         "KerasModel": "hvd_estimators.keras.model",
         "KerasState": "hvd_estimators.keras.elastic",
-        "LearningRateScheduleCallback": "hvd_estimators.keras.callbacks",
-        "LearningRateWarmupCallback": "hvd_estimators.keras.callbacks",
-        "LogCallback": "hvd_estimators.keras.callbacks",
+        "LearningRateScheduleCallback": "hvd_estimators.keras.schedules",
+        "LearningRateWarmupCallback": "hvd_estimators.keras.schedules",
+        "LogCallback": "hvd_estimators.keras.log_callback",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
         "load_predictor": "hvd_estimators.keras.predictor",
     },

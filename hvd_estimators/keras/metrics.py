@@ -75,17 +75,16 @@ def share_of(variable: Any, rank: int, size: int) -> float:
     return float(rank == 0)
 
 
-def results(model: keras.Model, with_unused: bool = False) -> dict[str, Any]:
+def results(model: keras.Model) -> dict[str, Any]:
     """Return the results of a model's metrics as numbers, or lists of numbers, by name.
 
     A model's own steps need not update Keras's mean of the loss. Means that were never updated are
-    left out unless ``with_unused`` is set.
+    left out.
     """
     has_own = has_own_step(model) or has_own_test_step(model)
     values: dict[str, Any] = {}
     for metric in model.metrics:
-        can_be_unused = has_own and not with_unused and isinstance(metric, keras.metrics.Mean)
-        if can_be_unused and not float(metric.count):
+        if has_own and isinstance(metric, keras.metrics.Mean) and not float(metric.count):
             continue
         result = metric.result()
         values.update(result if isinstance(result, Mapping) else {metric.name: result})

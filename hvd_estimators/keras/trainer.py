@@ -19,11 +19,7 @@ from hvd_estimators.keras.backend import (
     model_optimizers,
     set_random_seed,
 )
-from hvd_estimators.keras.callbacks import (
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-    turn_off_jit_compile,
-)
+from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
 from hvd_estimators.keras.checkpoint import (
     BestModel,
     PartialEpoch,
@@ -54,6 +50,7 @@ from hvd_estimators.keras.loop import (
 )
 from hvd_estimators.keras.model_file import save_file
 from hvd_estimators.keras.outputs import keep_rows
+from hvd_estimators.keras.schedules import LearningRateWarmupCallback
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
