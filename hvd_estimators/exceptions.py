@@ -20,7 +20,15 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 class HvdEstimatorsError(Exception):
-    """Base class of this package's exceptions."""
+    """Base class of this package's exceptions.
+
+    Attributes
+    ----------
+    is_transient : bool
+        Whether ranks that are launched again need not fail in the same way.
+    """
+
+    is_transient: bool = False
 
 
 class ParamError(HvdEstimatorsError, ValueError):
@@ -46,6 +54,8 @@ class StoreError(HvdEstimatorsError, OSError):
 class StoreUnavailableError(StoreError):
     """Store that still fails after all retries."""
 
+    is_transient = True
+
 
 class PredictionError(HvdEstimatorsError, RuntimeError):
     """Failure of a model on a batch of rows during prediction."""
@@ -53,6 +63,8 @@ class PredictionError(HvdEstimatorsError, RuntimeError):
 
 class ReaderError(HvdEstimatorsError, RuntimeError):
     """Termination of a rank's data reader, which cannot continue."""
+
+    is_transient = True
 
 
 class LeftOutError(HvdEstimatorsError, ImportError):
@@ -80,10 +92,12 @@ class JobCancelledError(HvdEstimatorsError, RuntimeError):
 
 
 class TrainingInterruptedError(HvdEstimatorsError, RuntimeError):
-    """Stop of training after SIGTERM.
+    """Stop of training before a machine goes: SIGTERM, ``preemption_check``, decommissioning.
 
     All ranks end together after a step, and the exception is raised on the ranks.
     """
+
+    is_transient = True
 
 
 class UnreachableError(HvdEstimatorsError, ConnectionError):
@@ -96,6 +110,8 @@ class CollectiveError(HvdEstimatorsError, RuntimeError):
     Raised on the ranks, with ``collectives="torch"``. Horovod raises its own
     ``HorovodInternalError``.
     """
+
+    is_transient = True
 
 
 class ResultsError(HvdEstimatorsError, RuntimeError):
@@ -128,6 +144,9 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
         None: Spark reports no cause.
     error_type : str
         Class name of the exception if the rank raised one, otherwise empty.
+    is_transient : bool
+        Whether relaunched ranks need not fail in the same way. The rank itself says so of the
+        exception that it raised; a rank that was killed, lost or stalled counts as transient.
     relaunches : int
         Number of earlier relaunches of the ranks, by `run_elastic` or by a fit with
         ``max_restarts``.
@@ -142,6 +161,7 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
         output_tail: str = "",
         cause: str | None = None,
         error_type: str = "",
+        is_transient: bool = False,
         relaunches: int = 0,
     ) -> None:
         super().__init__(message)
@@ -150,6 +170,7 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
         self.output_tail = output_tail
         self.cause = cause
         self.error_type = error_type
+        self.is_transient = is_transient or cause in ("killed", "stalled", "lost")
         self.relaunches = relaunches
 
 

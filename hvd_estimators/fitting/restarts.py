@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import math
 import os
@@ -16,14 +17,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from hvd_estimators.exceptions import (
-    SlotsError,
     StoreUnavailableError,
-    UnreachableError,
     WorkerFailedError,
 )
 from hvd_estimators.fitting.record import now
@@ -32,13 +31,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import describing
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.launch.rank.rank_logs import RankLogs, logging_ranks
-from hvd_estimators.launch.relaunch import (
-    available,
-    await_relaunch_slots,
-    final_error,
-    summary,
-    too_few_slots,
-)
+from hvd_estimators.launch.relaunch import RelaunchLoop, summary
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, RankProgress
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import Store
@@ -58,18 +51,10 @@ _EXIT_SECONDS = 60.0
 # Half an hour, see `hvd_estimators.launch.rank.hang_detection`.
 _STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-# An executor that is about to shut down still counts among the task slots.
+# After the first of several notices, see `Restarts._leaving_pause`.
 _LEAVING_PAUSE = 10.0
 
 _LEAVING = "TrainingInterruptedError"
-# Exceptions that a rank raises for external reasons: a lost peer, a machine that is about to shut
-# down, a store that does not respond, or a killed reader process.
-_TEMPORARY = {
-    *("HorovodInternalError", "CollectiveError", "ReaderError", "StoreUnavailableError"),
-    _LEAVING,
-}
-# Horovod's messages for mismatched calls.
-_MISMATCH = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 
 
 class Launch:
@@ -239,24 +224,10 @@ def ending_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def would_recur(error: WorkerFailedError) -> bool:
-    """Return whether relaunched ranks would fail in the same way.
-
-    They would if a rank exited by itself, or if Spark failed for an unknown reason. They would also
-    if a rank raised an exception, unless the cause was a lost peer, a lost reader, an unavailable
-    store or SIGTERM. Mismatched calls of Horovod do not count as a lost peer.
-    """
-    if error.cause != "raised":
-        return error.cause not in ("killed", "stalled", "lost")
-    is_mismatch = error.error_type == "HorovodInternalError" and _MISMATCH.search(str(error))
-    return error.error_type not in _TEMPORARY or bool(is_mismatch)
-
-
-@dataclass
-class Restarts:
+class Restarts(RelaunchLoop):
     """Restart policy for the launches of one fit.
 
-    Attributes
+    Parameters
     ----------
     run : Run
         The run, with its checkpoints before the fit.
@@ -268,99 +239,83 @@ class Restarts:
         Minimum number of ranks; None for the number of the first launch.
     note : callable
         Called with the record of each restart.
+
+    Attributes
+    ----------
     progress : ProgressAcrossLaunches
         Progress of the ranks.
-    failures : list of WorkerFailedError
-        Errors of the launches that were followed by a relaunch.
     """
 
-    run: Run
-    spec: TrainSpec
-    limit: int
-    least: int | None
-    note: Callable[[Mapping[str, Any]], None]
-    progress: ProgressAcrossLaunches = field(default_factory=ProgressAcrossLaunches)
-    failures: list[WorkerFailedError] = field(default_factory=list)
-    _deadline: float = math.inf
+    def __init__(
+        self,
+        run: Run,
+        spec: TrainSpec,
+        limit: int,
+        least: int | None,
+        note: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        timeout = seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
+        super().__init__(least, None, timeout, "HOROVOD_ELASTIC_TIMEOUT")
+        self.progress = ProgressAcrossLaunches()
+        self._run, self._spec, self._limit, self._note = run, spec, limit, note
+        self._position, self._pauses = run.newest, _pauses()
+        self._started = math.inf
+        self._lost: dict[str, Any] = {}
 
-    def launch(self, backend: Backend, launch: Callable[[Backend], list[Any]]) -> list[Any]:
-        """Launch the ranks until a launch succeeds, and return their results.
+    def launch(self, backend: Backend, run: Callable[[Backend], list[Any]]) -> list[Any]:
+        """Launch the ranks until a launch succeeds; see `RelaunchLoop.launch`."""
 
-        Parameters
-        ----------
-        backend : Backend
-            Backend of the first launch, and of later launches if there are enough task slots.
-        launch : callable
-            Launches the ranks on a backend.
+        def timed(current: Backend) -> list[Any]:
+            self._started = time.monotonic()
+            return run(current)
 
-        Raises
-        ------
-        WorkerFailedError
-            If a rank failed in a way that would recur, or if the restarts are used up.
-        SlotsError
-            If there were too few task slots for too long.
-        JobCancelledError
-            If the thread's Spark jobs were cancelled, even while no job was running.
-        """
-        current, before, pauses = backend, self.run.newest, _pauses()
-        while True:
-            started = time.monotonic()
-            try:
-                return launch(current)
-            except WorkerFailedError as error:
-                self._add(error)
-                lost_after = time.monotonic() - started
-                position = self._newest()
-                if position != before:
-                    before, pauses = position, _pauses(0.0)
-                lost = self._lost(position, lost_after)
-                pause = next(pauses)
-                if error.error_type == _LEAVING:
-                    pause = max(pause, _LEAVING_PAUSE)
-                time.sleep(pause)
-                current = self._for_slots(backend, current)
-                self._report(lost, position, current.num_processes())
-            except (SlotsError, UnreachableError) as error:
-                # Task slots may have been lost since they were counted.
-                if not self.failures:
-                    raise
-                if time.monotonic() > self._deadline:
-                    raise self._too_few(current, str(error)) from self.failures[-1]
-                time.sleep(_FIRST_PAUSE)
-                current = self._for_slots(backend, current)
+        return super().launch(backend, timed)
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for the ranks that enable the detection of hangs."""
-        return {STALL_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}
+        return {STALL_VARIABLE: str(_STALL_SECONDS)} if self._limit else {}
 
-    def _add(self, error: WorkerFailedError) -> None:
-        """Record a failed launch; raise its error if no restart may follow."""
-        recurs = would_recur(error)
-        if not self.limit or (recurs and not self.failures):
-            raise error
-        why = ""
-        if recurs:
-            why = "; a failure of this kind comes back"
-        elif len(self.failures) >= self.limit:
-            why = f", and max_restarts={self.limit} allows no more"
-        elif self.run.lost:
-            why = ", and another process trains this run by now"
-        if why:
-            raise final_error(error, self.failures, why) from error
-        self.failures.append(error)
-        self._deadline = time.monotonic() + seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
+    def reason_to_end(self, error: WorkerFailedError) -> str | None:
+        """Return why no restart may follow: the limit, the error, or another process's fit."""
+        if not self._limit or not (error.is_transient or self.failures):
+            return ""
+        if not error.is_transient:
+            return "; a failure of this kind comes back"
+        if len(self.failures) >= self._limit:
+            return f", and max_restarts={self._limit} allows no more"
+        if self._run.lost:
+            return ", and another process trains this run by now"
+        return None
+
+    def after_failure(self) -> None:
+        """Find the checkpoint to resume from and the lost training, and pause."""
+        launched = time.monotonic() - self._started
+        position = self._newest()
+        if position != self._position:
+            self._position, self._pauses = position, _pauses(0.0)
+        self._lost = self._lost_since(position, launched)
+        time.sleep(max(next(self._pauses), self._leaving_pause()))
+
+    def _leaving_pause(self) -> float:
+        """Return the pause after notices that a machine is about to go; doubles with each notice.
+
+        The machine still takes ranks until it has gone, and then gives notice at once.
+        """
+        in_a_row = itertools.takewhile(lambda e: e.error_type == _LEAVING, reversed(self.failures))
+        number = len(list(in_a_row))
+        return min(_LEAVING_PAUSE * 2 ** (number - 1), _LONGEST_PAUSE) if number else 0.0
 
     def _newest(self) -> Position | None:
         """Return the newest checkpoint, waiting until the store is available."""
         while True:
             try:
-                return max(positions(self.spec.store, self.spec.run), default=None)
+                return max(positions(self._spec.store, self._spec.run), default=None)
             except StoreUnavailableError as error:
                 if time.monotonic() > self._deadline:
                     raise error from self.failures[-1]
                 time.sleep(_FIRST_PAUSE)
 
-    def _lost(self, position: Position | None, launched: float) -> dict[str, Any]:
+    def _lost_since(self, position: Position | None, launched: float) -> dict[str, Any]:
         """Return the lost training: seconds since the checkpoint, and steps if known.
 
         Parameters
@@ -370,7 +325,7 @@ class Restarts:
         launched : float
             Duration of the launch in seconds.
         """
-        spec = self.spec
+        spec = self._spec
         lost: dict[str, Any] = {"seconds": launched, "epoch": 0, "step": 0, "steps": None}
         if position is not None:
             lost["epoch"] = position.epoch
@@ -389,32 +344,10 @@ class Restarts:
             lost["steps"] = max(steps, 0)
         return lost
 
-    def _for_slots(self, backend: Backend, before: Backend) -> Backend:
-        """Wait for enough task slots, and return a backend with as many ranks as fit."""
-        most = backend.num_processes()
-        least = most if self.least is None else self.least
-        if least < most and backend.resized(least) is None:
-            least = most
-        slots = backend.task_slots()
-        if slots is None:
-            return backend
-
-        def count() -> int:
-            return backend.task_slots() or 0
-
-        ranks, failure = before.num_processes(), self.failures[-1]
-        slots = await_relaunch_slots(failure, count, least, ranks, self._deadline)
-        if slots >= most:
-            return backend
-        resized = backend.resized(slots) if slots >= least else None
-        if resized is None:
-            raise self._too_few(backend, available(slots)) from failure
-        return resized
-
-    def _report(self, lost: Mapping[str, Any], position: Position | None, num_ranks: int) -> None:
+    def before_relaunch(self, num_ranks: int) -> None:
         """Log and record a restart and the lost training."""
         error, number = self.failures[-1], len(self.failures)
-        spec = self.spec
+        spec, lost, position = self._spec, self._lost, self._position
         if position is not None:
             source = f"from the checkpoint of epoch {lost['epoch'] + 1}, step {lost['step']}"
         elif spec.run.checkpoints_path is None:
@@ -425,10 +358,10 @@ class Restarts:
         logger.warning(
             "Run %r: %s %d ranks are launched again (restart %d of at most %d) and resume %s: "
             "%s%.1f s of training are lost.",
-            *(spec.run.run_id, summary(error), num_ranks, number, self.limit),
+            *(spec.run.run_id, summary(error), num_ranks, number, self._limit),
             *(source, steps, lost["seconds"]),
         )
-        self.note(
+        self._note(
             {
                 "at": now(),
                 "rank": error.rank,
@@ -441,11 +374,6 @@ class Restarts:
                 "lost_seconds": round(lost["seconds"], 3),
             }
         )
-
-    def _too_few(self, backend: Backend, reason: str) -> SlotsError:
-        least = backend.num_processes() if self.least is None else self.least
-        limit = "HOROVOD_ELASTIC_TIMEOUT (600 s by default)"
-        return too_few_slots(self.failures, least, limit, reason)
 
 
 def _pauses(*first: float) -> Iterator[float]:

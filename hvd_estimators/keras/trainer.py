@@ -179,6 +179,7 @@ class _Trainer:
         )
         progress = Progress(spec, self.rank)
         control = StepControl(spec, self.size, sum_number, exchange)
+        progress.when_asked_to_stop(control.request_stop)
         with (
             # A rank that is asked to stop gets time to write the checkpoint.
             control,

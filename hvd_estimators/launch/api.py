@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank.preemption import PreemptionCheck, callable_check
 from hvd_estimators.launch.rank.worker import call_without_notifications, of_first_rank
 from hvd_estimators.launch.validation import call_of, seconds_given, whole_number
 
@@ -36,6 +36,7 @@ def run(
     gpus_per_task: int | None = None,
     cpus_per_task: int | None = None,
     warm_start: bool = True,
+    preemption_check: PreemptionCheck | None = None,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on the ranks of a job, one rank per Spark task.
 
@@ -85,6 +86,10 @@ def run(
         The Python of the ranks. Default: the Python of the executors' workers.
     resource_profile, gpus_per_task, cpus_per_task, warm_start
         See `SparkBackend`.
+    preemption_check : callable, optional
+        Function without arguments that returns True once the machine on which it runs is about to
+        go. Each rank calls it every two seconds. Its process then gets SIGTERM, for which ``fn``
+        can set a handler (`signal.signal`) that saves its state.
 
     Returns
     -------
@@ -114,7 +119,9 @@ def run(
     >>> run(train, kwargs={"learning_rate": 0.1}, num_proc=2)  # doctest: +SKIP
     [(0, 2, 0.1), (1, 2, 0.1)]
     """
-    call = call_of(fn, args, kwargs)
+    call: tuple[Any, ...] = call_of(fn, args, kwargs)
+    if preemption_check is not None:
+        call = *call, callable_check("preemption_check", preemption_check)
     from hvd_estimators.launch.spark_backend import SparkBackend
 
     backend = SparkBackend(
@@ -357,11 +364,11 @@ def run_elastic(
     [3, 3]
     """
     call = call_of(fn, args, kwargs)
-    from hvd_estimators.launch.relaunch import Launches
+    from hvd_estimators.launch.relaunch import ElasticLaunches
     from hvd_estimators.launch.spark_backend import SparkBackend
 
-    backend = functools.partial(
-        SparkBackend,
+    backend = SparkBackend(
+        num_proc,
         env=env,
         start_timeout=start_timeout,
         verbose=verbose,
@@ -379,13 +386,12 @@ def run_elastic(
     if limit is not None and not (isinstance(limit, int) and limit >= 0):
         raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit!r}.")
     timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", name="elastic_timeout")
-    first = backend(num_proc)
     least, most = _bounds(
-        first.num_processes(),
+        backend.num_processes(),
         _renamed("min_num_proc", min_num_proc, "min_np", min_np),
         _renamed("max_num_proc", max_num_proc, "max_np", max_np),
     )
-    return Launches(backend, least, most, timeout, reset_limit).run(first.num_processes(), call)
+    return ElasticLaunches(least, most, timeout, reset_limit).run(backend, call)
 
 
 def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:

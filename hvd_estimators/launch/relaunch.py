@@ -1,22 +1,21 @@
-"""Relaunches of an elastic job: time, number of ranks and limit. Runs on the driver."""
+"""Relaunches of ranks, for elastic jobs and fits: time, number of ranks. Runs on the driver."""
 
 from __future__ import annotations
 
+import abc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_estimators.exceptions import (
     SlotsError,
     UnreachableError,
     WorkerFailedError,
 )
+from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
-
-if TYPE_CHECKING:
-    from hvd_estimators.launch.spark_backend import SparkBackend
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +26,126 @@ _RETURN_SECONDS = 15.0
 _MOST_FRUITLESS = 4
 
 
-@dataclass
-class Launches:
-    """Launches of one job.
+class RelaunchLoop(abc.ABC):
+    """Loop that launches ranks until a launch succeeds.
+
+    Subclasses decide which failures allow a relaunch.
+
+    Parameters
+    ----------
+    least, most : int or None
+        Minimum and maximum number of ranks of a relaunch. None: the first number of ranks.
+    timeout : float
+        Seconds to wait for ``least`` task slots after a failure.
+    setting : str
+        Name of the setting of ``timeout``, for errors.
 
     Attributes
     ----------
-    backend : callable
-        Returns the backend for a number of ranks.
+    failures : list of WorkerFailedError
+        Errors of the launches that were followed by a relaunch.
+    """
+
+    def __init__(self, least: int | None, most: int | None, timeout: float, setting: str) -> None:
+        self.failures: list[WorkerFailedError] = []
+        self._least, self._most = least, most
+        self._timeout, self._setting = timeout, setting
+        self._deadline = math.inf
+
+    @abc.abstractmethod
+    def reason_to_end(self, error: WorkerFailedError) -> str | None:
+        """Return why no relaunch may follow a failure, as a clause; None if one may follow.
+
+        An empty clause: the error is raised unchanged.
+        """
+
+    def after_failure(self) -> None:  # noqa: B027 - optional
+        """Record a failure and pause, before the loop looks for slots; by default, do nothing."""
+
+    @abc.abstractmethod
+    def before_relaunch(self, num_ranks: int) -> None:
+        """Report a relaunch after a failure of ranks."""
+
+    def launch(self, backend: Backend, run: Callable[[Backend], list[Any]]) -> list[Any]:
+        """Launch the ranks until a launch succeeds, and return their results.
+
+        Parameters
+        ----------
+        backend : Backend
+            Backend of the first launch.
+        run : callable
+            Launches the ranks on a backend.
+
+        Raises
+        ------
+        WorkerFailedError
+            If no relaunch may follow a failure.
+        SlotsError
+            If there were too few task slots for too long.
+        JobCancelledError
+            If the thread's Spark jobs were cancelled, even while no job was running.
+        """
+        current = backend
+        while True:
+            try:
+                return run(current)
+            except WorkerFailedError as error:
+                why = self.reason_to_end(error)
+                if why:
+                    raise final_error(error, self.failures, why) from error
+                if why is not None:
+                    raise
+                self.failures.append(error)
+                self._deadline = time.monotonic() + self._timeout
+                self.after_failure()
+                current = self._for_slots(backend, current)
+                self.before_relaunch(current.num_processes())
+            except (SlotsError, UnreachableError) as error:
+                # Task slots may have been lost since they were counted.
+                if not self.failures:
+                    raise
+                if time.monotonic() > self._deadline:
+                    raise self._too_few(backend, str(error)) from self.failures[-1]
+                time.sleep(_POLL_SECONDS)
+                current = self._for_slots(backend, current)
+
+    def _for_slots(self, first: Backend, before: Backend) -> Backend:
+        """Wait for enough task slots, and return a backend with as many ranks as fit."""
+        ranks, least = first.num_processes(), self._fewest(first)
+        most = ranks if self._most is None else self._most
+        if first.task_slots() is None:
+            return first
+        slots = await_relaunch_slots(
+            self.failures[-1],
+            lambda: first.task_slots() or 0,
+            least,
+            before.num_processes(),
+            self._deadline,
+        )
+        if slots < least:
+            raise self._too_few(first, available(slots)) from self.failures[-1]
+        number = min(slots, most)
+        resized = first if number == ranks else first.resized(number)
+        if resized is None:
+            raise self._too_few(first, available(slots)) from self.failures[-1]
+        return resized
+
+    def _fewest(self, first: Backend) -> int:
+        """Return the minimum number of ranks; the first number if the backend has no other."""
+        ranks = first.num_processes()
+        least = ranks if self._least is None else self._least
+        return ranks if least < ranks and first.resized(least) is None else least
+
+    def _too_few(self, first: Backend, reason: str) -> SlotsError:
+        limit = f"{self._timeout:g} s ({self._setting})"
+        return too_few_slots(self.failures, self._fewest(first), limit, reason)
+
+
+class ElasticLaunches(RelaunchLoop):
+    """Launches of an elastic job, whose ranks commit their states.
+
+    Parameters
+    ----------
     least, most : int
         Minimum and maximum number of ranks of a relaunch.
     timeout : float
@@ -43,68 +154,47 @@ class Launches:
         Maximum number of relaunches.
     """
 
-    backend: Callable[[int], SparkBackend]
-    least: int
-    most: int
-    timeout: float
-    limit: int | None
-    failures: list[WorkerFailedError] = field(default_factory=list)
-    fruitless: int = 0
+    def __init__(self, least: int, most: int, timeout: float, limit: int | None) -> None:
+        super().__init__(least, most, timeout, "elastic_timeout, HOROVOD_ELASTIC_TIMEOUT")
+        self._limit = limit
+        self._fruitless = 0
+        self._commits = CommitStore()
+        self._before = 0
 
-    def run(self, num_proc: int, call: tuple[Any, ...]) -> list[Any]:
+    def run(self, backend: Any, call: tuple[Any, ...]) -> list[Any]:
         """Launch ranks until they return, and return their results."""
-        deadline = float("inf")
-        with CommitStore() as commits:
-            while True:
-                before = commits.count
-                backend = self.backend(num_proc)
-                try:
-                    arguments = (*call, len(self.failures))
-                    return backend.run_with_commits(run_in_rank, arguments, commits)
-                except WorkerFailedError as error:
-                    self._add(error, commits.count - before)
-                    deadline = time.monotonic() + self.timeout
-                except (SlotsError, UnreachableError) as error:
-                    # Slots that were available a moment ago may be lost.
-                    if not self.failures:
-                        raise
-                    if time.monotonic() > deadline:
-                        raise self._too_few(str(error)) from self.failures[-1]
-                    time.sleep(_POLL_SECONDS)
-                num_proc = self._await_slots(num_proc, deadline)
-                logger.warning(
-                    "%s Launching %d ranks again (relaunch %d%s; %d commits so far).",
-                    *(summary(self.failures[-1]), num_proc, len(self.failures)),
-                    *("" if self.limit is None else f" of at most {self.limit}", commits.count),
-                )
 
-    def _add(self, error: WorkerFailedError, commits: int) -> None:
-        """Record a failed launch; raise its error if it was the last one."""
+        def run(current: Any) -> list[Any]:
+            self._before = self._commits.count
+            arguments = (*call, len(self.failures))
+            results: list[Any] = current.run_with_commits(run_in_rank, arguments, self._commits)
+            return results
+
+        with self._commits:
+            return self.launch(backend, run)
+
+    def reason_to_end(self, error: WorkerFailedError) -> str | None:
+        """Return why no relaunch may follow: the limit, or several launches without a commit."""
+        commits = self._commits.count - self._before
         last = self.failures[-1] if self.failures else None
         is_alike = last is not None and error.error_type and error.error_type == last.error_type
-        self.fruitless = self.fruitless + 1 if commits <= (1 if is_alike else 0) else 0
-        if self.limit is not None and len(self.failures) >= self.limit:
-            why = f", and reset_limit={self.limit} allows no more"
-            raise final_error(error, self.failures, why) from error
-        if self.limit is None and self.fruitless >= _MOST_FRUITLESS:
-            why = (
-                f", and the last {self.fruitless} launches have made no progress; set reset_limit "
-                "to try more often"
+        self._fruitless = self._fruitless + 1 if commits <= (1 if is_alike else 0) else 0
+        if self._limit is not None and len(self.failures) >= self._limit:
+            return f", and reset_limit={self._limit} allows no more"
+        if self._limit is None and self._fruitless >= _MOST_FRUITLESS:
+            return (
+                f", and the last {self._fruitless} launches have made no progress; set "
+                "reset_limit to try more often"
             )
-            raise final_error(error, self.failures, why) from error
-        self.failures.append(error)
+        return None
 
-    def _await_slots(self, before: int, deadline: float) -> int:
-        """Wait for enough slots and return the number of ranks to launch."""
-        count = self.backend(self.least).task_slots
-        slots = await_relaunch_slots(self.failures[-1], count, self.least, before, deadline)
-        if slots < self.least:
-            raise self._too_few(available(slots)) from self.failures[-1]
-        return min(slots, self.most)
-
-    def _too_few(self, reason: str) -> SlotsError:
-        limit = f"{self.timeout:g} s (elastic_timeout, HOROVOD_ELASTIC_TIMEOUT)"
-        return too_few_slots(self.failures, self.least, limit, reason)
+    def before_relaunch(self, num_ranks: int) -> None:
+        """Log a relaunch."""
+        logger.warning(
+            "%s Launching %d ranks again (relaunch %d%s; %d commits so far).",
+            *(summary(self.failures[-1]), num_ranks, len(self.failures)),
+            *("" if self._limit is None else f" of at most {self._limit}", self._commits.count),
+        )
 
 
 def await_relaunch_slots(
@@ -209,6 +299,7 @@ def final_error(
         output_tail=error.output_tail,
         cause=error.cause,
         error_type=error.error_type,
+        is_transient=error.is_transient,
         relaunches=len(earlier),
     )
 

@@ -20,6 +20,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.application import await_slots
 from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
 from hvd_estimators.launch.cluster.connect import current_cluster
+from hvd_estimators.launch.cluster.decommissioning import watching_executors
 from hvd_estimators.launch.cluster.jobs import (
     barrier_job,
     importing,
@@ -297,7 +298,7 @@ class SparkBackend(Backend):
             service = stack.enter_context(DriverService(host, num_proc))
             if commits is not None:
                 stack.enter_context(commits.serve(service))
-            stack.enter_context(receive_events(service, handler))
+            ask_to_stop = stack.enter_context(receive_events(service, handler))
             exchange = stack.enter_context(ExchangeServer(service, num_proc, cluster.application))
             job = replace(
                 self._job(cluster, modules, env),
@@ -310,7 +311,7 @@ class SparkBackend(Backend):
                 rank_logs=None if rank_logs is None else cloudpickle.dumps(rank_logs),
             )
             task = functools.partial(run_task, job=job)
-            rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch)
+            rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA, watch, ask_to_stop)
             return results_in_order(outcomes(rows, num_proc))
 
     def warming_up(
@@ -358,6 +359,7 @@ class SparkBackend(Backend):
         task: Callable[..., Any],
         schema: str,
         watch: LaunchWatch | None = None,
+        ask_to_stop: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Run a function in barrier tasks and return the rows that it yields."""
 
@@ -369,4 +371,6 @@ class SparkBackend(Backend):
             tag = stack.enter_context(barrier_job(cluster, num_proc, self._start_timeout))
             if watch is not None:
                 stack.enter_context(watch.with_running_tasks(running_tasks))
+            if ask_to_stop is not None:
+                stack.enter_context(watching_executors(cluster, tag, ask_to_stop))
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

@@ -102,6 +102,12 @@ STAGE_RETRY = 1.0
 # Sending of a task's last stage.
 STAGE_CLOSE = 1.0
 
+# Preemption (`hvd_estimators.launch.rank.preemption`, `hvd_estimators.launch.cluster`)
+
+# Interval of preemption_check, and of asking Spark for decommissioned executors. Clouds give notice
+# 30 s or more before a machine goes.
+PREEMPTION_POLL = 2.0
+
 # Rendezvous (`hvd_estimators.launch.rendezvous`)
 
 # Interval at which the server of rank 0's task looks for silent ranks.

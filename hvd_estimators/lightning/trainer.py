@@ -105,6 +105,7 @@ class _Trainer:
             # A rank that is asked to stop gets time until the checkpoint is written.
             stack.enter_context(self.control)
             progress = stack.enter_context(Progress(self.spec, self.rank))
+            progress.when_asked_to_stop(self.control.request_stop)
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=folder_prefix()))
             stack.enter_context(self.logs)
             stack.enter_context(self.checkpoints)

@@ -17,6 +17,7 @@ from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 from hvd_estimators._util.documents import to_python
 from hvd_estimators.data.inputs import InputColumns
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.launch.rank.preemption import callable_check
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.spec import check_data_module
@@ -497,6 +498,14 @@ class RankParams(DeclaredParams):
         "its run_id.",
         default=0,
         convert=integer(0),
+    )
+    preemption_check = param(
+        "Function without arguments that returns True once the machine on which it runs is about "
+        "to go. Each rank calls it every two seconds. When one rank's returns True, all ranks save "
+        "a checkpoint after their step and end; with max_restarts, they are relaunched from there. "
+        "SIGTERM and Spark's decommissioning (spark.decommission.enabled) need no function.",
+        convert=callable_check,
+        type="Callable[[], Any]",
     )
     min_num_proc = param(
         "Minimum number of ranks of a relaunch that finds fewer than num_proc task slots. They "

@@ -58,6 +58,7 @@ class HorovodEstimatorKeywords(TypedDict, total=False):
     data_module: str | type[Any] | None
     num_proc: int | None
     max_restarts: int | None
+    preemption_check: Callable[[], Any] | None
     min_num_proc: int | None
     backend: Any
     resource_profile: ResourceProfile | None

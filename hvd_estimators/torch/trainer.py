@@ -220,6 +220,7 @@ class _Trainer:
         self.user_steps = self.objective.has_own_step
         self.progress = Progress(spec, self.rank)
         self.control = StepControl(spec, self.size, sum_over_ranks, exchange)
+        self.progress.when_asked_to_stop(self.control.request_stop)
 
     def run(self) -> TrainResult:
         spec = self.spec

@@ -216,6 +216,11 @@ class Progress:
         self._stack.enter_context(warning_of_hangs(self._rank, self._warn))
         return self
 
+    def when_asked_to_stop(self, stop: Callable[[], object]) -> None:
+        """Call a function if the driver asks the ranks to end. Only rank 0 is asked."""
+        if self._sender is not None:
+            self._sender.when_asked_to_stop(stop)
+
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
         if self._sender is not None:

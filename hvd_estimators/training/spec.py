@@ -20,6 +20,7 @@ import numpy as np
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, did_you_mean
+from hvd_estimators.launch.rank.preemption import PreemptionCheck
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.loggers import Logger
 from hvd_estimators.store.base import RunPaths, Store
@@ -112,6 +113,8 @@ class TrainSpec:
         Resume a run that a callback stopped.
     terminate_on_nan : bool
         End training on all ranks if a loss or a parameter is not finite.
+    preemption_check : callable or None
+        The user's function that returns whether this rank's machine is about to go.
     buffer_reduction : mapping
         Buffer name to reduction, see `training.shard_state.find_buffers`.
     loggers : tuple of Logger
@@ -135,6 +138,7 @@ class TrainSpec:
     checkpoints: CheckpointOptions
     resume_stopped: bool
     terminate_on_nan: bool
+    preemption_check: PreemptionCheck | None
     buffer_reduction: Mapping[str, str]
     loggers: tuple[Logger, ...] = field(default=(), kw_only=True)
     hyperparameters: Mapping[str, bool | int | float | str] = field(

@@ -1,10 +1,11 @@
 """Decisions of all ranks between steps: to checkpoint, to stop on request, or to end on NaN.
 
 A process that wants a rank to end sends SIGTERM. It can be the rank's guardian, if the task or the
-driver has ended. It can also be the scheduler of a cluster that preempts a machine. The ranks of a
-job receive the signal at different times, or only one of them does. They must not stop at different
-steps, because the others would then wait forever. Therefore the ranks sum up, about once a second,
-how many of them were asked to stop. Between two sums, a step only decrements a counter.
+driver has ended. It can also be the scheduler of a cluster that preempts a machine. A
+``preemption_check`` and the driver, for executors that Spark decommissions, ask in the same way.
+The ranks of a job are asked at different times, or only one of them is. They must not stop at
+different steps, because the others would then wait forever. Therefore the ranks sum up, about once
+a second, how many of them were asked to stop. Between two sums, a step only decrements a counter.
 
 During validation, ranks do not synchronize, because each rank has a different number of batches.
 They agree on a stop request after it.
@@ -28,6 +29,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from hvd_estimators.exceptions import NotFiniteError, TrainingInterruptedError
 from hvd_estimators.launch.rank.graceful_stop import asking_for_grace, mute_if_unheard
 from hvd_estimators.launch.rank.hang_detection import seconds_without_progress
+from hvd_estimators.launch.rank.preemption import watching
 from hvd_estimators.training.object_collectives import ObjectExchange
 from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
@@ -74,7 +76,8 @@ def stopped_before(spec: TrainSpec, state: RunState | None) -> bool:
 class StepControl:
     """Checkpoints that are due, stop requests and the NaN check, as a context manager on each rank.
 
-    In the block, SIGTERM counts as a stop request, see `StopRequest`.
+    In the block, SIGTERM and the spec's ``preemption_check`` count as stop requests, see
+    `StopRequest`.
 
     Parameters
     ----------
@@ -103,14 +106,21 @@ class StepControl:
         self._sum_over_ranks = sum_over_ranks
         self._exchange = exchange
         self._stop = StopRequest(lambda value: sum_over_ranks(value, "stop_request"), size)
+        self._check = spec.preemption_check
+        self._stack = contextlib.ExitStack()
         self._is_due = self._stops = False
 
     def __enter__(self) -> Self:
-        self._stop.__enter__()
+        self._stack.enter_context(self._stop)
+        self._stack.enter_context(watching(self._check, self._stop.ask))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stop.__exit__(*exc_info)
+        self._stack.close()
+
+    def request_stop(self) -> None:
+        """Ask all ranks to save the run and to stop after a step. Any thread may call it."""
+        self._stop.ask()
 
     def check_finite(
         self, step: int, epoch: int, loss: float | None, parameters: Sequence[str]
@@ -369,8 +379,8 @@ def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
         else "The run keeps no checkpoints: no state of it is saved."
     )
     return TrainingInterruptedError(
-        f"The ranks were asked to end (SIGTERM), and have stopped in epoch {epoch} after step "
-        f"{step}. {consequence}"
+        "The ranks were asked to end (by SIGTERM, preemption_check, or Spark's decommissioning), "
+        f"and have stopped in epoch {epoch} after step {step}. {consequence}"
     )
 
 

@@ -43,7 +43,7 @@ class Telling(DataDependent):
         return super().forward(x)
 
 
-def run(store: Any, backend: Any, folder: str, run_id: str) -> Any:
+def run(store: Any, backend: Any, folder: str, run_id: str, **params: Any) -> Any:
     """Fit for some epochs of seven steps."""
     net = Telling(folder)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True)
@@ -58,6 +58,7 @@ def run(store: Any, backend: Any, folder: str, run_id: str) -> Any:
         run_id=run_id,
         **({} if backend is None else {"backend": backend}),
         **settings,
+        **params,
     )
     return model
 

@@ -21,6 +21,8 @@ from saved_checkpoints import read_state
 from test_resuming import assert_equal_bits, end_of
 
 from hvd_estimators.exceptions import JobCancelledError
+from hvd_estimators.fitting import restarts
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.store.leases import lease_path
 from hvd_estimators.store.runs import read_metadata
@@ -104,6 +106,44 @@ def test_sigint_and_sigterm_leave_only_a_run_that_resumes(
     (folder / SLOW).unlink()
     assert_equal_bits(
         end_of(store, run(store, backend, str(folder), "asked"), "asked"),
+        end_of(store, run(store, backend, str(folder), "whole"), "whole"),
+    )
+
+
+def test_a_notice_on_one_machine_saves_the_step_and_the_relaunch_loses_none(
+    backend: Any, store: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_LEAVING_PAUSE", 0.1)
+    notice = folder / "notice"
+
+    def is_leaving() -> bool:
+        if os.environ["HOROVOD_RANK"] == "1" and notice.exists():
+            notice.unlink()
+            return True
+        return False
+
+    def go_on() -> None:
+        (folder / SLOW).unlink()
+
+    def give_notice() -> None:
+        notice.touch()
+        when_training(folder, go_on)
+
+    when_training(folder, give_notice)
+    params: dict[str, Any] = {"preemption_check": is_leaving, "max_restarts": 1, "verbose": 1}
+    # The shared ranks of tests raise errors of their own.
+    model = run(store, LocalBackend(2), str(folder), "asked", **params)
+
+    assert not notice.exists()
+    assert model.summary.restarts == 1
+    noted = read_metadata(store, store.run_paths("asked").run_path)
+    assert noted is not None
+    (restart,) = noted["fits"][0]["restarts"]
+    assert restart["error_type"] == "TrainingInterruptedError"
+    assert restart["lost_steps"] == 0
+    assert (restart["epoch"], restart["step"]) > (0, 0)
+    assert_equal_bits(
+        end_of(store, model, "asked"),
         end_of(store, run(store, backend, str(folder), "whole"), "whole"),
     )
 

@@ -385,6 +385,23 @@ class Cluster:
             failed.append((ended_at, task.host(), task.executorId()))
         return failed
 
+    @property
+    def decommissions(self) -> bool:
+        """True if Spark gives notice before an executor goes (``spark.decommission.enabled``)."""
+        return self.conf.get("spark.decommission.enabled", "false").lower() == "true"
+
+    def leaving_hosts(self, tag: str) -> list[str]:
+        """Return the hosts whose executors run tasks of a tagged job and are decommissioned."""
+        executors = {(task.host(), task.executorId()) for task in self._tasks(tag, "RUNNING")}
+        scheduler = self._scala.taskScheduler()
+        return sorted(
+            {
+                host
+                for host, executor in executors
+                if scheduler.getExecutorDecommissionState(executor).isDefined()
+            }
+        )
+
     def running_tasks(self, tag: str) -> list[RankStage]:
         """Return the tasks that run in the jobs with a tag."""
         return [started_task(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]

@@ -39,6 +39,8 @@ _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled":
 _OWN = str(Path(__file__).parents[2])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _FOLDED = tuple(f"{path}/{name}/" for path in _LIBRARIES for name in ("pyspark", "py4j"))
+# Horovod's messages for mismatched calls.
+_MISMATCH = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -62,6 +64,8 @@ class ErrorReport:
         The traceback with all frames; of bounded length.
     is_storage : bool
         Whether the exception is a `StoreError`.
+    is_transient : bool
+        Whether relaunched ranks need not raise it again, see `is_transient`.
     """
 
     error_type: str
@@ -69,6 +73,17 @@ class ErrorReport:
     traceback: str
     full_traceback: str
     is_storage: bool = False
+    is_transient: bool = False
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an exception has a cause outside this rank, such as the end of another rank.
+
+    Horovod raises the same error if the ranks' calls do not match, which would recur.
+    """
+    if type(error).__name__ == "HorovodInternalError":
+        return _MISMATCH.search(str(error)) is None
+    return bool(getattr(error, "is_transient", False))
 
 
 def report_error(error: BaseException) -> ErrorReport:
@@ -81,7 +96,9 @@ def report_error(error: BaseException) -> ErrorReport:
     # The message may contain a whole batch or model.
     full = shortened("".join(traceback.format_exception(error)))
     is_storage = isinstance(error, StoreError)
-    return ErrorReport(name, f"{headline}{where}", fold_frames(full), full, is_storage)
+    return ErrorReport(
+        name, f"{headline}{where}", fold_frames(full), full, is_storage, is_transient(error)
+    )
 
 
 def fold_frames(text: str) -> str:
@@ -229,6 +246,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         output_tail=first.output_tail,
         cause=_CAUSES.get(first.error_type, "raised"),
         error_type="" if first.error_type in _CAUSES else first.error_type,
+        is_transient=first.report is not None and first.report.is_transient,
     )
 
 

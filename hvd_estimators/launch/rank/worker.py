@@ -24,6 +24,7 @@ from hvd_estimators._util.lazy_imports import after_import
 from hvd_estimators._util.system import die_with_parent
 from hvd_estimators.launch.rank.guardian import RANK_ARGUMENT, empty_stdin, split_off_guardian
 from hvd_estimators.launch.rank.outcome import ErrorReport, UnusableHorovodError, report_error
+from hvd_estimators.launch.rank.preemption import PreemptionCheck, sending_sigterm
 
 OUTCOME_FILE = "outcome.pkl"
 CALLED_FILE = "called"
@@ -161,10 +162,17 @@ def call_with(
 
 
 def call_without_notifications(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    preemption_check: PreemptionCheck | None = None,
 ) -> Any:
-    """Call a function, which may be a program for ``horovod.elastic``."""
-    return call_with(NoNotifications(), fn, args, kwargs)
+    """Call a function, which may be a program for ``horovod.elastic``.
+
+    If ``preemption_check`` gives notice, the process gets SIGTERM.
+    """
+    with sending_sigterm(preemption_check):
+        return call_with(NoNotifications(), fn, args, kwargs)
 
 
 def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

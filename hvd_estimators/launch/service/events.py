@@ -203,6 +203,8 @@ def decoded(message: Mapping[str, Any]) -> Event:
 # The kind of the request that opens a connection for events, and of messages on it that are not
 # events.
 _KIND, _SEVERAL, _AWAITED = "events", "several", "awaited"
+# The kind of the only message from the driver.
+_STOP = "stop"
 
 logger = logging.getLogger(__name__)
 
@@ -222,10 +224,11 @@ def serialized(handler: Handler) -> Handler:
 
 
 @contextlib.contextmanager
-def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
+def receive_events(service: DriverService, handler: Handler) -> Iterator[Callable[[], None]]:
     """Call a handler for every event until the block ends. Runs on the driver.
 
-    If an error or an interrupt ends the block, waits for ranks that have requested time.
+    If an error or an interrupt ends the block, waits for ranks that have requested time. Yields a
+    function that asks these ranks to save their state and to end.
 
     Parameters
     ----------
@@ -237,6 +240,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
     lock = threading.Lock()
     finished = threading.Event()
     awaited = AwaitedRanks()
+    savers: dict[int, Channel] = {}
     handled = 0
 
     def handle(message: Mapping[str, Any]) -> None:
@@ -256,11 +260,18 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
             while not finished.is_set():
                 message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
                 if message.get("kind") == _AWAITED:
+                    savers[id(channel)] = channel
                     awaited.add(id(channel), message["seconds"])
                 else:
                     handle(message)
         finally:
             awaited.discard(id(channel))
+            savers.pop(id(channel), None)
+
+    def ask_to_stop() -> None:
+        for channel in list(savers.values()):
+            with contextlib.suppress(OSError):  # the rank has ended
+                channel.send({"kind": _STOP})
 
     def drain() -> None:
         """Wait for pending events as long as some of them arrive."""
@@ -278,7 +289,7 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[None]:
 
     service.add_handler(_KIND, receive)
     try:
-        yield
+        yield ask_to_stop
     except BaseException:
         awaited.wait()
         raise
@@ -335,6 +346,20 @@ class EventSender:
         are asked to end.
         """
         self._send({"kind": _AWAITED, "seconds": seconds})
+
+    def when_asked_to_stop(self, stop: Callable[[], object]) -> None:
+        """Call a function, in another thread, if the driver asks this rank to save and to end."""
+        channel = self._channel
+        if channel is None:
+            return
+
+        def receive() -> None:
+            with contextlib.suppress(OSError):  # closed
+                message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
+                if message.get("kind") == _STOP:
+                    stop()
+
+        threading.Thread(target=receive, name="hvd_estimators stop", daemon=True).start()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         channel = self._channel

@@ -22,7 +22,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import Launch, ProgressAcrossLaunches, Restarts, would_recur
+from hvd_estimators.fitting.restarts import Launch, ProgressAcrossLaunches, Restarts
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import STALL_VARIABLE
 from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
@@ -34,9 +34,14 @@ pytestmark = pytest.mark.timeout(60)
 STEPS, ROWS_OF_A_STEP = 10, 8
 
 
-def lost(cause: str | None = "killed", error_type: str = "", message: str = "") -> Any:
+def lost(cause: str | None = "killed", error_type: str = "", is_transient: bool = False) -> Any:
     return WorkerFailedError(
-        message or "Rank 1 failed", rank=1, host="far", cause=cause, error_type=error_type
+        "Rank 1 failed",
+        rank=1,
+        host="far",
+        cause=cause,
+        error_type=error_type,
+        is_transient=is_transient,
     )
 
 
@@ -111,20 +116,26 @@ class Fit:
         return self.restarts.launch(backend, backend.launch)  # type: ignore[arg-type]
 
 
-def test_transient_errors_are_retried_and_recurring_ones_are_not() -> None:
-    for cause in ("killed", "stalled", "lost"):
-        assert not would_recur(lost(cause))
-    for error_type in (
-        *("HorovodInternalError", "ReaderError", "StoreUnavailableError"),
-        "TrainingInterruptedError",
-    ):
-        assert not would_recur(lost("raised", error_type))
-    for error_type in ("ValueError", "StoreError", "MemoryError", "KeyboardInterrupt", ""):
-        assert would_recur(lost("raised", error_type))
-    mismatch = "HorovodInternalError: Mismatched allreduce tensor shapes"
-    assert would_recur(lost("raised", "HorovodInternalError", mismatch))
-    assert would_recur(lost("exited"))
-    assert would_recur(lost(None))
+@pytest.mark.parametrize(
+    ("failure", "is_retried"),
+    [
+        *((lost(cause), True) for cause in ("killed", "stalled", "lost")),
+        *((lost(cause), False) for cause in ("exited", None)),
+        (lost("raised", "AnyError", is_transient=True), True),
+        (lost("raised", "AnyError"), False),
+    ],
+)
+def test_transient_failures_are_retried(
+    tmp_path: Path, pauses: list[float], failure: Any, is_retried: bool
+) -> None:
+    backend = FakeBackend(failure)
+    if is_retried:
+        assert Fit(tmp_path).fit(backend) == [2]
+    else:
+        with pytest.raises(WorkerFailedError) as raised:
+            Fit(tmp_path).fit(backend)
+        assert raised.value is failure
+    assert len(backend.launches) == 1 + is_retried
 
 
 def test_lost_ranks_are_relaunched_and_lost_steps_are_logged(
@@ -161,11 +172,26 @@ def test_lost_ranks_are_relaunched_and_lost_steps_are_logged(
 
 
 def test_pauses_grow_without_progress(tmp_path: Path, pauses: list[float]) -> None:
-    leaving = lost("raised", "TrainingInterruptedError")
+    leaving = lost("raised", "TrainingInterruptedError", is_transient=True)
     failures = [*[lost()] * 3, leaving, *[lost()] * 4]
     assert Fit(tmp_path).fit(FakeBackend(*failures)) == [2]
     # The fourth waits until the machine of its ranks is gone.
     assert pauses == [1.0, 2.0, 4.0, 10.0, 16.0, 32.0, 60.0, 60.0]
+
+
+def test_pauses_after_notices_in_a_row_outlast_the_machine(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    leaving = lost("raised", "TrainingInterruptedError", is_transient=True)
+    fit = Fit(tmp_path)
+
+    def noticed() -> Any:
+        # The ranks take a step between two notices.
+        fit.checkpoint(0, step=1 + len(pauses))
+        return leaving
+
+    assert fit.fit(FakeBackend(*[noticed] * 5, lost(), leaving)) == [2]
+    assert pauses == [10.0, 20.0, 40.0, 60.0, 60.0, 1.0, 10.0]
 
 
 def test_recurring_errors_end_the_fit_unchanged(tmp_path: Path, pauses: list[float]) -> None:
@@ -291,7 +317,7 @@ def test_relaunches_wait_for_an_unavailable_store(
 
     monkeypatch.setattr(restarts, "positions", positions)
     fit = Fit(tmp_path)
-    assert fit.fit(FakeBackend(lost("raised", "StoreUnavailableError"))) == [2]
+    assert fit.fit(FakeBackend(lost("raised", "StoreUnavailableError", is_transient=True))) == [2]
     assert answers == []
 
 

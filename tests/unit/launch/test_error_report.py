@@ -9,9 +9,18 @@ from typing import Any
 
 import pyspark.sql.types as spark_types
 import pytest
+from horovod.common.exceptions import HorovodInternalError
 
 import hvd_estimators.launch.rank.outcome as error_report
-from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.exceptions import (
+    CollectiveError,
+    NotFiniteError,
+    ReaderError,
+    StoreError,
+    StoreUnavailableError,
+    TrainingInterruptedError,
+    WorkerFailedError,
+)
 from hvd_estimators.launch.rank.outcome import (
     ErrorReport,
     RankOutcome,
@@ -50,6 +59,28 @@ def test_the_headline_names_the_users_line() -> None:
     assert report.error_type == "ValueError"
     assert report.full_traceback.endswith("ValueError: odd label 1.5\nsecond line\n")
     assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (HorovodInternalError("Horovod has been shut down."), True),
+        (HorovodInternalError("Mismatched allreduce tensor shapes"), False),
+        (CollectiveError("a rank has ended"), True),
+        (ReaderError("a worker was killed"), True),
+        (StoreUnavailableError("no answer"), True),
+        (TrainingInterruptedError("asked to end"), True),
+        (StoreError("a damaged file"), False),
+        (NotFiniteError("the loss is nan"), False),
+        (MemoryError(), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_a_rank_says_whether_its_failure_is_transient(error: BaseException, expected: bool) -> None:
+    outcomes = [RankOutcome(0, "far", None, type(error).__name__, report=report_error(error))]
+    with pytest.raises(WorkerFailedError) as raised:
+        results_in_order(outcomes)
+    assert raised.value.is_transient == expected
 
 
 def test_frames_of_this_package_and_spark_are_folded_and_counted() -> None:

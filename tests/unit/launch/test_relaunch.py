@@ -67,6 +67,9 @@ class FakeBackend:
     def num_processes(self) -> int:
         return self.num_proc
 
+    def resized(self, num_proc: int) -> FakeBackend:
+        return FakeBackend(self.cluster, num_proc)
+
     def task_slots(self) -> int:
         slots = self.cluster.slots
         return slots.pop(0) if len(slots) > 1 else slots[0]

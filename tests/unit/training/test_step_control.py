@@ -223,6 +223,7 @@ def test_the_error_names_the_position_and_the_saved_state(saved: bool, says: str
 def make_spec(every_n_steps: int | None = None, *, has_checkpoints: bool = True) -> Any:
     return SimpleNamespace(
         checkpoints=CheckpointOptions("torch", every_n_steps=every_n_steps),
+        preemption_check=None,
         run=SimpleNamespace(checkpoints_path="checkpoints" if has_checkpoints else None),
     )
 
