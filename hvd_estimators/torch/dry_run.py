@@ -40,6 +40,7 @@ from hvd_estimators.torch.tensors import (
     TensorSpec,
     require_tensors,
 )
+from hvd_estimators.training.row_weights import reduction_of
 
 logger = logging.getLogger(__name__)
 
@@ -823,30 +824,25 @@ def _check_reduction(
     except Exception:
         # Training passes only whole batches, so a failure on half a batch is not an error.
         return
-    for name, part, first, second in zip(names, full, *halves, strict=True):
-        if part.kind != "rows" or not torch.isfinite(part.value):
+    for name, part, *of_halves in zip(names, full, *halves, strict=True):
+        if part.kind != "rows":
             continue
-        mean = (first.value * half + second.value * (rows - half)) / rows
-        if torch.isclose(part.value, mean, rtol=1e-3, atol=1e-6):
-            continue
-        if torch.isclose(part.value, first.value + second.value, rtol=1e-4, atol=1e-6):
+        whole, first, second = (float(entry.value) for entry in (part, *of_halves))
+        reduction = reduction_of(whole, (first, second), (half, rows - half))
+        if reduction == "sum":
             raise ParamError(
                 f"loss: expected a mean over rows for {name}, found a sum. Return a mean, or "
                 f"{remedy}."
             )
-        if not warns:
-            continue
-        logger.warning(
-            "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
-            "halves, %.6g. Several ranks then do not train as one process. Return {'loss': ..., "
-            "'denominator': ...} if it is a mean over something else than rows. If it compares "
-            "rows with each other, see 'Contrastive losses over the rows of all ranks' in the page "
-            "on torch.",
-            name,
-            rows,
-            float(part.value),
-            float(mean),
-        )
+        if reduction is None and warns:
+            logger.warning(
+                "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
+                "halves, %.6g and %.6g. Several ranks then do not train as one process. Return "
+                "{'loss': ..., 'denominator': ...} if it is a mean over something else than rows. "
+                "If it compares rows with each other, see 'Contrastive losses over the rows of all "
+                "ranks' in the page on torch.",
+                *(name, rows, whole, first, second),
+            )
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:
