@@ -27,7 +27,8 @@ from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import Evaluation, Loss, LossPart, StepShare, StepWeights
+from hvd_estimators.torch.loss import Evaluation, Loss
+from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
@@ -365,15 +366,9 @@ def check_own_step(
     try:
         with torch_traceless(), torch.enable_grad():
             set_optimizer_mode(optimizer, training=True)
-            evaluation = on_rank.run_minibatch(
-                module.train(),
-                optimizer,
-                batch,
-                share=StepShare(batch.rows, 1.0, passes_per_step),
-                passes_per_step=passes_per_step,
-                index=0,
-                weights=StepWeights(),
-            )
+            weights = StepWeights()
+            weights.start(batch.rows, passes=passes_per_step)
+            evaluation = on_rank.run_minibatch(module.train(), optimizer, batch, weights)
     except Exception as error:
         if leave_to_ranks(error):
             return []
@@ -577,7 +572,7 @@ def _check_joint_loss(
     """Check a joint loss on what a model returned; with ``module``, also on halves of the rows."""
     trial = copied(loss)
 
-    def parts(outputs: Any, rows: Batch) -> list[LossPart]:
+    def parts(outputs: Any, rows: Batch) -> list[WeightedLoss]:
         return trial.parts(
             rows.rows,
             outputs=outputs,
@@ -607,7 +602,7 @@ def _check_joint_loss(
     except TypeError:  # The model returned its losses.
         is_of_rows = False
 
-    def parts_of(rows: slice) -> list[LossPart]:
+    def parts_of(rows: slice) -> list[WeightedLoss]:
         weights = None if batch.weights is None else batch.weights[rows]
         some = Batch([x[rows] for x in batch.inputs], [y[rows] for y in batch.labels], weights)
         if is_of_rows:
@@ -789,7 +784,7 @@ def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
 
 def _check_reduction(
     rows: int,
-    parts_of: Callable[[slice], list[LossPart]],
+    parts_of: Callable[[slice], list[WeightedLoss]],
     names: Sequence[str],
     remedy: str,
     warns: bool = True,

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.torch.collectives import current, reduce_group_async
-from hvd_estimators.torch.loss import StepWeights
+from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
 from hvd_estimators.training.progress import add_waiting
 
