@@ -42,7 +42,6 @@ from hvd_estimators.torch.collectives import (
     connect,
     current,
     exchange,
-    sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import as_stated
@@ -239,7 +238,7 @@ class HorovodStrategy(DDPStrategy):
         if self._averager is not None:
             self._averager.refresh()
             is_last = not self._blocked and self._is_last_part
-            self.weights.start(*self.batch_weight, is_last=is_last)
+            self.weights.start(*self.batch_weight, ranks=self.world_size, is_last=is_last)
         self._stated, self._loss_scale = None, 1.0
         output = super().training_step(*args, **kwargs)
         self._stated = as_stated(output, "training_step")[1]
@@ -309,8 +308,7 @@ class HorovodStrategy(DDPStrategy):
             factor: torch.Tensor
             (factor,) = self.weights.of_step([WeightedLoss(stated, stated, "stated")])
             return factor
-        (total,) = sum_tensor(stated.reshape(1), "denominators")
-        return torch.where(total > 0, stated * (self.world_size / total), 0.0)
+        return self.weights.of_batch(stated)
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""

@@ -158,6 +158,14 @@ class StepWeights:
         """
         return self._factors(losses, self._call_ratio)
 
+    def of_batch(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the factor of a mean if each batch counts as one; all ranks must call it equally.
+
+        Plain Lightning's accumulation counts so, and a module that steps by itself.
+        """
+        (total,) = sum_tensor(weight.reshape(1), "denominators")
+        return torch.where(total > 0, weight * (self._slots / total), 0.0)
+
     def without_rows(self) -> None:
         """Take part in a micro-batch in which this rank has no rows."""
         self._step_ratio(None)
