@@ -566,7 +566,8 @@ def trained_file(
         Further objects, such as the optimizer; left out if they cannot be pickled.
     """
     module = module.cpu()
-    local, lost = LocalFile(), []
+    local = LocalFile()
+    lost: list[str] = []
     for objects in ((module, *others), (module,)):
         try:
             # Ranks, and callbacks on them, have registered step hooks.
@@ -606,7 +607,7 @@ def load_trained(
     content : dict
         The values. ``others`` has the further objects, and is empty if they could not be pickled.
     """
-    content: dict[str, Any] = load_module(state.path)
+    content: dict[str, Any] = load_module(state)
     has_module = "objects" in content
     if content["lost"]:
         logger.warning(
