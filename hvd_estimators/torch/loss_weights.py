@@ -52,9 +52,8 @@ class WeightedLoss:
         """Loss of this batch alone; 0 if the stated weight is 0, even if the value is NaN."""
         if self.kind != "stated":
             return self.value
-        return torch.where(
-            torch.as_tensor(self.weight, device=self.value.device) > 0, self.value, 0
-        )
+        counts = torch.as_tensor(self.weight, device=self.value.device) > 0
+        return torch.where(counts, self.value, 0.0)
 
     def counted(self, coefficient: float = 1.0) -> torch.Tensor:
         """Return numerator and weight in float64, to add up the loss of an epoch."""
