@@ -24,6 +24,7 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
+from hvd_estimators.training.row_weights import reduction_of
 from hvd_estimators.training.value_limits import check_labels
 
 logger = logging.getLogger(__name__)
@@ -339,7 +340,7 @@ def check_loss(
 
 
 def _check_mean(name: str, loss: Any, label: Any, output: Any) -> None:
-    """Warn if a loss of the user's is neither a mean nor a sum over rows."""
+    """Warn if a loss of the user's is no mean over rows; reject a sum that is not declared."""
     half = len(output) // 2
     try:
         resolved = keras.losses.get(loss)
@@ -353,18 +354,20 @@ def _check_mean(name: str, loss: Any, label: Any, output: Any) -> None:
     except Exception:
         # Ranks pass whole batches only, so a failure on half a batch is not an error.
         return
-    mean, total = (first + second) / 2, first + second
-    if not np.isfinite(full) or any(
-        np.isclose(full, other, rtol=1e-3, atol=1e-6) for other in (mean, total)
-    ):
-        return
-    logger.warning(
-        "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
-        "halves, %.6g. Several ranks then do not train as one process. Return a value for each "
-        "row. If the loss compares rows with each other, see 'Contrastive losses over the rows of "
-        "all ranks' in the page on Keras.",
-        *(name, 2 * half, full, mean),
-    )
+    reduction = reduction_of(full, (first, second), (half, half))
+    if reduction == "sum" and getattr(resolved, "reduction", None) != "sum":
+        raise ParamError(
+            f"loss: expected a mean over rows for label {name!r}, found a sum. Return a value for "
+            "each row, or set a keras.losses.Loss with reduction='sum'."
+        )
+    if reduction is None:
+        logger.warning(
+            "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
+            "halves, %.6g and %.6g. Several ranks then do not train as one process. Return a value "
+            "for each row. If the loss compares rows with each other, see 'Contrastive losses over "
+            "the rows of all ranks' in the page on Keras.",
+            *(name, 2 * half, full, first, second),
+        )
 
 
 def _compared(

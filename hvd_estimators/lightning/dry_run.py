@@ -26,6 +26,7 @@ from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.serialization import copied
 from hvd_estimators.torch.tensors import TensorSpec
+from hvd_estimators.training.row_weights import reduction_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -127,16 +128,12 @@ def compare_halves(
     except Exception as error:
         logger.info("The loss of a few rows could not be compared with its halves: %s", error)
         return "mean"
-    whole, again, first, second = losses
-    mean = (first * half + second * (rows - half)) / rows
+    whole, again, *halves = losses
     # A step may draw random numbers.
-    is_random = abs(whole - again) > 1e-6 * abs(whole)
-    tolerance = max(1e-6, (0.25 if is_random else 1e-3) * abs(whole))
-    if not math.isfinite(sum(losses)) or abs(whole - mean) <= tolerance:
-        return "mean"
-    if abs(whole - first - second) <= tolerance:
-        return "sum"
-    return "mean" if is_random else "other"
+    is_random = not math.isclose(whole, again, rel_tol=1e-6)
+    tolerance = 0.25 if is_random else 1e-3
+    reduction = reduction_of(whole, (halves[0], halves[1]), (half, rows - half), tolerance)
+    return reduction or ("mean" if is_random else "other")
 
 
 def check_loss(loss_of_halves: str) -> None:

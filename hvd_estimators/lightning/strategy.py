@@ -42,10 +42,10 @@ from hvd_estimators.torch.collectives import (
     connect,
     current,
     exchange,
-    sum_tensor,
 )
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StepWeights, as_stated
+from hvd_estimators.torch.loss import as_stated
+from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.optimizer_step import StepRate, set_optimizer_mode
 from hvd_estimators.torch.serialization import restore_optimizer
@@ -237,7 +237,8 @@ class HorovodStrategy(DDPStrategy):
         """
         if self._averager is not None:
             self._averager.refresh()
-            self.weights.start(is_last=not self._blocked and self._is_last_part)
+            is_last = not self._blocked and self._is_last_part
+            self.weights.start(*self.batch_weight, ranks=self.world_size, is_last=is_last)
         self._stated, self._loss_scale = None, 1.0
         output = super().training_step(*args, **kwargs)
         self._stated = as_stated(output, "training_step")[1]
@@ -286,7 +287,7 @@ class HorovodStrategy(DDPStrategy):
             loss, stated = as_stated(loss, "manual_backward")
         if stated is None:
             if module.automatic_optimization:
-                self.weights.step_factor(None, rows)
+                (factor,) = self.weights.of_step([WeightedLoss(loss, rows)])
             self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
         scale = self._loss_scale = self.weight_of(stated, loss.device)
@@ -300,14 +301,14 @@ class HorovodStrategy(DDPStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        rows, factor = self.batch_weight
         stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
-        if not rows:
+        if not self.batch_weight[0]:
             stated = torch.zeros_like(stated)
         if module.automatic_optimization and not self.weighs_by_batch:
-            return stated * (factor / max(rows, 1)) * self.weights.step_factor(stated, rows)
-        (total,) = sum_tensor(stated.reshape(1), "denominators")
-        return torch.where(total > 0, stated * (self.world_size / total), 0.0)
+            factor: torch.Tensor
+            (factor,) = self.weights.of_step([WeightedLoss(stated, stated, "stated")])
+            return factor
+        return self.weights.of_batch(stated)
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""

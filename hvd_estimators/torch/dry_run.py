@@ -27,7 +27,8 @@ from hvd_estimators.inference.errors import described
 from hvd_estimators.launch.rank.outcome import report_error
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.lookups import failed_lookup
-from hvd_estimators.torch.loss import Evaluation, Loss, LossPart, StepShare, StepWeights
+from hvd_estimators.torch.loss import Evaluation, Loss
+from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import JointLoss, Objective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
@@ -40,6 +41,7 @@ from hvd_estimators.torch.tensors import (
     TensorSpec,
     require_tensors,
 )
+from hvd_estimators.training.row_weights import reduction_of
 
 logger = logging.getLogger(__name__)
 
@@ -364,15 +366,9 @@ def check_own_step(
     try:
         with torch_traceless(), torch.enable_grad():
             set_optimizer_mode(optimizer, training=True)
-            evaluation = on_rank.run_minibatch(
-                module.train(),
-                optimizer,
-                batch,
-                share=StepShare(batch.rows, 1.0, passes_per_step),
-                passes_per_step=passes_per_step,
-                index=0,
-                weights=StepWeights(),
-            )
+            weights = StepWeights()
+            weights.start(batch.rows, passes=passes_per_step)
+            evaluation = on_rank.run_minibatch(module.train(), optimizer, batch, weights)
     except Exception as error:
         if leave_to_ranks(error):
             return []
@@ -576,7 +572,7 @@ def _check_joint_loss(
     """Check a joint loss on what a model returned; with ``module``, also on halves of the rows."""
     trial = copied(loss)
 
-    def parts(outputs: Any, rows: Batch) -> list[LossPart]:
+    def parts(outputs: Any, rows: Batch) -> list[WeightedLoss]:
         return trial.parts(
             rows.rows,
             outputs=outputs,
@@ -606,7 +602,7 @@ def _check_joint_loss(
     except TypeError:  # The model returned its losses.
         is_of_rows = False
 
-    def parts_of(rows: slice) -> list[LossPart]:
+    def parts_of(rows: slice) -> list[WeightedLoss]:
         weights = None if batch.weights is None else batch.weights[rows]
         some = Batch([x[rows] for x in batch.inputs], [y[rows] for y in batch.labels], weights)
         if is_of_rows:
@@ -788,7 +784,7 @@ def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
 
 def _check_reduction(
     rows: int,
-    parts_of: Callable[[slice], list[LossPart]],
+    parts_of: Callable[[slice], list[WeightedLoss]],
     names: Sequence[str],
     remedy: str,
     warns: bool = True,
@@ -823,30 +819,25 @@ def _check_reduction(
     except Exception:
         # Training passes only whole batches, so a failure on half a batch is not an error.
         return
-    for name, part, first, second in zip(names, full, *halves, strict=True):
-        if part.kind != "rows" or not torch.isfinite(part.value):
+    for name, part, *of_halves in zip(names, full, *halves, strict=True):
+        if part.kind != "rows":
             continue
-        mean = (first.value * half + second.value * (rows - half)) / rows
-        if torch.isclose(part.value, mean, rtol=1e-3, atol=1e-6):
-            continue
-        if torch.isclose(part.value, first.value + second.value, rtol=1e-4, atol=1e-6):
+        whole, first, second = (float(entry.value) for entry in (part, *of_halves))
+        reduction = reduction_of(whole, (first, second), (half, rows - half))
+        if reduction == "sum":
             raise ParamError(
                 f"loss: expected a mean over rows for {name}, found a sum. Return a mean, or "
                 f"{remedy}."
             )
-        if not warns:
-            continue
-        logger.warning(
-            "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
-            "halves, %.6g. Several ranks then do not train as one process. Return {'loss': ..., "
-            "'denominator': ...} if it is a mean over something else than rows. If it compares "
-            "rows with each other, see 'Contrastive losses over the rows of all ranks' in the page "
-            "on torch.",
-            name,
-            rows,
-            float(part.value),
-            float(mean),
-        )
+        if reduction is None and warns:
+            logger.warning(
+                "loss: for %s the loss of %d rows, %.6g, is not the mean of the losses of both "
+                "halves, %.6g and %.6g. Several ranks then do not train as one process. Return "
+                "{'loss': ..., 'denominator': ...} if it is a mean over something else than rows. "
+                "If it compares rows with each other, see 'Contrastive losses over the rows of all "
+                "ranks' in the page on torch.",
+                *(name, rows, whole, first, second),
+            )
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:

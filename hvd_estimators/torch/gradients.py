@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.torch.collectives import current, reduce_group_async
-from hvd_estimators.torch.loss import StepWeights
+from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.optimizer_step import check_first_order
 from hvd_estimators.training.progress import add_waiting
 
@@ -35,8 +35,9 @@ class GradientAverager:
 
     Buckets of gradients are sent while the pass still runs, in the same order on all ranks. A
     bucket holds the same tensors in the same order in every run. A parameter without a gradient on
-    this rank counts as zero. A parameter without a gradient on all ranks keeps None. A mean is
-    sparse if all ranks' gradients are.
+    this rank counts as zero. A parameter without a gradient on all ranks keeps None. The mean of
+    sparse gradients is sparse for layers with ``sparse=True`` and for SparseAdam, and dense
+    otherwise.
 
     The averager reads the optimizers' current parameters at each step. A parameter may become
     trainable later, and a group may be added. Any optimizer that steps with a parameter of the
@@ -97,7 +98,6 @@ class GradientAverager:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._launched = 0
-        self._sparse: set[torch.nn.Parameter] = set()
         self._averaged: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
         self._in_pass = self._accumulating = self._pending = False
@@ -210,8 +210,17 @@ class GradientAverager:
             if parameter not in self._gradient_hooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._gradient_hooks[parameter] = hook
-        sparse = self._sparse.union(_sparse_parameters(self._module))
-        return _fill_buckets(named, sparse, self._compression)
+        return _fill_buckets(named, set(self._sparse_parameters()), self._compression)
+
+    def _sparse_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters whose gradients are exchanged by rows."""
+        for layer in self._module.modules():
+            if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+                yield from layer.parameters(recurse=False)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                for group in optimizer.param_groups:
+                    yield from group["params"]
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield name and parameter of the module, losses, other modules and optimizers, once."""
@@ -235,6 +244,7 @@ class GradientAverager:
         if not self._alone:
             check_first_order(optimizer)
         self._optimizers[optimizer] = None
+        self._plans.clear()  # Its gradients may be sparse.
 
     def _on_gradient(self, parameter: Any) -> None:
         self.gradients += 1
@@ -291,21 +301,16 @@ class GradientAverager:
     def _reduce(self) -> None:
         """Set all gradients to their means over the ranks."""
         self._reductions += 1
-        found: list[torch.nn.Parameter] = []
         if not self._alone:
             while self._launched < len(self._buckets):
                 self._launch()
             started = time.perf_counter()
             for bucket in self._buckets:
-                found += bucket.finish()
+                bucket.finish()
             add_waiting(time.perf_counter() - started)
             self._launched = 0
         self._averaged.update(self._bucket_of)
         self._pending = self._in_pass = False
-        if found:
-            self._sparse.update(found)
-            self._plans.clear()
-            self.refresh()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
@@ -398,56 +403,46 @@ class _Bucket:
         self._wait: Callable[[], Any] | None = None
         self._compression = compression
         self._contexts: list[Any] = []
-        self._not_dense: dict[int, torch.Tensor | None] = {}
-        self._all_dense: torch.Tensor | None = None
+        self._missing: list[int] = []
+        self._all_exist: torch.Tensor | None = None
 
     @property
     def in_flight(self) -> bool:
         """Return whether the gradients are being reduced."""
         return self._wait is not None
 
-    def finish(self) -> list[torch.nn.Parameter]:
-        """Wait for the reduction, and set each gradient to the mean over the ranks.
-
-        Returns
-        -------
-        list of torch.nn.Parameter
-            Parameters whose gradients are sparse on all ranks that have one; the same on all ranks.
-        """
+    def finish(self) -> None:
+        """Wait for the reduction, and set each gradient to the mean over the ranks."""
         assert self._wait is not None
         reduced = self._wait()
         self._wait = None
         self.waiting = len(self.parameters)
-        return self._set(reduced)
+        self._set(reduced)
 
     def launch(self) -> None:
         """Start the reduction; a gradient that this rank lacks counts as zero."""
-        self._not_dense = {}
+        self._missing = []
         for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or _has_rows(gradient):
-                self._not_dense[index] = gradient
-            if gradient is None:
+            if parameter.grad is None:
+                self._missing.append(index)
                 parameter.grad = torch.zeros_like(parameter)
-            elif gradient.is_sparse:
-                parameter.grad = gradient.to_dense()
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
         compressed = [self._compress(p.grad) for p in self.parameters]
         self._contexts = [context for _, context in compressed]
         tensors = [tensor for tensor, _ in compressed]
-        # Flags of gradients that exist and of dense ones are sent as well, so that a gradient that
-        # no rank has stays None.
-        if self._all_dense is None:
-            self._all_dense = tensors[0].new_ones(2, len(self.parameters))
-        flags = self._all_dense
-        if self._not_dense:
-            flags = flags.clone()
-            flags[1, list(self._not_dense)] = 0.0
-            flags[0, [index for index, own in self._not_dense.items() if own is None]] = 0.0
-        self._wait = reduce_group_async([*tensors, flags], "mean", self.name)
+        # Whether gradients exist is sent, too: one that no rank has stays None.
+        if self._all_exist is None:
+            self._all_exist = tensors[0].new_ones(len(self.parameters))
+        exist = self._all_exist
+        if self._missing:
+            exist = exist.clone()
+            exist[self._missing] = 0.0
+        self._wait = reduce_group_async([*tensors, exist], "mean", self.name)
 
-    def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
-        """Set the gradients to their means; see `finish`."""
-        *outputs, flags = reduced
+    def _set(self, reduced: Any) -> None:
+        """Set the gradients to their means."""
+        *outputs, exist = reduced
         for parameter, output, context in zip(
             self.parameters, outputs, self._contexts, strict=True
         ):
@@ -458,21 +453,11 @@ class _Bucket:
                 parameter.grad = gradient
             else:  # Keep the memory format, such as channels_last.
                 own.copy_(gradient)
-        sparse = []
-        if self._not_dense:
-            exists, is_dense = flags.tolist()
-            for index, own in self._not_dense.items():
-                if is_dense[index]:
-                    continue
-                parameter = self.parameters[index]
-                parameter.grad = own
-                if exists[index]:
-                    sparse.append(parameter)
-                    rows = _RowsBucket(f"{self.name}.rows.{index}", [parameter])
-                    rows.launch()
-                    rows.finish()
-        self._not_dense = {}
-        return sparse
+        if self._missing:
+            counts = exist.tolist()
+            for index in self._missing:
+                if not counts[index]:
+                    self.parameters[index].grad = None
 
     def _compress(self, gradient: Any) -> tuple[torch.Tensor, Any]:
         # Sums in bfloat16 would be imprecise. Horovod supports neither it nor complex numbers.
@@ -507,7 +492,7 @@ class _RowsBucket(_Bucket):
         if gradient is None:
             indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             values = parameter.new_empty((0, *row))
-        elif _has_rows(gradient):
+        elif gradient.is_sparse and gradient.sparse_dim() == 1:
             gradient = gradient.coalesce()
             indices, values = gradient.indices(), gradient.values()
         else:
@@ -517,22 +502,16 @@ class _RowsBucket(_Bucket):
         extended = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
         self._wait = current().average_sparse_async(extended, self.name)
 
-    def _set(self, reduced: Any) -> list[torch.nn.Parameter]:
+    def _set(self, reduced: Any) -> None:
         (parameter,) = self.parameters
         total = reduced.coalesce()
         indices = total.indices()
         if indices.numel() and int(indices[0, -1]) == len(parameter):
             parameter.grad = total.to_dense()[:-1]
-            return []
+            return
         parameter.grad = torch.sparse_coo_tensor(
             *(indices, total.values(), parameter.shape), check_invariants=False, is_coalesced=True
         )
-        return []
-
-
-def _has_rows(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient is a sparse tensor of rows, as of an embedding."""
-    return gradient.is_sparse and gradient.sparse_dim() == 1
 
 
 def _fill_buckets(
@@ -572,10 +551,3 @@ def _fill_buckets(
     for dtype in list(groups):
         close(dtype)
     return buckets
-
-
-def _sparse_parameters(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Yield the parameters of layers with sparse gradients. Other code may make them dense."""
-    for layer in module.modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
-            yield from layer.parameters(recurse=False)

@@ -1,10 +1,6 @@
-"""Losses as numerators and denominators over the global batch.
+"""Losses of outputs and labels, each a mean with a weight.
 
-An optimizer step applies the gradient of ``sum(numerators) / sum(denominators)``. Both sums run
-over all ranks and over the micro-batches of the step.
-
-If the user's function states a denominator, the batch's gradient is multiplied by the denominator.
-`StepWeights` divides by the sum of all denominators, before the last backward pass of the step.
+`hvd_estimators.torch.loss_weights` says what multiplies them.
 
 Runs on the driver and on the ranks.
 """
@@ -13,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,191 +19,8 @@ from torch.nn import functional
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.inference.classification import of_labels
-from hvd_estimators.torch.collectives import sum_over_ranks, sum_tensor
+from hvd_estimators.torch.loss_weights import WeightedLoss
 from hvd_estimators.training.value_limits import check_labels
-
-
-class StepWeights:
-    """Weights of a step's losses: the gradient of each loss is divided once by their sum.
-
-    A micro-batch backpropagates ``mean * weight / nominal``. Only the last micro-batch of a step
-    knows the sum of the weights over micro-batches and ranks. Before its backward pass, the
-    earlier gradients of the same loss are multiplied by ``nominal / sum``, and so is its own
-    loss. The gradient is then final when the backward pass returns.
-
-    A micro-batch may have several losses with different weights. Their gradients of earlier
-    micro-batches are then kept apart, by the position of the call.
-
-    Parameters
-    ----------
-    parameters : callable
-        Returns the trained parameters.
-    passes : callable
-        Returns a number that each backward pass increases.
-
-    Attributes
-    ----------
-    is_last : bool
-        Whether the current micro-batch is the last one of its step on this rank.
-    """
-
-    def __init__(
-        self,
-        parameters: Callable[[], Iterable[torch.Tensor]] = tuple,
-        passes: Callable[[], int] = int,
-    ) -> None:
-        self._parameters = parameters
-        self._passes = passes
-        self._agreed: bool | None = None
-        # Sums of denominators and rows of earlier micro-batches, by loss.
-        self._open: dict[int, torch.Tensor] = {}
-        # Gradients of losses before the newest one, by loss. Under None they are final.
-        self._apart: dict[int | None, dict[torch.Tensor, torch.Tensor]] = {}
-        self._newest: int | None = None
-        self._holds_gradients = False
-        self._calls = 0
-        self._before: tuple[int, torch.Tensor | float] = (-1, 1.0)
-        self.is_last = True
-
-    def start(self, is_last: bool) -> None:
-        """Start a micro-batch."""
-        if self.is_last and not self._open:  # The previous step is over.
-            self._holds_gradients = False
-        self._calls = 0
-        self._before = (-1, 1.0)
-        self.is_last = is_last
-
-    def factor(self, denominator: Any, rows: float) -> torch.Tensor | float:
-        """Return the factor of the next loss in this micro-batch.
-
-        All ranks must call this method equally often.
-
-        Parameters
-        ----------
-        denominator : torch.Tensor, float or None
-            Weight of the loss; None for a mean over rows, which is scaled already.
-        rows : float
-            Rows of the micro-batch, by which the loss was scaled.
-
-        Raises
-        ------
-        ParamError
-            If one backward pass follows two losses with different weights, whose gradients
-            then cannot be divided separately.
-        """
-        call, self._calls = self._calls, self._calls + 1
-        if denominator is None:
-            self._hold(None)
-            return self._noted(1.0, bool(self._open))
-        stated = torch.as_tensor(denominator, dtype=torch.float64)
-        own = torch.stack([stated, torch.full_like(stated, rows)])
-        # The same device on all ranks.
-        own = own.to(next((p.device for p in self._parameters()), own.device))
-        if not self.is_last:
-            self._hold(call)
-            self._open[call] = own + self._open[call] if call in self._open else own
-            return 1.0
-        is_open = call in self._open
-        ratio = self._close(call, own)
-        return self._noted(ratio, is_open)
-
-    def factor_of(self, evaluation: Evaluation) -> torch.Tensor | float:
-        """Return the factor of the loss of a batch that the estimator backpropagates."""
-        if evaluation.is_divided:
-            return 1.0
-        return self.step_factor(evaluation.stated, evaluation.rows)
-
-    def step_factor(self, denominator: Any, rows: float) -> torch.Tensor | float:
-        """Return the factor of a micro-batch's only loss, also on a rank without rows.
-
-        In the first step, the ranks agree once whether losses state denominators.
-
-        Raises
-        ------
-        RuntimeError
-            If some batches state a denominator and others do not.
-        """
-        is_stated = denominator is not None or 0 in self._open
-        is_plain = denominator is None and rows > 0
-        if (is_stated and self._agreed is False) or (is_plain and (is_stated or self._agreed)):
-            raise RuntimeError(
-                "A loss stated a denominator in some batches and none in others. Return "
-                "{'loss': ..., 'denominator': ...} for every batch, or for none."
-            )
-        if self.is_last and self._agreed is None:
-            self._agreed = sum_over_ranks(is_stated, "states_denominators") > 0
-        if denominator is None and not (self.is_last and self._agreed):
-            return 1.0
-        return self.factor(0.0 if denominator is None else denominator, rows)
-
-    def before_step(self) -> None:
-        """Divide the gradients that wait for further micro-batches, if an optimizer steps now."""
-        if not self.is_last:
-            for call in sorted(self._open):
-                self._close(call, torch.zeros_like(self._open[call]))
-
-    def stepped(self) -> None:
-        """Note that an optimizer has used the gradients."""
-        if not self._open:
-            self._holds_gradients = False
-
-    def _close(self, call: int, own: torch.Tensor) -> torch.Tensor:
-        """Return a loss's factor, and multiply its gradients of earlier micro-batches by it."""
-        earlier = self._open.pop(call, None)
-        if earlier is not None:
-            own = own + earlier
-        denominator, rows = sum_tensor(own, "denominators")
-        ratio = torch.where(denominator > 0, rows / denominator, 0.0)
-        if earlier is None:
-            self._hold(None)
-            return ratio
-        self._hold(call)
-        final = self._apart.pop(None, {})
-        with torch.no_grad():
-            for parameter in self._parameters():
-                _scale_gradient(parameter, ratio)
-                _add_gradient(parameter, final.get(parameter))
-        self._newest = None
-        return ratio
-
-    def _hold(self, call: int | None) -> None:
-        """Let the parameters hold the gradients of one loss; keep the others apart."""
-        if self._holds_gradients and call != self._newest:
-            own = self._apart.pop(call, {})
-            apart = self._apart.setdefault(self._newest, {})
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    apart[parameter] = parameter.grad
-                parameter.grad = own.get(parameter)
-        self._newest, self._holds_gradients = call, True
-
-    def _noted(self, ratio: Any, is_open: bool) -> Any:
-        """Return a loss's factor; check that a backward pass has followed another factor."""
-        passes, before = self._before
-        if is_open and passes == self._passes() and float(before) != float(ratio):
-            raise ParamError(
-                "train_minibatch_fn: with backward_passes_per_step, call backward() on each scaled "
-                "loss before the next loss_fn.scale(), because the losses are divided by different "
-                "numbers. Or set backward_passes_per_step=1."
-            )
-        self._before = self._passes(), ratio
-        return ratio
-
-
-def _scale_gradient(parameter: torch.Tensor, factor: torch.Tensor) -> None:
-    gradient: Any = parameter.grad
-    if gradient is None:
-        return
-    if gradient.is_sparse:
-        parameter.grad = gradient * factor.to(gradient.dtype)
-    else:
-        gradient.mul_(factor)
-
-
-def _add_gradient(parameter: torch.Tensor, other: torch.Tensor | None) -> None:
-    if other is not None:
-        parameter.grad = other if parameter.grad is None else parameter.grad + other
-
 
 LossFunction = Callable[..., Any]
 
@@ -244,81 +57,6 @@ class _Reduction:
             return counts.sum().double()
         weight = self.weight.to(label.device).double()
         return (weight[torch.where(counts, label, 0)] * counts).sum()
-
-
-@dataclass(frozen=True)
-class StepShare:
-    """Share of a rank's micro-batch in a step.
-
-    Attributes
-    ----------
-    rows : int
-        Rows of the micro-batch.
-    factor : float
-        See `WeightedBatches`.
-    slots : float
-        Micro-batches of the step on all ranks; gradients are averaged over these.
-    totals : callable or None
-        Returns the step's denominator of each label, if label values determine one.
-    """
-
-    rows: int
-    factor: float
-    slots: float
-    totals: Callable[[], torch.Tensor] | None = None
-
-    def scale(self, part: LossPart, total: torch.Tensor | None) -> Any:
-        """Return the factor of a loss part in the backward pass."""
-        if part.kind == "rows":
-            return self.factor
-        if part.kind == "sum":
-            return self.slots if self.rows else 0.0
-        if part.kind == "stated":
-            return part.denominator * self.factor / max(self.rows, 1)
-        assert total is not None
-        return torch.where(total > 0, self.slots / total, 0.0) if self.rows else 0.0
-
-
-@dataclass(frozen=True)
-class LossPart:
-    """Loss of one label for a batch, before the division.
-
-    Attributes
-    ----------
-    kind : str
-        ``"rows"``, ``"targets"``, ``"sum"``, or ``"stated"`` if the user's function states the
-        denominator.
-    value : torch.Tensor
-        The mean over the batch for ``"rows"`` and ``"stated"``; the numerator otherwise.
-    denominator : torch.Tensor or float
-        Divisor of the numerator.
-    """
-
-    kind: str
-    value: torch.Tensor
-    denominator: Any
-
-    @property
-    def numerator(self) -> torch.Tensor:
-        """Numerator of the loss; 0 if the denominator is 0, even if the mean is NaN."""
-        if self.kind not in ("rows", "stated"):
-            return self.value
-        if self.kind == "rows" and self.denominator > 0:
-            return self.value.double() * self.denominator
-        return torch.where(self._counts, self.value.double() * self.denominator, 0.0)
-
-    @property
-    def _counts(self) -> torch.Tensor:
-        return torch.as_tensor(self.denominator, device=self.value.device) > 0
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """Loss of this batch alone."""
-        if self.kind == "stated":
-            return torch.where(self._counts, self.value, 0.0)
-        if self.kind != "targets":
-            return self.value
-        return self.value / _positive(self.denominator, self.value)
 
 
 def _positive(denominator: Any, like: torch.Tensor) -> torch.Tensor:
@@ -367,11 +105,7 @@ class Evaluation:
         Numerators and denominators of the loss, see `Loss.counted`. None if ``loss`` is a mean over
         rows.
     step_loss : torch.Tensor or None
-        Loss for the backward pass, see `Loss.over_ranks`; None if the caller runs no backward pass.
-    stated : torch.Tensor, float or None
-        Denominator that the user's function states.
-    is_divided : bool
-        Whether `StepWeights` has divided ``step_loss`` already.
+        Loss for the backward pass, see `StepWeights`; None if the caller runs no backward pass.
     """
 
     loss: torch.Tensor
@@ -380,18 +114,16 @@ class Evaluation:
     rows: int
     counted: torch.Tensor | None = None
     step_loss: torch.Tensor | None = None
-    stated: Any = None
-    is_divided: bool = False
 
     def numerators(self) -> torch.Tensor:
         """Return `counted`: numerators and denominators, also if ``loss`` is a mean over rows."""
         if self.counted is not None:
             return self.counted
-        return LossParts([1.0]).counted([LossPart("rows", self.loss.detach(), self.rows)])
+        return WeightedLoss(self.loss, self.rows).counted()[:, None]
 
 
 class LossParts:
-    """Weighted sum of loss parts, each a numerator over a denominator.
+    """Sum of losses, each a mean over a batch.
 
     Parameters
     ----------
@@ -407,7 +139,7 @@ class LossParts:
         """Return whether all parts are divided by the same number."""
         return len(self.loss_weights) == 1
 
-    def mean(self, parts: Sequence[LossPart]) -> torch.Tensor:
+    def mean(self, parts: Sequence[WeightedLoss]) -> torch.Tensor:
         """Return the loss of one batch alone."""
         return self.weighted([part.mean for part in parts])
 
@@ -419,41 +151,23 @@ class LossParts:
         ]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
-    def over_ranks(self, parts: Sequence[LossPart], share: StepShare) -> torch.Tensor:
-        """Return the loss for the backward pass, scaled to the batch's share of the step.
+    def scaled(self, parts: Sequence[WeightedLoss], factors: Sequence[Any]) -> torch.Tensor:
+        """Return the loss for a backward pass, given the factor of each label's loss."""
+        if all(part.kind == "rows" for part in parts):
+            loss = self.mean(parts)
+            return loss if factors[0] == 1.0 else loss * factors[0]
+        return self.weighted([p.value * f for p, f in zip(parts, factors, strict=True)])
 
-        The average over ranks of this loss's gradient is the batch's part of the step's gradient.
-        Stated losses must still be divided, see `StepWeights`.
-        """
-        totals = [None] * len(parts) if share.totals is None else list(share.totals())
-        return self.weighted(
-            [
-                part.value * share.scale(part, total)
-                for part, total in zip(parts, totals, strict=True)
-            ]
-        )
-
-    def counted(self, parts: Sequence[LossPart]) -> torch.Tensor:
+    def counted(self, parts: Sequence[WeightedLoss]) -> torch.Tensor:
         """Return numerators and denominators in float64, for summing the loss of an epoch.
 
         The shape is ``(2, 1)`` if all labels share a denominator, and ``(2, labels)`` otherwise. A
         sum has the denominator 0.
         """
-        with torch.no_grad():
-            if self.has_one_denominator and len(parts) > 1:
-                rows = parts[0].denominator
-                merged = [(self.mean(parts).double() * rows, rows)]
-            else:
-                merged = [
-                    (w * part.numerator.double(), 0 if part.kind == "sum" else part.denominator)
-                    for w, part in zip(self.loss_weights, parts, strict=True)
-                ]
-            device = parts[0].value.device
-            columns = [
-                torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in pair])
-                for pair in ((n.reshape(()), d) for n, d in merged)
-            ]
-            return torch.stack(columns, dim=1)
+        if self.has_one_denominator and len(parts) > 1:
+            return WeightedLoss(self.mean(parts), parts[0].weight).counted()[:, None]
+        pairs = zip(parts, self.loss_weights, strict=True)
+        return torch.stack([part.counted(coefficient) for part, coefficient in pairs], dim=1)
 
 
 def _as_scalar(value: torch.Tensor) -> torch.Tensor:
@@ -508,7 +222,7 @@ class Loss(LossParts):
         outputs: Sequence[torch.Tensor] | torch.Tensor,
         labels: Sequence[torch.Tensor] | torch.Tensor,
         sample_weights: torch.Tensor | None = None,
-    ) -> list[LossPart]:
+    ) -> list[WeightedLoss]:
         """Return the loss of each label for a batch; a bare tensor counts as a list of one."""
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
         labels = [labels] if isinstance(labels, torch.Tensor) else labels
@@ -705,14 +419,13 @@ def _part(
     output: torch.Tensor,
     label: torch.Tensor,
     sample_weights: torch.Tensor | None,
-) -> LossPart:
+) -> WeightedLoss:
     kind = reduction.of_label(label)
     if sample_weights is None:
         loss = _with_reduction(function, output, label, "sum" if kind == "targets" else None)
     else:
         loss = _with_reduction(function, output, label, "none")
     value, stated = as_stated(loss, "loss")
-    rows = len(label)
     if sample_weights is not None:
         elements = value.reshape(len(sample_weights), -1)
         is_mean = kind == "rows" and stated is None
@@ -722,10 +435,11 @@ def _part(
         if stated is not None:
             value = weighted.sum() / _positive(stated, value)
     if stated is not None:
-        return LossPart("stated", value, stated)
+        return WeightedLoss(value, stated, "stated")
     if kind == "targets":
-        return LossPart(kind, value, reduction.denominator(label))
-    return LossPart("sum", value, 1.0) if kind == "sum" else LossPart("rows", value, rows)
+        weight = reduction.denominator(label)
+        return WeightedLoss(value / _positive(weight, value), weight, kind)
+    return WeightedLoss(value, 0.0, "sum") if kind == "sum" else WeightedLoss(value, len(label))
 
 
 def _with_reduction(

@@ -20,15 +20,13 @@ from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import (
     Evaluation,
     Loss,
-    LossPart,
     LossParts,
-    StepShare,
-    StepWeights,
     as_stated,
     check_reduced,
     check_weightable,
     is_sum,
 )
+from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
 from hvd_estimators.training.row_weights import check_rank
@@ -66,12 +64,12 @@ class JointLoss(LossParts):
         (part,) = self.parts(0, **offered)
         return part.mean
 
-    def parts(self, rows: int, **offered: Any) -> list[LossPart]:
+    def parts(self, rows: int, **offered: Any) -> list[WeightedLoss]:
         """Return the loss of a batch of ``rows`` rows as a single part."""
         value, stated = as_stated(_call_with_known(self.functions[0], offered), "loss")
         if stated is not None:
-            return [LossPart("stated", value, stated)]
-        return [LossPart("sum", value, 1.0) if self._is_sum else LossPart("rows", value, rows)]
+            return [WeightedLoss(value, stated, "stated")]
+        return [WeightedLoss(value, 0.0, "sum") if self._is_sum else WeightedLoss(value, rows)]
 
 
 def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss") -> None:
@@ -283,13 +281,13 @@ class RankObjective:
         return functools.cache(current().reduce_async(total, "sum", "denominators"))
 
     def evaluate(
-        self, module: torch.nn.Module, batch: Batch, share: StepShare | None = None
+        self, module: torch.nn.Module, batch: Batch, weights: StepWeights | None = None
     ) -> Evaluation:
-        """Return a batch's evaluation; with ``share``, including the loss for a backward pass.
+        """Return a batch's evaluation; with ``weights``, including the loss for a backward pass.
 
-        A batch with ``share`` is one of training, to which class weights apply.
+        A batch with ``weights`` is one of training, to which class weights apply.
         """
-        if share is not None:
+        if weights is not None:
             batch = self._with_class_weights(batch)
         try:
             raw = self._tensors.call(module, batch.inputs)
@@ -305,28 +303,20 @@ class RankObjective:
             given = raw, batch.labels
         parts = self._parts(*given, batch.weights, batch)
         assert self._loss is not None
-        loss = self._loss.mean(parts)
         is_mean = all(part.kind == "rows" for part in parts)
         step_loss = None
-        if share is not None:
-            scaled = loss if share.factor == 1.0 else loss * share.factor
-            step_loss = scaled if is_mean else self._loss.over_ranks(parts, share)
-        stated = next((part.denominator for part in parts if part.kind == "stated"), None)
-        if step_loss is not None and stated is not None and not stated > 0:
-            step_loss = _no_gradient(outputs)
+        if weights is not None:
+            step_loss = _step_loss(self._loss, parts, weights.of_step(parts), outputs)
         counted = None if is_mean and self.loss_parts == 1 else self._loss.counted(parts)
-        return Evaluation(loss, outputs, labels, batch.rows, counted, step_loss, stated)
+        return Evaluation(self._loss.mean(parts), outputs, labels, batch.rows, counted, step_loss)
 
     def run_minibatch(
         self,
         module: torch.nn.Module,
         optimizer: Any,
         batch: Batch,
-        *,
-        share: StepShare,
-        passes_per_step: int,
-        index: int,
         weights: StepWeights,
+        index: int = 0,
     ) -> Evaluation:
         """Train on a batch with the user's function.
 
@@ -336,20 +326,12 @@ class RankObjective:
             Trained module and its optimizer.
         batch : Batch
             At least one row.
-        share : StepShare
-            Share of the batch in its step.
-        passes_per_step : int
-            Batches of a step.
-        index : int
-            Number of the batch in its epoch.
         weights : StepWeights
             Weights of the step's losses.
+        index : int
+            Number of the batch in its epoch.
         """
-
-        def parts(outputs: Any, labels: Any, weights: Any) -> list[LossPart]:
-            return self._parts(outputs, labels, weights, batch)
-
-        loss_fn = StepLoss(self._loss, parts, share, passes_per_step, weights)
+        loss_fn = StepLoss(self._loss, functools.partial(self._parts, batch=batch), weights)
         self._step_loss = loss_fn
         assert self._train_minibatch_fn is not None
         raw, returned = call_with_leading(
@@ -361,36 +343,33 @@ class RankObjective:
             self._tensors.arguments(batch.inputs),
             batch.labels,
             batch.weights,
-            passes_per_step,
+            weights.passes,
             index,
         )
         outputs, labels = self._predictions(raw, batch.labels)
+        step_loss: torch.Tensor | None = None
         if not isinstance(returned, Mapping):
             # The user's function may have divided or scaled the returned loss already.
-            loss, counted = loss_fn.computed or _row_mean(returned, batch.rows)
-            return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
-        loss, stated = as_stated(returned, "train_minibatch_fn")
-        if loss_fn.computed is not None:
-            if stated is not None or returned["loss"] is not loss_fn.result:
+            loss, counted = loss_fn.computed or _measured(WeightedLoss(returned, batch.rows))
+        elif loss_fn.computed is not None:
+            loss, counted = loss_fn.computed
+            if "denominator" in returned or returned["loss"] is not loss_fn.result:
                 raise ParamError(
                     "train_minibatch_fn: it called loss_fn, whose result is scaled for the step, "
                     "and returned a dict with another loss or a denominator. Return the result "
                     "alone as {'loss': result}, leave out loss_fn, or call backward() and "
                     "optimizer.step() in the function."
                 )
-            computed, counted = loss_fn.computed
-            return Evaluation(
-                *(computed.detach(), outputs, labels, batch.rows, counted, returned["loss"]),
-                is_divided=True,
-            )
-        if stated is None:
-            loss, counted = _row_mean(returned["loss"], batch.rows)
-            step_loss = loss * share.factor
-            return Evaluation(loss.detach(), outputs, labels, batch.rows, counted, step_loss)
-        part = LossPart("stated", loss, stated)
-        step_loss = loss * share.scale(part, None) if stated > 0 else _no_gradient(outputs)
-        mean, counted = part.mean.detach(), _counted(part)
-        return Evaluation(mean, outputs, labels, batch.rows, counted, step_loss, stated)
+            assert loss_fn.result is not None
+            step_loss = loss_fn.result / weights.passes
+        else:
+            value, stated = as_stated(returned, "train_minibatch_fn")
+            part = WeightedLoss(returned["loss"], batch.rows)
+            if stated is not None:
+                part = WeightedLoss(value, stated, "stated")
+            step_loss = _step_loss(LossParts([1.0]), [part], weights.of_step([part]), outputs)
+            loss, counted = _measured(part)
+        return Evaluation(loss.detach(), outputs, labels, batch.rows, counted, step_loss)
 
     def _with_class_weights(self, batch: Batch) -> Batch:
         if not self._class_weight:
@@ -418,7 +397,7 @@ class RankObjective:
             return raw, labels
         return self._tensors.align(raw, labels)
 
-    def _parts(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> list[LossPart]:
+    def _parts(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> list[WeightedLoss]:
         """Return the loss parts of arranged outputs and labels."""
         if self._loss is None:
             raise ParamError(
@@ -446,11 +425,7 @@ class StepLoss:
     loss : Loss, JointLoss or None
         The user's losses.
     parts : callable
-        Returns the loss parts of outputs, labels and weights.
-    share : StepShare
-        Share of the micro-batch in its step.
-    passes_per_step : int
-        Micro-batches of a step on this rank.
+        Returns the weighted losses of outputs, labels and sample weights.
     weights : StepWeights
         Weights of the step's losses.
 
@@ -467,15 +442,11 @@ class StepLoss:
     def __init__(
         self,
         loss: LossParts | None,
-        parts: Callable[..., list[LossPart]],
-        share: StepShare,
-        passes_per_step: int,
+        parts: Callable[..., list[WeightedLoss]],
         weights: StepWeights,
     ) -> None:
         self._loss = loss
         self._parts = parts
-        self._share = share
-        self._passes = passes_per_step
         self._weights = weights
         self.computed: tuple[torch.Tensor, torch.Tensor] | None = None
         self.scaled: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -490,17 +461,19 @@ class StepLoss:
         """
         parts = self._parts(outputs, labels, weights)
         assert self._loss is not None
+        is_divided = any(part.kind in ("targets", "stated") for part in parts)
+        if self._weights.passes > 1 and len(parts) > 1 and is_divided:
+            raise ParamError(
+                "train_minibatch_fn: with backward_passes_per_step, losses of several labels must "
+                "be divided by the same number. Set backward_passes_per_step=1, or losses that are "
+                "means over rows."
+            )
         mean = self._loss.mean(parts)
         if self._loss.has_one_denominator:
-            counted = self._loss.counted(parts)
+            self.computed = mean, self._loss.counted(parts)
         else:
-            counted = _row_mean(mean, self._share.rows)[1]
-        self.computed = mean, counted
-        if all(part.kind == "rows" for part in parts):
-            self.result = mean * (self._share.factor * self._weights.factor(None, self._share.rows))
-        else:
-            scaled = [self._scaled(part, len(parts) > 1) for part in parts]
-            self.result = self._loss.weighted(scaled)
+            self.computed = _measured(WeightedLoss(mean, self._weights.rows))
+        self.result = self._loss.scaled(parts, self._weights.of_call(parts))
         return self.result
 
     def scale(self, loss: torch.Tensor, denominator: Any = None) -> torch.Tensor:
@@ -514,17 +487,15 @@ class StepLoss:
             Number of units in the loss's mean, such as tokens that count. Default: rows. The
             denominators are summed over the ranks, so all ranks must call equally often.
         """
-        if denominator is None:
-            self.computed = _row_mean(loss, self._share.rows)
-            scaled = loss * (self._share.factor * self._weights.factor(None, self._share.rows))
-        else:
+        part = WeightedLoss(loss, self._weights.rows)
+        if denominator is not None:
             _, stated = as_stated({"loss": loss, "denominator": denominator}, "loss_fn.scale")
-            part = LossPart("stated", loss, stated)
-            self.computed = loss, _counted(part)
-            scaled = self._scaled(part, False)
-        self.scaled = loss.detach(), scaled.detach()
-        self.result = scaled
-        return scaled
+            part = WeightedLoss(loss, stated, "stated")
+        self.computed = loss, _measured(part)[1]
+        (factor,) = self._weights.of_call([part])
+        self.result = loss * factor
+        self.scaled = loss.detach(), self.result.detach()
+        return self.result
 
     def in_step(self, returned: Any) -> Any:
         """Return the contribution to the step, on this rank, of a loss that a closure returned.
@@ -535,20 +506,6 @@ class StepLoss:
             return returned
         given, scaled = self.scaled
         return scaled if float(returned) == float(given) else returned
-
-    def _scaled(self, part: LossPart, is_one_of_several: bool) -> torch.Tensor:
-        """Return a loss part, scaled for a step over all ranks."""
-        if part.kind in ("rows", "sum"):
-            return part.value * self._share.scale(part, None)
-        if self._passes > 1 and is_one_of_several:
-            raise ParamError(
-                "train_minibatch_fn: with backward_passes_per_step, losses of several labels must "
-                "be divided by the same number. Set backward_passes_per_step=1, or losses that are "
-                "means over rows."
-            )
-        per_row = self._share.factor / self._share.rows
-        scale = per_row * self._weights.factor(part.denominator, self._share.rows)
-        return part.value * (scale * part.denominator if part.kind == "stated" else scale)
 
 
 def class_weights(labels: torch.Tensor, weights: Mapping[int, float]) -> torch.Tensor:
@@ -570,18 +527,19 @@ def class_weights(labels: torch.Tensor, weights: Mapping[int, float]) -> torch.T
     return torch.where(numbers[positions] == classes, values[positions], 1.0)
 
 
-def _row_mean(loss: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mean over rows, and its numerator and denominator."""
-    return loss, _counted(LossPart("rows", loss.detach().reshape(()), rows))
+def _step_loss(
+    loss: LossParts, parts: Sequence[WeightedLoss], factors: Sequence[Any], outputs: Any
+) -> torch.Tensor:
+    """Return the scaled loss for a backward pass, or a zero if the batch has no weight."""
+    if any(part.kind == "stated" and not part.weight > 0 for part in parts):
+        # The mean of an empty batch may be NaN, and so may its gradient.
+        return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
+    return loss.scaled(parts, factors)
 
 
-def _no_gradient(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a zero loss; the mean of an empty batch may be NaN, and so may its gradient."""
-    return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
-
-
-def _counted(part: LossPart) -> torch.Tensor:
-    return LossParts([1.0]).counted([part])
+def _measured(part: WeightedLoss) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a loss of this batch alone, and its numerator and denominator."""
+    return part.mean, part.counted()[:, None]
 
 
 def _call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:

@@ -52,6 +52,7 @@ class Pickler(cloudpickle.Pickler):
 
     shared: Mapping[int, tuple[str, str]] = {}
     """Module and variable of objects that the receiver imports, by id."""
+    takes_step_hooks = True
 
     def __init__(self, file: Any, protocol: int | None = None, **options: Any) -> None:
         super().__init__(file, protocol, **options)
@@ -101,7 +102,9 @@ class Pickler(cloudpickle.Pickler):
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's attributes with the user's ``step`` and step hooks."""
         base = torch.optim.Optimizer([torch.zeros(1)], {})
-        left_out = vars(base).keys() - base.__getstate__().keys() - {*_STEP_HOOKS} | {"step"}
+        left_out = vars(base).keys() - base.__getstate__().keys() | {"step"}
+        if self.takes_step_hooks:
+            left_out -= {*_STEP_HOOKS}
         state = {name: value for name, value in vars(optimizer).items() if name not in left_out}
         step = _users_step(optimizer)
         return state if step is None else {**state, "step": step}
@@ -294,12 +297,14 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> Any
     )
 
 
-def _write(value: Any, file: IO[bytes], shared: Iterable[Any] = ()) -> None:
+def _write(
+    value: Any, file: IO[bytes], shared: Iterable[Any] = (), step_hooks: bool = True
+) -> None:
     """Pickle a value, without intermediate copies of the tensors."""
     found = ((id(entry), _global_variable(entry)) for entry in shared)
-    kind = type(
-        "SharingPickler", (Pickler,), {"shared": {key: v for key, v in found if v is not None}}
-    )
+    variables = {key: variable for key, variable in found if variable is not None}
+    options = {"shared": variables, "takes_step_hooks": step_hooks}
+    kind = type("ConfiguredPickler", (Pickler,), options)
     module: Any = SimpleNamespace(__name__=__name__, Pickler=kind)
     torch.save(_sent(value), file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -340,18 +345,13 @@ class _TensorPickler(Pickler):
         Tensors by name.
     collects : bool
         Whether to add all other tensors to ``tensors``.
-    hooks : bool
-        Whether to pickle the step hooks of optimizers.
     """
 
-    def __init__(
-        self, file: IO[bytes], tensors: dict[str, torch.Tensor], collects: bool, hooks: bool
-    ) -> None:
+    def __init__(self, file: IO[bytes], tensors: dict[str, torch.Tensor], collects: bool) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._tensors = tensors
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._collects = collects
-        self._hooks = hooks
 
     def persistent_id(self, obj: Any) -> str | None:
         """Return the name of a tensor. Called by pickle."""
@@ -362,22 +362,10 @@ class _TensorPickler(Pickler):
             self._tensors[name] = obj
         return name
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Return an object's pickle reduction. Called by pickle."""
-        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # the driver may have no GPU
-        return super().reducer_override(obj)
 
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = super()._optimizer_state(optimizer)
-        return {n: v for n, v in state.items() if self._hooks or n not in _STEP_HOOKS}
-
-
-def _dump(
-    value: Any, tensors: dict[str, torch.Tensor], collects: bool = True, hooks: bool = True
-) -> bytes:
+def _dump(value: Any, tensors: dict[str, torch.Tensor], collects: bool) -> bytes:
     buffer = io.BytesIO()
-    _TensorPickler(buffer, tensors, collects, hooks).dump(_sent(value))
+    _TensorPickler(buffer, tensors, collects).dump(_sent(value))
     return buffer.getvalue()
 
 
@@ -398,10 +386,6 @@ class _Copier(_TensorUnpickler):
         return make(*given, None, extra)
 
 
-def _load(document: bytes, tensors: Mapping[str, torch.Tensor]) -> Any:
-    return _received(_TensorUnpickler(document, tensors).load())
-
-
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
     """Serialize an optimizer of any class, with the names of the module's parameters."""
     return _dump(optimizer, dict(plain_module(module).named_parameters()), collects=False)
@@ -409,9 +393,8 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
-    optimizer: torch.optim.Optimizer = _load(
-        document, dict(plain_module(module).named_parameters())
-    )
+    tensors = dict(plain_module(module).named_parameters())
+    optimizer: torch.optim.Optimizer = _received(_TensorUnpickler(document, tensors).load())
     return optimizer
 
 
@@ -422,7 +405,7 @@ def copied(value: T) -> T:
     computed tensors (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
     """
     tensors: dict[str, torch.Tensor] = {}
-    document = _dump(value, tensors)
+    document = _dump(value, tensors, collects=True)
     memo: dict[int, Any] = {}
     # torch cannot deepcopy tensors that are computed from others.
     copies = {
@@ -569,8 +552,7 @@ def trained_file(
 ) -> LocalFile:
     """Write a trained module and the objects that share it to a file. Runs on the ranks.
 
-    The file holds tensors and plain values only. One of these values is the pickled objects, in
-    which names stand for tensors. An object is left out if it cannot be pickled.
+    The file has the weights alone if the module cannot be pickled.
 
     Parameters
     ----------
@@ -581,39 +563,29 @@ def trained_file(
     further : mapping
         Tensors and plain values.
     others : tuple
-        Further objects, such as the optimizer.
+        Further objects, such as the optimizer; left out if they cannot be pickled.
     """
     module = module.cpu()
-    inner = plain_module(module)
-    state = {**further, "model": inner.state_dict()}
+    local = LocalFile()
+    lost: list[str] = []
     for objects in ((module, *others), (module,)):
-        tensors: dict[str, torch.Tensor] = {}
         try:
             # Ranks, and callbacks on them, have registered step hooks.
-            state["objects"] = _dump(objects, tensors, hooks=False)
+            with open(local.path, "wb") as file:
+                _write({**further, "objects": objects, "lost": lost}, file, step_hooks=False)
+            return local
         except Exception as error:
-            failure = error
-            state["lost"] = [f"{type(error).__name__}: {error}"]
-        else:
-            state["tensors"] = {name: _on_cpu(tensor) for name, tensor in tensors.items()}
-            break
-    else:
-        if state["model"].keys() != plain_module(given()).state_dict().keys():
-            raise failure
-        state["lost"] = _unpicklable(inner) or state["lost"]
-    # The user's extra state may be of any type; the pickled module holds it.
-    state["model"] = {n: v for n, v in state["model"].items() if isinstance(v, torch.Tensor)}
-    local = LocalFile()
-    save_state(state, local.path)
+            failure, lost = error, [f"{type(error).__name__}: {error}"]
+    inner = plain_module(module)
+    weights = inner.state_dict()
+    if weights.keys() != plain_module(given()).state_dict().keys():
+        raise failure
+    # The user's extra state may be of any type.
+    weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    content = {**further, "model": weights, "lost": _unpicklable(inner) or lost}
+    with open(local.path, "wb") as file:
+        _write(content, file)
     return local
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    moved = tensor.detach().cpu()
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
 
 def load_trained(
@@ -635,9 +607,9 @@ def load_trained(
     content : dict
         The values. ``others`` has the further objects, and is empty if they could not be pickled.
     """
-    content = load_state(state.path)
-    if "lost" in content:
-        has_module = "objects" in content
+    content: dict[str, Any] = load_module(state)
+    has_module = "objects" in content
+    if content["lost"]:
         logger.warning(
             "The trained %s cannot be pickled because of %s. The returned model has the trained "
             "weights. Its other %s are those from before training.",
@@ -645,8 +617,8 @@ def load_trained(
             ", ".join(content["lost"]),
             "objects" if has_module else "attributes",
         )
-    if "objects" in content:
-        module, *content["others"] = _load(content["objects"], content["tensors"])
+    if has_module:
+        module, *content["others"] = content["objects"]
         return module, content
     module = given()
     plain_module(module).load_state_dict(content["model"], strict=False)

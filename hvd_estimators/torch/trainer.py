@@ -30,7 +30,6 @@ from hvd_estimators.torch.collectives import (
     weight_digests,
 )
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
-from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
 from hvd_estimators.torch.optimizer_step import (
@@ -369,10 +368,16 @@ class _Trainer:
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % batch_passes)
                 batch = self.given_objective.tensors.batch(columns, self.device)
-                share = StepShare(batch.rows, factor, self.size * self.num_micro_batches, totals)
-                self.averager.weights.start(is_last=index + 1 == end)
+                self.averager.weights.start(
+                    batch.rows,
+                    factor,
+                    ranks=self.size,
+                    passes=self.num_micro_batches,
+                    totals=totals,
+                    is_last=index + 1 == end,
+                )
                 with self.averager.averaging(accumulate=index + 1 < end):
-                    losses.append(self._minibatch(batch, share, index + skipped, metric_sums))
+                    losses.append(self._minibatch(batch, index + skipped, metric_sums))
             if totals is not None:
                 totals()  # needed if this rank had no rows
             self.shards.enter(0)
@@ -393,39 +398,25 @@ class _Trainer:
                 save = functools.partial(self._save_checkpoint, done, metric_sums)
                 self.control.after_step(epoch, done, [step], save)
 
-    def _minibatch(
-        self, batch: Batch, share: StepShare, index: int, metric_sums: MetricSums
-    ) -> torch.Tensor | None:
-        """Compute and backpropagate the loss of one batch, and return the loss.
-
-        ``share`` scales the loss. The mean of the ranks' gradients is then the gradient of the loss
-        over all rows of the step.
-        """
+    def _minibatch(self, batch: Batch, index: int, metric_sums: MetricSums) -> torch.Tensor | None:
+        """Compute and backpropagate the loss of one batch, and return the loss of it alone."""
         weights = self.averager.weights
         if not batch.rows:
-            weights.step_factor(None, 0)
+            weights.without_rows()
             return None
         if self.objective.has_own_step:
             computed = self.averager.gradients
             evaluation = self.objective.run_minibatch(
-                self.module,
-                self.optimizer,
-                batch,
-                share=share,
-                passes_per_step=self.num_micro_batches,
-                index=index,
-                weights=weights,
+                self.module, self.optimizer, batch, weights, index
             )
             self.user_steps = evaluation.step_loss is None
             if self.averager.gradients != computed and not self.user_steps:
                 raise ParamError(LEAVES_BACKWARD)
         else:
             with self.step.autocast():
-                evaluation = self.objective.evaluate(self.module, batch, share)
+                evaluation = self.objective.evaluate(self.module, batch, weights)
         if evaluation.step_loss is not None:
-            scale = weights.factor_of(evaluation) / self.num_micro_batches
-            loss = self.step.scaled(evaluation.step_loss)
-            (loss if isinstance(scale, float) and scale == 1.0 else loss * scale).backward()
+            self.step.scaled(evaluation.step_loss).backward()
         metric_sums.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = self._shapes_of(evaluation.outputs, batch)

@@ -6,6 +6,7 @@ Imports no PySpark.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -63,6 +64,37 @@ class WeightedBatches:
             total = self._sum_over_ranks(float(sum(rows)))
         share = self._size * self._passes / total if total else 0.0
         return [(columns, n * share) for columns, n in zip(window, rows, strict=True)]
+
+
+def reduction_of(
+    whole: float, halves: tuple[float, float], rows: tuple[int, int], tolerance: float = 1e-3
+) -> str | None:
+    """Return how a loss reduces the rows of a batch, given the losses of both halves.
+
+    Parameters
+    ----------
+    whole : float
+        The batch's loss.
+    halves : tuple of float
+        The losses of both halves.
+    rows : tuple of int
+        The rows of both halves.
+    tolerance : float
+        Relative error of the losses, such as for a random loss.
+
+    Returns
+    -------
+    str or None
+        ``"mean"``, ``"sum"``, or None for neither. A loss that is not finite counts as a mean.
+    """
+    first, second = halves
+    mean = (first * rows[0] + second * rows[1]) / sum(rows)
+    if not math.isfinite(whole + first + second):
+        return "mean"
+    for reduction, value in (("mean", mean), ("sum", first + second)):
+        if math.isclose(whole, value, rel_tol=tolerance, abs_tol=1e-6):
+            return reduction
+    return None
 
 
 def check_classes(name: str, labels: Array) -> None:

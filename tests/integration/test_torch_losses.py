@@ -17,7 +17,6 @@ from torch.nn import functional
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch.collectives import current, session
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import MetricSums
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
@@ -299,15 +298,15 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
         totals = objective.totals([batch for batch, _ in window])
         for number, (batch, factor) in enumerate(window):
             tensors = spec.batch(batch)
-            averager.weights.start(is_last=number == 1)
+            averager.weights.start(
+                tensors.rows, factor, ranks=2, passes=2, totals=totals, is_last=number == 1
+            )
             with averager.averaging(accumulate=number == 0):
                 if not tensors.rows:
-                    averager.weights.step_factor(None, 0)
+                    averager.weights.without_rows()
                 else:
-                    share = StepShare(tensors.rows, factor, 4, totals)
-                    evaluation = objective.evaluate(net, tensors, share)
-                    divided = averager.weights.step_factor(evaluation.stated, tensors.rows)
-                    (evaluation.step_loss * (divided / 2)).backward()
+                    evaluation = objective.evaluate(net, tensors, averager.weights)
+                    evaluation.step_loss.backward()
                     measures.add(evaluation)
         optimizer.step()
         optimizer.zero_grad()

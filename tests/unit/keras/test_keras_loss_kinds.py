@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.losses import check_loss, kind_of_outputs
 from hvd_estimators.keras.outputs import Outputs
 
@@ -81,16 +82,30 @@ def test_a_loss_that_is_no_mean_over_rows_is_a_warning(
     [
         *("mse", "huber", keras.losses.CosineSimilarity(), keras.losses.Dice()),
         lambda label, output: keras.ops.mean(keras.ops.abs(label - output)),
-        lambda label, output: keras.ops.sum((label - output) ** 2),
         lambda label, output: keras.ops.max(keras.ops.abs(label - output), axis=-1),
     ],
 )
-def test_means_and_sums_over_rows_are_no_warning(
-    loss: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_means_over_rows_are_no_warning(loss: Any, caplog: pytest.LogCaptureFixture) -> None:
     compare(loss, 6)
     compare(loss, 1)
     assert not caplog.records
+
+
+def test_a_sum_over_rows_must_be_declared() -> None:
+    def total(label: Any, output: Any) -> Any:
+        return keras.ops.sum((label - output) ** 2)
+
+    with pytest.raises(ParamError, match="a mean over rows for label 'label', found a sum"):
+        compare(total, 6)
+    compare(keras.losses.MeanSquaredError(reduction="sum"), 6)
+    compare(Squares(reduction="sum"), 6)
+
+
+class Squares(keras.losses.Loss):
+    """Loss of each row, as a user writes it."""
+
+    def call(self, label: Any, output: Any) -> Any:
+        return keras.ops.mean((label - output) ** 2, axis=-1)
 
 
 def compare(loss: Any, rows: int, weights: Any = None) -> None:

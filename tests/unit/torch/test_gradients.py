@@ -14,6 +14,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import gradients
 from hvd_estimators.torch.collectives import using
 from hvd_estimators.torch.gradients import GradientAverager
+from hvd_estimators.torch.loss_weights import WeightedLoss
 
 
 class Collective:
@@ -155,7 +156,7 @@ def test_the_order_of_buckets_does_not_depend_on_the_backward_pass(
 
 @pytest.mark.parametrize("is_layer", [True, False])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_layout_of_a_gradient_is_learned_from_the_first_pass(
+def test_gradients_of_sparse_layers_stay_sparse(
     collective: Collective, averager: Any, is_layer: bool, is_tied: bool
 ) -> None:
     net = torch.nn.Embedding(3, 2, sparse=is_layer)
@@ -170,11 +171,10 @@ def test_the_layout_of_a_gradient_is_learned_from_the_first_pass(
         rows = torch.nn.functional.embedding(ids, net.weight, sparse=True)
         (rows.sum() + (net.weight.sum() if is_tied else 0.0)).backward()
         assert net.weight.grad is not None
-        assert net.weight.grad.is_sparse is not is_tied
+        assert net.weight.grad.is_sparse is (is_layer and not is_tied)
         assert torch.equal(net.weight.grad.to_dense(), expected)
         names.append(len(collective.names))
-    # The pass that finds sparse gradients of another layer averages again.
-    assert names == [1 if is_layer or is_tied else 2, 1]
+    assert names == [1, 1]
 
 
 class Checkpointed(torch.nn.Module):
@@ -335,6 +335,12 @@ def of_rows(net: torch.nn.Module, value: float) -> torch.Tensor:
     return mean
 
 
+def stating(mean: float, weight: float | None) -> WeightedLoss:
+    """Return a loss with a stated weight, or a mean over two rows."""
+    value = torch.tensor(mean)
+    return WeightedLoss(value, 2) if weight is None else WeightedLoss(value, weight, "stated")
+
+
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("steps_early", [True, False])
 def test_each_loss_is_divided_once_by_the_sum_of_its_weights(
@@ -347,12 +353,11 @@ def test_each_loss_is_divided_once_by_the_sum_of_its_weights(
     batches = [[(2.0, 3), (5.0, 1)], [(7.0, 4), (11.0, 9)]]
     for _ in range(2):
         for number, losses in enumerate(batches):
-            follows.weights.start(is_last=number == 1)
+            follows.weights.start(2, is_last=number == 1)
             with follows.averaging(accumulate=number == 0):
                 for mean, weight in losses:
-                    scale = weight / 2 if stated else 1.0
-                    factor = follows.weights.factor(weight if stated else None, 2)
-                    (of_rows(net, mean) * scale * factor / 2).backward()
+                    (factor,) = follows.weights.of_call([stating(mean, weight if stated else None)])
+                    (of_rows(net, mean) * factor / 2).backward()
             if number == 0 and steps_early:
                 optimizer.step()
                 first = net.weight.grad.item()
@@ -379,9 +384,12 @@ def test_losses_of_one_backward_pass_need_equal_weights(
 
     def step(weights: list[tuple[float, float]]) -> float:
         for number, of_batch in enumerate(weights):
-            follows.weights.start(is_last=number == 1)
+            follows.weights.start(1, is_last=number == 1)
             with follows.averaging(accumulate=number == 0):
-                scaled = [of_rows(net, 3.0) * w * follows.weights.factor(w, 1) for w in of_batch]
+                scaled = [
+                    of_rows(net, 3.0) * follows.weights.of_call([stating(3.0, w)])[0]
+                    for w in of_batch
+                ]
                 torch.stack(scaled).sum().backward()
         optimizer.step()
         gradient: float = net.weight.grad.item()
@@ -400,9 +408,9 @@ def test_gradients_of_a_skipped_step_are_not_kept(collective: Collective, averag
     follows = averager(net, [optimizer])
     for mean in (float("inf"), 3.0):
         for number in range(2):
-            follows.weights.start(is_last=number == 1)
+            follows.weights.start(1, is_last=number == 1)
             with follows.averaging(accumulate=number == 0):
-                scaled = of_rows(net, mean) * follows.weights.factor(4.0, 1) * 4.0
+                scaled = of_rows(net, mean) * follows.weights.of_call([stating(mean, 4.0)])[0]
                 if number == 0:
                     optimizer.zero_grad()
                 (scaled / 2).backward()

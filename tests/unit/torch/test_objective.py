@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.torch.loss import StepShare, StepWeights
+from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
 
@@ -107,15 +107,9 @@ def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> 
     objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
     assert objective.has_own_step
     batch = TENSORS.batch(COLUMNS)
-    evaluation = objective.run_minibatch(
-        Two(),
-        None,
-        batch,
-        share=StepShare(batch.rows, 0.5, 1),
-        passes_per_step=1,
-        index=0,
-        weights=StepWeights(),
-    )
+    weights = StepWeights()
+    weights.start(batch.rows, 0.5)
+    evaluation = objective.run_minibatch(Two(), None, batch, weights)
     assert given["loss"].item() == pytest.approx(0.5 * evaluation.loss.item())
     assert not evaluation.loss.requires_grad
 
@@ -127,15 +121,12 @@ def test_a_returned_dict_with_a_loss_that_is_scaled_already_is_not_scaled_again(
             return outputs, of(loss_fn(*align(outputs, labels)))
 
         objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
-        share, weights = StepShare(2, 0.5, 1), StepWeights()
-        return objective.run_minibatch(
-            *(Two(), None, TENSORS.batch(COLUMNS)),
-            **{"share": share, "passes_per_step": 1, "index": 0, "weights": weights},
-        )
+        weights = StepWeights()
+        weights.start(2, 0.5)
+        return objective.run_minibatch(Two(), None, TENSORS.batch(COLUMNS), weights)
 
     found = run(lambda loss: {"loss": loss})
     assert found.step_loss.item() == pytest.approx(0.5 * found.loss.item())
-    assert StepWeights().factor_of(found) == 1.0
     for changed in (
         lambda loss: {"loss": loss, "denominator": 2},
         lambda loss: {"loss": 2 * loss},
