@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import torch
 from keras_reference import OPTIMIZERS, assert_same_weights, make_estimator, train_alone
 from parquet_files import write_columns
@@ -21,6 +22,7 @@ from reference import global_batches, write_rows
 from resuming import kept_checkpoints
 from tracked_buffers import BATCH, EPOCHS, REDUCTIONS, ROWS, KerasTracking, expected_buffers
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasModel, load_predictor
 from hvd_estimators.store import LocalStore
 
@@ -279,6 +281,12 @@ def resumes_within_epochs_and_on_fewer_ranks(store: Any) -> None:
     runs = {position: run_id for run_id, position in kept_checkpoints(store, "kept")}
     assert_equal_weights(run(runs[1, 32]), whole)
     assert_same_weights(run(runs[0, 48], ranks=1), whole)
+    metadata = Path(store.get_run_path("kept"), "metadata.json")
+    begun = metadata.read_text().replace('"backend": "torch"', '"backend": "tensorflow"')
+    assert begun != metadata.read_text()
+    metadata.write_text(begun)
+    with pytest.raises(ParamError, match=r"backend tensorflow \(now torch\)"):
+        run("kept")
 
 
 if __name__ == "__main__":
