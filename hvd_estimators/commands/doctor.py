@@ -552,11 +552,16 @@ def _horovod_problem(facts: Facts, framework: str) -> str | None:
 
 def _training(facts: Facts) -> Iterator[Row]:
     """Yield the libraries with which the ranks of each estimator can reduce."""
-    trained = (("torch", "torch"), ("lightning", "torch"), ("keras", "tensorflow"))
-    for name, framework in trained:
+    trained = (
+        ("torch", "torch", "torch", ""),
+        ("Lightning", "lightning", "torch", ""),
+        ("Keras on TensorFlow", "keras", "tensorflow", "; KERAS_BACKEND=tensorflow"),
+        ("Keras on torch", "keras", "torch", "; KERAS_BACKEND=torch"),
+    )
+    for title, name, framework, setting in trained:
         if not {name, framework} <= facts.versions.keys():
             continue
-        component = f"Training, {name.capitalize() if name != framework else name}"
+        component = f"Training, {title}"
         found = []
         if framework in facts.horovod and _horovod_problem(facts, framework) is None:
             found.append(f"{_HOROVOD} ({', '.join(facts.horovod[framework].features)})")
@@ -565,7 +570,7 @@ def _training(facts: Facts) -> Iterator[Row]:
         if backends:
             found.append(f"{_TORCH} ({', '.join(backends)})")
         if found:
-            yield Row(component, " or ".join(found))
+            yield Row(component, " or ".join(found) + setting)
         else:
             remedy = f"{INSTALL['torch']}, or {BUILD_HOROVOD}"
             yield Row(component, "needs torch or Horovod", Status.PROBLEM, remedy)

@@ -69,7 +69,8 @@ class KerasEstimator(KerasEstimatorSignatures):
 
     ``fit(df)`` writes the needed columns to the store as Parquet, trains with ``Model.fit`` on
     ``num_proc`` Spark tasks, and returns a `KerasModel`. The estimator does not change the given
-    model and optimizer. The estimator runs on the driver; Keras must run on TensorFlow.
+    model and optimizer. The estimator runs on the driver; Keras must run on TensorFlow or
+    torch.
 
     Each feature column is one input of the model, reshaped to the input's declared shape. A column
     of numbers becomes ``(rows, 1)``. Columns and inputs pair by name if each input has the name of
@@ -199,7 +200,9 @@ class KerasEstimator(KerasEstimatorSignatures):
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None
         identity = model_fingerprint(trial.dry_run.model, other_rate)
-        return {**identity, "loss": named(trial.settings.loss)}
+        # The backends have other random streams, and other states of generators.
+        backend = keras.backend.backend()
+        return {**identity, "loss": named(trial.settings.loss), "backend": backend}
 
     def _check_checkpoint(self, path: str, trial: Any) -> None:
         check_state(self._get_store(), path)

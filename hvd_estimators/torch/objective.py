@@ -28,7 +28,12 @@ from hvd_estimators.torch.loss import (
 )
 from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import Metric, Metrics
-from hvd_estimators.torch.tensors import Batch, TensorSpec, call_with_leading
+from hvd_estimators.torch.tensors import (
+    Batch,
+    TensorSpec,
+    call_with_leading,
+    require_tensors,
+)
 from hvd_estimators.training.row_weights import check_rank
 
 LOSS_FORMS = ("per_label", "joint")
@@ -384,7 +389,7 @@ class RankObjective:
     def _predictions(self, raw: Any, labels: Any) -> tuple[Any, Any]:
         """Return predictions and labels for metrics; none if a module returned only its losses."""
         try:
-            return self._tensors.align(raw, labels)
+            return self._tensors.align(require_tensors(self._tensors.select(raw), raw), labels)
         except ShapeError:
             takes_all = self.has_own_step or isinstance(self._loss, JointLoss)
             if self.metrics.names != [] or not takes_all:

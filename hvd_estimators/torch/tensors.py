@@ -224,8 +224,18 @@ class TensorSpec:
 
         A label keeps its shape if its number of elements differs, or if ``label_shapes`` is set.
         Outputs of one row have the dimension of rows, also if the module squeezes it.
+
+        Raises
+        ------
+        ShapeError
+            If there is not one output for each label.
         """
         selected = self.select(outputs)
+        if self.pairs and len(selected) != len(labels):
+            raise ShapeError(
+                f"label_cols: found {len(selected)} outputs for {len(labels)} label columns. Give "
+                "one output per label, or set outputs or loss_form='joint'."
+            )
         if labels:
             selected = Selected(
                 with_rows(o, len(labels[0])) if isinstance(o, torch.Tensor) else o for o in selected

@@ -13,12 +13,16 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import torch
 from keras_reference import OPTIMIZERS, assert_same_weights, make_estimator, train_alone
 from parquet_files import write_columns
 from pyspark.sql import SparkSession
 from reference import global_batches, write_rows
+from resuming import kept_checkpoints
+from tracked_buffers import BATCH, EPOCHS, REDUCTIONS, ROWS, KerasTracking, expected_buffers
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasModel, load_predictor
 from hvd_estimators.store import LocalStore
 
@@ -248,6 +252,41 @@ def a_killed_rank_ends_in_the_same_weights(store: Any) -> None:
     assert os.path.exists(mark)
     whole, resumed = results
     assert_equal_weights(whole, resumed)
+
+
+def tracked() -> keras.Model:
+    random.seed(1)
+    x = keras.Input((4,))
+    hidden = keras.layers.Dense(6)(KerasTracking(name="tracking")(x))
+    hidden = keras.layers.Dropout(0.3)(keras.layers.BatchNormalization()(hidden))
+    return keras.Model(x, keras.layers.Dense(1)(hidden))
+
+
+@case
+def resumes_within_epochs_and_on_fewer_ranks(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+
+    def run(run_id: str, ranks: int = 2, **params: Any) -> keras.Model:
+        given = {"model": tracked(), "optimizer": OPTIMIZERS["adam"](), "batch_size": BATCH}
+        given |= {"epochs": EPOCHS, "buffer_reduction": REDUCTIONS, "run_id": run_id, **params}
+        return make_estimator(store, ranks, **given).fit_on_parquet().getModel()
+
+    whole = run("kept", checkpoint_every_n_steps=3, keep_checkpoints=99)
+    layer = whole.get_layer("tracking")
+    expected = expected_buffers(columns)
+    expected["other"] = expected["latest"]
+    for variable in layer.non_trainable_variables:
+        value = expected[variable.name]
+        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-5, err_msg=variable.name)
+    runs = {position: run_id for run_id, position in kept_checkpoints(store, "kept")}
+    assert_equal_weights(run(runs[1, 32]), whole)
+    assert_same_weights(run(runs[0, 48], ranks=1), whole)
+    metadata = Path(store.get_run_path("kept"), "metadata.json")
+    begun = metadata.read_text().replace('"backend": "torch"', '"backend": "tensorflow"')
+    assert begun != metadata.read_text()
+    metadata.write_text(begun)
+    with pytest.raises(ParamError, match=r"backend tensorflow \(now torch\)"):
+        run("kept")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ from typing import Any
 
 import cloudpickle
 import keras
-import numpy as np
 import pytest
 import rank_warnings
 import resuming
 import torch
-from keras import ops
 from lightning_reference import fit as fit_lightning
 from pytorch_lightning import LightningModule
 from rank_pool import shared_ranks
@@ -21,40 +19,16 @@ from rank_warnings import Warnings
 from reference import WIDTH, fit, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits
+from tracked_buffers import BATCH, EPOCHS, REDUCTIONS, ROWS, KerasTracking, expected_buffers
 
 from hvd_estimators.keras import KerasEstimator
 
 pytestmark = pytest.mark.integration
 
-ROWS, BATCH, EPOCHS = 64, 8, 2
-REDUCTIONS = {
-    "running_max": "max",
-    "running_min": "min",
-    "total": "sum",
-    "rows": "sum",
-    "latest": "mean",
-    "first": "rank0",
-}
-
 
 def setup_module() -> None:
     cloudpickle.register_pickle_by_value(resuming)
     cloudpickle.register_pickle_by_value(rank_warnings)
-
-
-def expected_buffers(columns: Any) -> dict[str, Any]:
-    """Compute the buffers of one process from the rows of both ranks."""
-    x = columns["features"].astype(np.float64)
-    # The last batch of each contiguous share.
-    ends = [share[-BATCH:].mean() for share in np.split(x, 2)]
-    return {
-        "running_max": x.max(),
-        "running_min": x.min(),
-        "total": EPOCHS * x.sum(),
-        "rows": EPOCHS * ROWS,
-        "latest": np.mean(ends),
-        "first": ends[0],
-    }
 
 
 class Tracking(torch.nn.Module):
@@ -184,27 +158,6 @@ def test_buffers_that_differ_between_the_ranks_are_named(
     assert texts == ["", ""]
     torch.testing.assert_close(found.counts, expected.counts)
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-5, atol=1e-5)
-
-
-@keras.saving.register_keras_serializable("tests")
-class KerasTracking(keras.layers.Layer):
-    def build(self, shape: Any) -> None:
-        for name in ("running_max", "running_min", "total", "latest", "first", "other"):
-            weight = self.add_weight(name=name, shape=(), initializer="zeros", trainable=False)
-            setattr(self, name, weight)
-        self.rows = self.add_weight(
-            name="rows", shape=(), dtype="int32", initializer="zeros", trainable=False
-        )
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        if training:
-            self.running_max.assign(ops.maximum(self.running_max, ops.max(x)))
-            self.running_min.assign(ops.minimum(self.running_min, ops.min(x)))
-            self.total.assign_add(ops.sum(x))
-            self.rows.assign_add(ops.shape(x)[0])
-            for variable in (self.latest, self.first, self.other):
-                variable.assign(ops.mean(x))
-        return x
 
 
 @pytest.mark.soak

@@ -176,13 +176,20 @@ def test_keras_trains_with_torch_or_horovod():
     facts = replace(without(HEALTHY, "horovod"), horovod={}, horovod_patches=0)
 
     assert not problems(facts)
-    assert row(facts, "Training, Keras").found == "torch.distributed (gloo)"
-    assert row(facts, "Training, torch").found == "torch.distributed (gloo)"
+    on_tensorflow, on_torch = "Training, Keras on TensorFlow", "Training, Keras on torch"
+    gloo = "torch.distributed (gloo)"
+    assert row(facts, on_tensorflow).found == f"{gloo}; KERAS_BACKEND=tensorflow"
+    assert row(facts, on_torch).found == f"{gloo}; KERAS_BACKEND=torch"
+    assert row(facts, "Training, torch").found == gloo
     assert row(facts, "Horovod").status is Status.ABSENT
     alone = replace(without(facts, "torch"), torch_backends=(), allreduce={})
-    assert problems(alone) == {"Training, Keras"}
-    assert "[torch]" in row(alone, "Training, Keras").remedy
-    assert "hvd-estimators build-horovod" in row(alone, "Training, Keras").remedy
+    assert problems(alone) == {on_tensorflow}
+    assert "[torch]" in row(alone, on_tensorflow).remedy
+    assert "hvd-estimators build-horovod" in row(alone, on_tensorflow).remedy
+    lean = without(facts, "tensorflow")
+    assert not problems(lean)
+    assert row(lean, on_torch).found == row(facts, on_torch).found
+    assert on_tensorflow not in {row.component for row in diagnose(lean)}
 
 
 def test_the_training_libraries_of_each_estimator_are_reported():
@@ -191,9 +198,12 @@ def test_the_training_libraries_of_each_estimator_are_reported():
     both = "Horovod (gloo) or torch.distributed (gloo, nccl)"
     assert row(facts, "Training, torch").found == both
     assert row(facts, "Training, Lightning").found == both
-    assert row(facts, "Training, Keras").found == "Horovod (gloo) or torch.distributed (gloo)"
+    assert row(facts, "Training, Keras on torch").found == f"{both}; KERAS_BACKEND=torch"
+    on_cpu = "Horovod (gloo) or torch.distributed (gloo); KERAS_BACKEND=tensorflow"
+    assert row(facts, "Training, Keras on TensorFlow").found == on_cpu
     unusable = replace(without(facts, "horovod"), horovod={}, torch_backends=())
-    assert {"Training, torch", "Training, Lightning", "Training, Keras"} <= problems(unusable)
+    estimators = ("torch", "Lightning", "Keras on TensorFlow", "Keras on torch")
+    assert {f"Training, {each}" for each in estimators} <= problems(unusable)
 
 
 def test_missing_optional_components_are_not_a_problem():

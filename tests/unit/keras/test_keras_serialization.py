@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,59 @@ def test_functions_of_keras_ops_are_restored() -> None:
     found = load_model(dump_model(model))(rows)
     kernel, bias = model.layers[1].get_weights()
     np.testing.assert_allclose(found, -((rows @ kernel + bias) ** 2).sum(1), rtol=1e-5)
+
+
+def make_layers() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    rows = keras.layers.Reshape((4, 1))(keras.layers.BatchNormalization()(inputs))
+    of_rnn = keras.layers.Bidirectional(keras.layers.GRU(3))(rows)
+    attended = keras.layers.MultiHeadAttention(2, 3)(rows, rows)
+    image = keras.layers.Conv2D(3, 2, padding="same")(keras.layers.Reshape((2, 2, 1))(inputs))
+    parts = [of_rnn, keras.layers.Flatten()(attended), keras.layers.Flatten()(image)]
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(parts)))
+
+
+def predictions(model: keras.Model, rows: Any) -> Any:
+    return keras.ops.convert_to_numpy(model(rows))
+
+
+_OTHER_BACKEND = """
+import sys
+from pathlib import Path
+import keras, numpy as np
+from hvd_estimators.keras.serialization import dump, load
+assert keras.backend.backend() == "torch"
+for path in Path(sys.argv[1]).glob("*.model"):
+    model = load(path.read_bytes())
+    rows = np.load(path.with_suffix(".npy"))
+    np.save(path.with_suffix(".npy"), keras.ops.convert_to_numpy(model(rows)))
+    path.write_bytes(dump(model))
+"""
+
+
+def test_models_and_optimizers_load_on_the_other_backend(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = {width: rng.normal(size=(5, width)).astype(np.float32) for width in (2, 4)}
+    models = {2: make_model(), 4: make_layers()}
+    for width, model in models.items():
+        (tmp_path / f"{width}.model").write_bytes(dump(model))
+        np.save(tmp_path / f"{width}.npy", rows[width])
+    done = subprocess.run(
+        [sys.executable, "-c", _OTHER_BACKEND, str(tmp_path)],
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    copies = {width: load((tmp_path / f"{width}.model").read_bytes()) for width in models}
+    for width, model in models.items():
+        expected = predictions(model, rows[width])
+        for found in (
+            np.load(tmp_path / f"{width}.npy"),
+            predictions(copies[width], rows[width]),
+        ):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    states = [[v.numpy() for v in each.optimizer.variables] for each in (models[2], copies[2])]
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_array_equal(a, b)

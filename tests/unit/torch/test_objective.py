@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.loss_weights import StepWeights
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
@@ -112,6 +112,25 @@ def test_custom_steps_get_the_weighted_loss_and_the_plain_loss_is_measured() -> 
     evaluation = objective.run_minibatch(Two(), None, batch, weights)
     assert given["loss"].item() == pytest.approx(0.5 * evaluation.loss.item())
     assert not evaluation.loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [None, torch.ones(3), torch.distributions.Normal(torch.zeros(3), 1.0), (None, None)],
+)
+def test_custom_steps_may_return_outputs_that_no_metric_needs(outputs: Any) -> None:
+    def run(**changes: Any) -> Any:
+        objective = make(train_minibatch_fn=lambda model, *_: (outputs, model.scale * 2), **changes)
+        weights = StepWeights()
+        weights.start(3, 1.0)
+        return objective.on_rank(torch.device("cpu")).run_minibatch(
+            Two(), None, TENSORS.batch(COLUMNS), weights
+        )
+
+    found = run(metrics=())
+    assert (found.loss.item(), found.outputs) == (1.0, [])
+    with pytest.raises(ShapeError, match="label_cols: "):
+        run()
 
 
 def test_a_returned_dict_with_a_loss_that_is_scaled_already_is_not_scaled_again() -> None:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.tensors import Batch, TensorSpec, select_outputs
 
@@ -120,7 +121,7 @@ def test_labels_keep_configured_shapes():
 
 
 def test_outputs_without_a_label_are_rejected():
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ShapeError, match="found 2 outputs for 1 label columns"):
         ONE_LABEL.align([torch.zeros(4), torch.zeros(4)], [torch.zeros(4)])
 
 
