@@ -202,12 +202,10 @@ class EpochRecorder(Checkpoint):
         loss = _loss_in(outputs)
         if loss is None or loss.numel() != 1:
             return
-        weight: Any = float(rows)
         _, stated = as_stated(outputs, "the step of the LightningModule")
-        if stated is not None:
-            if not (weight and stated > 0):
-                return
-            weight = stated
+        weight: Any = float(rows) if stated is None else stated
+        if not weight > 0:
+            return
         self._losses[stage].add(loss.detach().reshape(()).double(), weight)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
-from hvd_estimators.lightning.loaders import TrainLoader, skip_batches
+from hvd_estimators.lightning.loaders import skip_batches
 from hvd_estimators.lightning.package import (
     Callback,
     is_library,
@@ -100,8 +100,6 @@ class RunCheckpoint(Callback):
         The training job.
     recorder : EpochRecorder
         Records the epochs.
-    loader : TrainLoader or None
-        Provides the batches; None with the user's data module.
     shards : ShardStates
         The virtual shards that the rank runs.
     buffers : BufferReducer
@@ -124,7 +122,6 @@ class RunCheckpoint(Callback):
         self,
         spec: LightningTrainSpec,
         recorder: EpochRecorder,
-        loader: TrainLoader | None,
         shards: ShardStates,
         buffers: BufferReducer,
         streams: TorchStreams,
@@ -136,7 +133,6 @@ class RunCheckpoint(Callback):
     ) -> None:
         self._spec = spec
         self._recorder = recorder
-        self._loader = loader
         self._shards = shards
         self._reducer = buffers
         self._streams = streams
@@ -377,7 +373,6 @@ class RunCheckpoint(Callback):
         return {
             "callback_metrics": snapshot(dict(trainer.callback_metrics)),
             "metrics": metric_states(module),
-            "stand_in": None if self._loader is None else self._loader.placeholder(),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -397,9 +392,6 @@ class RunCheckpoint(Callback):
         # A validation may have been earlier in the epoch; callbacks and schedulers monitor it.
         trainer.callback_metrics.update(first["callback_metrics"])
         restore_metrics(module, [partial["metrics"] for partial in own])
-        if self._loader is not None:
-            rows = (partial["stand_in"] for partial in (*own, *partials))
-            self._loader.set_placeholder(next((given for given in rows if given is not None), None))
         _restore_module(module, first)
         # A callback may have set the value in this epoch.
         trainer.accumulate_grad_batches = first["accumulate_grad_batches"]

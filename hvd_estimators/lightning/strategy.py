@@ -31,11 +31,7 @@ from hvd_estimators.lightning.package import (
     patch_attribute,
     patch_method,
 )
-from hvd_estimators.lightning.results import (
-    lists_with_lengths,
-    reduce_logged,
-    without_effects,
-)
+from hvd_estimators.lightning.results import reduce_logged
 from hvd_estimators.torch.collectives import (
     average_batch_norm,
     broadcast_tensors,
@@ -144,6 +140,8 @@ class HorovodStrategy(DDPStrategy):
     strategy_name = "horovod"
     # Whether accumulated batches weigh equally, as in Lightning, and not by their denominators.
     weighs_by_batch = True
+    # Whether all ranks run the current step.
+    _communicates = True
     lightning_flavor: Flavor | None = None
 
     def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> HorovodStrategy:
@@ -290,7 +288,7 @@ class HorovodStrategy(DDPStrategy):
             self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
         scale = self._loss_scale = self.weight_of(stated, loss.device)
-        # The mean of an empty batch may be NaN.
+        # The mean over no tokens may be NaN.
         return loss * scale, bool(scale > 0 or torch.isfinite(loss).all())
 
     def weight_of(self, stated: Any, device: torch.device) -> torch.Tensor:
@@ -302,16 +300,14 @@ class HorovodStrategy(DDPStrategy):
         assert module is not None
         rows, factor = self.batch_weight
         stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
-        if not rows:
-            stated = torch.zeros_like(stated)
         if module.automatic_optimization and not self.weighs_by_batch:
-            return stated * (factor / max(rows, 1)) * self.weights.step_factor(stated, rows)
+            return stated * (factor / rows) * self.weights.step_factor(stated, rows)
         (total,) = sum_tensor(stated.reshape(1), "denominators")
         return torch.where(total > 0, stated * (self.world_size / total), 0.0)
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""
-        # The mean of an empty batch may be NaN.
+        # The mean over no tokens may be NaN.
         return loss * self._loss_scale if self._loss_scale else 0.0
 
     def optimizer_step(
@@ -347,6 +343,8 @@ class HorovodStrategy(DDPStrategy):
 
         Lightning's own overwrites the tensor, and cuts the mean of integers.
         """
+        if not self._communicates:
+            return tensor
         if isinstance(tensor, torch.Tensor):
             is_cut = reduce_op in ("mean", "avg") and not tensor.is_floating_point()
             tensor = tensor.double() if is_cut else tensor.clone()
@@ -361,6 +359,11 @@ class HorovodStrategy(DDPStrategy):
         computes the loss of all gathered rows, the average over the ranks that follows equals the
         gradient of a single process.
         """
+        if not self._communicates:
+            raise RuntimeError(
+                "self.all_gather: other processes have no rows in this step. The run began with "
+                "more processes: set num_proc to their number, or to a divisor."
+            )
         return tensor if self.world_size == 1 else super().all_gather(tensor, group, sync_grads)
 
     def on_validation_start(self) -> None:
@@ -424,7 +427,7 @@ class WeightedStrategy(HorovodStrategy):
     """Weight gradients and logged values by the weight of each rank's batch.
 
     Each step uses the gradient of the mean over the global batch. Logged values are
-    weighted by rows. A rank without rows in a step takes part without effect on results or state.
+    weighted by rows.
 
     Parameters
     ----------
@@ -469,13 +472,6 @@ class WeightedStrategy(HorovodStrategy):
         self._buffers = buffers
         self._train = train
         self._validation = validation
-        self._current: TrainLoader | ValidationLoader | None = None
-        self._lists: list[tuple[list[Any], int]] = []
-
-    @property
-    def has_no_rows(self) -> bool:
-        """True if the rank has no rows in the current batch, whose results are discarded."""
-        return self._current is not None and not self._current.rows
 
     @property
     def batch_weight(self) -> tuple[int, float]:
@@ -516,7 +512,7 @@ class WeightedStrategy(HorovodStrategy):
         module = self.lightning_module
         assert module is not None
         if module.trainer.fit_loop._skip_backward:
-            for index in range(1, self._shards.passes):
+            for index in range(1, len(self._shards.shards)):
                 self._step_on(index)
             self._shards.enter(0)
         return output
@@ -526,7 +522,7 @@ class WeightedStrategy(HorovodStrategy):
 
         So hooks, schedulers and counts see one batch, as on the ranks with which the run began.
         """
-        loss, passes = closure_loss, self._shards.passes
+        loss, passes = closure_loss, len(self._shards.shards)
         for index in range(1, passes):
             with self.block_backward_sync():
                 super().backward(loss, optimizer, *args, **kwargs)
@@ -535,7 +531,6 @@ class WeightedStrategy(HorovodStrategy):
         returned = super().backward(loss, optimizer, *args, **kwargs)
         if passes > 1:
             self._contributions.append(super()._loss_in_step(loss.detach()))
-            self._drop_placeholder_entries()
             # Hooks of the batch's end log values for all of its rows.
             assert self.lightning_module is not None
             results = self.lightning_module.trainer._results
@@ -576,7 +571,7 @@ class WeightedStrategy(HorovodStrategy):
 
     @property
     def _is_last_part(self) -> bool:
-        return len(self.outputs) + 1 >= self._shards.passes
+        return len(self.outputs) + 1 >= len(self._shards.shards)
 
     def _step_on(self, index: int) -> torch.Tensor:
         """Run the training step on the batch of another shard, and return its loss."""
@@ -617,7 +612,6 @@ class WeightedStrategy(HorovodStrategy):
 
     def _reach_epoch_end(self) -> None:
         """Average statistics and values before the hooks of an epoch's end, which read them."""
-        self._drop_placeholder_entries()
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         assert trainer._results is not None
         if trainer.training:
@@ -666,49 +660,23 @@ class WeightedStrategy(HorovodStrategy):
 
     @contextlib.contextmanager
     def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
-        """Weight logged values by rows; a batch without rows has no effect."""
-        self._drop_placeholder_entries()
-        self._current = loader
+        """Weight logged values by rows."""
         module = self.lightning_module
         assert module is not None
         results = module.trainer._results
-        is_placeholder = self.has_no_rows
-
-        if loader is None:
-            self._rows[module.trainer.training] += 1
-            yield
-            return
-        self._rows[module.trainer.training] += loader.rows
-        if results is not None:
-            results.batch_size = loader.rows
-        with contextlib.ExitStack() as stack:
-            if is_placeholder:
-                callbacks: Any = module.trainer
-                self._lists = lists_with_lengths(module, callbacks.callbacks)
-                stack.enter_context(without_effects(module, results))
-            stack.enter_context(self._hinting())
-            yield
-
-    @contextlib.contextmanager
-    def _hinting(self) -> Iterator[None]:
+        rows = 1 if loader is None else loader.rows
+        self._rows[module.trainer.training] += rows
+        if loader is not None and results is not None:
+            results.batch_size = rows
+        self._communicates = loader is None or loader.is_shared
         try:
             yield
         except Exception as error:
             if self._batch_hint and takes_tuple(error):
                 error.add_note(self._batch_hint)
             raise
-
-    def _drop_placeholder_entries(self) -> None:
-        """Remove list entries that steps and hooks added for a batch without rows.
-
-        A rank without any rows in the epoch retains the entries. Hooks would fail on empty lists,
-        and their logged values do not count.
-        """
-        module = self.lightning_module
-        if module is not None and self._rows[module.trainer.training]:
-            for entries, length in self._lists:
-                del entries[length:]
-        self._lists = []
+        finally:
+            self._communicates = True
 
 
 def _do_nothing() -> None:

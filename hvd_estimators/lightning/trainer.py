@@ -27,7 +27,6 @@ from hvd_estimators.lightning.trainer_args import (
     LightningTrainSpec,
     TrainerObjects,
 )
-from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
@@ -140,7 +139,6 @@ class _Trainer:
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
             spec,
             recorder,
-            train_loader,
             self.shards,
             self.buffers,
             self.streams,
@@ -243,11 +241,6 @@ class _Trainer:
         if spec.data.val_plan is not None:
             steps = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
             validation = ValidationLoader(reader, spec.form, steps, device)
-            of_ranks = [
-                virtual_shards(spec.data.num_shards, r, self.size) for r in range(self.size)
-            ]
-            if not all(any(map(spec.data.val_plan.rows, shards)) for shards in of_ranks):
-                validation.share_placeholder()
         return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
