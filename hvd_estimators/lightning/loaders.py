@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.data.arrays import num_rows
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.readers import DataModule
@@ -163,7 +162,7 @@ class _Loader:
         return self._steps
 
     def _give(self, batch: TensorBatch, factor: float, is_shared: bool) -> TensorBatch:
-        self.rows, self.factor, self.is_shared = num_rows(batch), factor, is_shared
+        self.rows, self.factor, self.is_shared = _rows(batch), factor, is_shared
         if not self.rows:
             raise DataError("data_module: a batch has no rows. Yield only batches with rows.")
         return self._form.apply(batch)
@@ -189,8 +188,6 @@ class TrainLoader(_Loader):
         Switches to the shard of each micro-batch.
     limit : callable, optional
         Returns the number of batches after which the Trainer ends an epoch.
-    same : bool
-        Whether each epoch gets the batches of the first one (``overfit_batches``).
     done : int
         Batches of the first epoch that an earlier launch trained on; the loader skips them.
     by_batch : bool
@@ -205,7 +202,6 @@ class TrainLoader(_Loader):
         steps: int,
         passes_per_step: Callable[[], int],
         shards: ShardStates,
-        same: bool = False,
         done: int = 0,
         by_batch: bool = False,
         limit: Callable[[], float] | None = None,
@@ -216,43 +212,24 @@ class TrainLoader(_Loader):
         self._micro_batches: Sequence[tuple[TensorBatch, float]] = ()
         self._by_batch = by_batch
         self._done = done
-        self._position = 0 if same else done
-        self._first_epoch: list[_Window] | None = [] if same else None
+        self._position = done
         self._batches = batches
         self._passes_per_step = passes_per_step
         self._shards = shards
 
     def __iter__(self) -> Iterator[TensorBatch]:
-        if self._first_epoch:
-            yield from self._repeat(self._first_epoch)
-            return
-        done, self._done = self._done, 0
+        index, self._done = self._done, 0
         # The Trainer may have stopped before the end of the epoch (limit_train_batches).
-        while self._position and not done:
+        while self._position != index:
             self._next_window(1)
-        index = self._position
         end = self._steps if self._limit is None else min(self._steps, int(self._limit()))
         while index < end:
             window = self._next_window(min(self._passes_per_window(), end - index))
-            if self._first_epoch is not None:
-                self._first_epoch.append(window)
-            batches = self._start(window)
-            for batch in batches:
-                index += 1
-                if index <= done and self._first_epoch is not None:
-                    continue
-                yield batch
-
-    def _repeat(self, windows: list[_Window]) -> Iterator[TensorBatch]:
-        for window in windows:
-            yield from self._start(window)
-
-    def _start(self, window: _Window) -> Iterator[TensorBatch]:
-        """Yield the first micro-batch of each of a window's batches."""
-        # Lightning divides each loss by the number of passes.
-        self._passes = self._passes_per_window()
-        for self._micro_batches in window:
-            yield self.enter(0)
+            index += len(window)
+            # Lightning divides each loss by the number of passes.
+            self._passes = self._passes_per_window()
+            for self._micro_batches in window:
+                yield self.enter(0)
 
     def enter(self, index: int) -> TensorBatch:
         """Switch to one of the rank's shards, and return its part of the newest batch."""
@@ -315,3 +292,7 @@ class ValidationLoader(_Loader):
 
     def _batches(self) -> Generator[TensorBatch, None, None]:
         yield from tensor_batches(self._data.val_chunks(), self._device)
+
+
+def _rows(batch: TensorBatch) -> int:
+    return len(next(iter(batch.values())))

@@ -7,7 +7,6 @@ unequal batches train and measure as one process would.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,14 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.gpus import gpu_index
-from hvd_estimators.launch.rendezvous.client import PROXY_ADDRESS_VARIABLE, PROXY_PORT_VARIABLE
 from hvd_estimators.lightning.callbacks import agree_on_stopping
 from hvd_estimators.lightning.dry_run import takes_tuple
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
     FLAVORS,
-    ClusterEnvironment,
     DDPStrategy,
     Flavor,
+    LightningEnvironment,
     flavor_of,
     of_flavor,
     one_flavor,
@@ -56,42 +54,21 @@ PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 """Checkpoint key of the parameter names in each group of each optimizer."""
 
 
-class HorovodEnvironment(ClusterEnvironment):
-    """Cluster environment for the ranks of a running Horovod job."""
+class HorovodEnvironment(LightningEnvironment):
+    """Cluster environment for the ranks of a running job."""
 
     @property
     def creates_processes_externally(self) -> bool:
         """True, because Lightning starts no processes."""
         return True
 
-    @property
-    def main_address(self) -> str:
-        """The rendezvous address of Horovod's ranks."""
-        return os.environ.get(PROXY_ADDRESS_VARIABLE, "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        """The rendezvous port of Horovod's ranks; 0 if there is only one rank."""
-        return int(os.environ.get(PROXY_PORT_VARIABLE, 0))
-
-    @staticmethod
-    def detect() -> bool:
-        """Return whether this process was started as a Horovod rank."""
-        return "HOROVOD_RANK" in os.environ
-
     def world_size(self) -> int:
         """Return the number of ranks."""
         return current().size
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing, because Horovod determines the number of ranks."""
-
     def global_rank(self) -> int:
         """Return this rank."""
         return current().rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because Horovod determines the rank."""
 
     def local_rank(self) -> int:
         """Return this rank's number on its machine."""
@@ -100,6 +77,9 @@ class HorovodEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         """Return the machine's number."""
         return current().node_rank
+
+    def teardown(self) -> None:
+        """Leave the rank's environment variables as they are."""
 
 
 class HorovodStrategy(DDPStrategy):
@@ -149,14 +129,13 @@ class HorovodStrategy(DDPStrategy):
         if cls.lightning_flavor is not None:
             return super().__new__(cls)
         imported = {f.name: f for f in FLAVORS if sys.modules.get(f.name) is not None}
-        if package in imported:
-            return super().__new__(of_flavor(cls, imported[package]))
-        if package is not None or (len(imported) > 1 and not any(map(flavor_of, kwargs.values()))):
+        flavor = imported.get(package or "", one_flavor(kwargs.items()))
+        is_chosen = len(imported) < 2 or any(map(flavor_of, kwargs.values()))
+        if package not in imported and (package or not is_chosen):
             raise ParamError(
                 f"package: expected the Trainer's, one of {', '.join(map(repr, imported))}, found "
                 f"{package!r}. Set HorovodStrategy(package=...)."
             )
-        flavor = one_flavor(("strategy", value) for value in kwargs.values())
         return super().__new__(of_flavor(cls, flavor))
 
     def __init__(
