@@ -79,7 +79,7 @@ class HorovodEnvironment(LightningEnvironment):
         return current().node_rank
 
     def teardown(self) -> None:
-        """Leave the rank's environment variables as they are."""
+        """Keep the rank's environment variables, which Lightning would delete."""
 
 
 class HorovodStrategy(DDPStrategy):
