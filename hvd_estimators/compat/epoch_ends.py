@@ -57,8 +57,7 @@ class EpochEnds(Callback):
     ) -> None:
         """Store the output of a validation step."""
         of_loader = self._validated.setdefault(dataloader_idx, [])
-        strategy: Any = trainer.strategy
-        if outputs is not None and not strategy.has_no_rows:
+        if outputs is not None:
             of_loader.append(_detached(outputs))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

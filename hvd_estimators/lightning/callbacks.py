@@ -13,13 +13,7 @@ import torch
 
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.loaders import ValidationLoader
-from hvd_estimators.lightning.package import (
-    Callback,
-    Checkpoint,
-    is_library,
-    patch_attribute,
-    patch_method,
-)
+from hvd_estimators.lightning.package import Callback, Checkpoint, patch_method
 from hvd_estimators.lightning.results import names_of
 from hvd_estimators.torch.collectives import current, not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
@@ -30,9 +24,6 @@ from hvd_estimators.training.step_control import StepControl
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_HOOK = "on_train_batch_start"
-_SKIP_EPOCH = -1
-
 
 def agree_on_stopping(trainer: Trainer, every: int) -> Callable[[], None]:
     """Make all ranks stop at the same step.
@@ -41,9 +32,6 @@ def agree_on_stopping(trainer: Trainer, every: int) -> Callable[[], None]:
     rank's own loss. The other ranks would then wait for that rank indefinitely. Therefore the ranks
     agree at the start of an epoch, after each validation and after each epoch. They also agree
     after some batches; between these, a stop waits.
-
-    If the module's ``on_train_batch_start`` returns -1 on a rank, all ranks skip the rest of the
-    epoch.
 
     Parameters
     ----------
@@ -55,15 +43,15 @@ def agree_on_stopping(trainer: Trainer, every: int) -> Callable[[], None]:
     Returns
     -------
     callable
-        Restores the trainer and its module.
+        Restores the trainer.
     """
     loop: Any = trainer.fit_loop
-    module: Any = trainer.lightning_module
     is_postponed = False
 
     def agree() -> None:
         nonlocal is_postponed
-        trainer.should_stop = _any_rank(trainer.should_stop or is_postponed)
+        stops = float(trainer.should_stop or is_postponed)
+        trainer.should_stop = sum_over_ranks(stops, name="should_stop") > 0
         is_postponed = False
 
     def after_batch() -> None:
@@ -78,19 +66,7 @@ def agree_on_stopping(trainer: Trainer, every: int) -> Callable[[], None]:
     undo.enter_context(patch_method(loop.epoch_loop, "on_advance_end", before=after_batch))
     undo.enter_context(patch_method(loop.epoch_loop.val_loop, "run", after=agree))
     undo.enter_context(patch_method(loop, "on_advance_end", after=agree))
-    if _HOOK in vars(module) or not is_library(getattr(type(module), _HOOK)):
-        original = module.on_train_batch_start
-
-        def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
-            returned = original(*args, **kwargs)
-            return _SKIP_EPOCH if _any_rank(returned == _SKIP_EPOCH) else returned
-
-        undo.enter_context(patch_attribute(module, _HOOK, on_train_batch_start))
     return undo.close
-
-
-def _any_rank(flag: bool) -> bool:
-    return sum_over_ranks(float(flag), name="should_stop") > 0
 
 
 class ValueReducer(Checkpoint):
@@ -202,12 +178,10 @@ class EpochRecorder(Checkpoint):
         loss = _loss_in(outputs)
         if loss is None or loss.numel() != 1:
             return
-        weight: Any = float(rows)
         _, stated = as_stated(outputs, "the step of the LightningModule")
-        if stated is not None:
-            if not (weight and stated > 0):
-                return
-            weight = stated
+        weight: Any = float(rows) if stated is None else stated
+        if not weight > 0:
+            return
         self._losses[stage].add(loss.detach().reshape(()).double(), weight)
 
 

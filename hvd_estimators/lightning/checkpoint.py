@@ -18,13 +18,14 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
-from hvd_estimators.lightning.loaders import TrainLoader, skip_batches
+from hvd_estimators.lightning.loaders import skip_batches
 from hvd_estimators.lightning.package import (
     Callback,
     is_library,
@@ -84,6 +85,7 @@ def _model_checkpoints(trainer: Trainer) -> list[Any]:
     return [c for c in connected.callbacks if is_lightning(c, "callbacks.ModelCheckpoint")]
 
 
+@dataclass(eq=False, repr=False)
 class RunCheckpoint(Callback):
     """Save the run at the end of each epoch and within it, with all state needed to resume.
 
@@ -94,14 +96,12 @@ class RunCheckpoint(Callback):
     Within an epoch the run is saved between two batches. At that point the validation, schedulers
     and loggers of the first batch have run, and the loader has not provided the second.
 
-    Parameters
+    Attributes
     ----------
     spec : LightningTrainSpec
         The training job.
     recorder : EpochRecorder
         Records the epochs.
-    loader : TrainLoader or None
-        Provides the batches; None with the user's data module.
     shards : ShardStates
         The virtual shards that the rank runs.
     buffers : BufferReducer
@@ -120,34 +120,21 @@ class RunCheckpoint(Callback):
         The state from which the run resumes.
     """
 
-    def __init__(
-        self,
-        spec: LightningTrainSpec,
-        recorder: EpochRecorder,
-        loader: TrainLoader | None,
-        shards: ShardStates,
-        buffers: BufferReducer,
-        streams: TorchStreams,
-        control: StepControl,
-        writer: CheckpointWriter,
-        logs: SyncedDirectory,
-        directory: str,
-        restored: RunState | None,
-    ) -> None:
-        self._spec = spec
-        self._recorder = recorder
-        self._loader = loader
-        self._shards = shards
-        self._reducer = buffers
-        self._streams = streams
-        self._control = control
-        self._writer = writer
-        self._logs = logs
-        self._directory = directory
-        self._restored = restored
+    spec: LightningTrainSpec
+    recorder: EpochRecorder
+    shards: ShardStates
+    buffers: BufferReducer
+    streams: TorchStreams
+    control: StepControl
+    writer: CheckpointWriter
+    logs: SyncedDirectory
+    directory: str
+    restored: RunState | None
+
+    def __post_init__(self) -> None:
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         # Attributes that every LightningModule has.
-        self._base_attributes = frozenset(vars(spec.flavor.get("LightningModule")()))
+        self._base_attributes = frozenset(vars(self.spec.flavor.get("LightningModule")()))
         self._has_started = False
         self._has_compared_ranks = False
         self._steps = 0
@@ -175,25 +162,25 @@ class RunCheckpoint(Callback):
         # Callbacks of that hook were added at the end, but the recorder must be last.
         given: Any = trainer
         given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
-        is_local = self._spec.store.local_path(self._directory) is not None
+        is_local = self.spec.store.local_path(self.directory) is not None
         for callback in _model_checkpoints(trainer):
             if not is_local and callback.save_last == "link":
                 raise ParamError(
                     f"callbacks: ModelCheckpoint(save_last='link') makes a link, and "
-                    f"{self._directory!r} has none. Set save_last=True."
+                    f"{self.directory!r} has none. Set save_last=True."
                 )
             # It opens its folder next, and without the store's options.
-            callback.dirpath = self._directory if is_local else _NO_FOLDER
+            callback.dirpath = self.directory if is_local else _NO_FOLDER
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Redirect checkpoints to a remote store."""
         self._redirect(trainer)
 
     def _redirect(self, trainer: Trainer) -> None:
-        store = self._spec.store
-        if store.local_path(self._directory) is None:
+        store = self.spec.store
+        if store.local_path(self.directory) is None:
             for callback in _model_checkpoints(trainer):
-                callback.dirpath, callback._fs = self._directory, store.fs
+                callback.dirpath, callback._fs = self.directory, store.fs
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -203,9 +190,9 @@ class RunCheckpoint(Callback):
         self._redirect(trainer)
         self._loaded = {name: checkpoint[name] for name in _OWN_KEYS if name in checkpoint}
         partials: Sequence[dict[str, Any]] = checkpoint.get(_PARTIAL, ())
-        if self._shards.rank < len(partials):
+        if self.shards.rank < len(partials):
             # The position of the user's data module's loader, on this rank.
-            position = partials[self._shards.rank]["loaders"]
+            position = partials[self.shards.rank]["loaders"]
             checkpoint["loops"]["fit_loop"]["state_dict"].update(position)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -220,24 +207,24 @@ class RunCheckpoint(Callback):
         self._stateful = StatefulObjects({}, pl_module, library_objects, self._base_attributes)
         self._non_persistent = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
-        self._reducer.start(self._loaded.pop(_BASES, {}))
+        self.buffers.start(self._loaded.pop(_BASES, {}))
         _averager(trainer).restore_gradients(self._loaded.pop(_GRADIENTS, {}))
         self._steps = steps_taken(trainer)
-        if self._restored is not None and not self._restored.rows:
+        if self.restored is not None and not self.restored.rows:
             # With max_steps Lightning would resume the completed epoch.
             _restarted(trainer.fit_loop)
 
     def restore_buffers(self, module: torch.nn.Module) -> None:
         """Restore the buffers of each shard, once; also for a completed run."""
         own, buffers = BufferState(module), self._loaded.pop(_BUFFERS, ())
-        if len(buffers) == self._shards.num_shards:
-            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
+        if len(buffers) == self.shards.num_shards:
+            self.shards.for_each(lambda shard: own.restore(buffers[shard]))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the previous epoch, and seed this one as a resumed run does."""
         if self._has_started:
             self.save(trainer)
-            self._control.after_epoch(trainer.current_epoch)
+            self.control.after_epoch(trainer.current_epoch)
         self._has_started = True
         self._seed_epoch(trainer.current_epoch)
         self._restore_stateful()
@@ -248,7 +235,7 @@ class RunCheckpoint(Callback):
         strategy.set_optimizer_modes(training=False)
         if not self._has_compared_ranks:
             self._has_compared_ranks = True
-            check_same_weights(pl_module, trainer.current_epoch, self._spec.run)
+            check_same_weights(pl_module, trainer.current_epoch, self.spec.run)
             names = _averager(trainer).without_optimizer()
             if names and trainer.is_global_zero:
                 logger.warning(UNUSED_GRADIENTS, named_weights(names))
@@ -277,7 +264,7 @@ class RunCheckpoint(Callback):
     def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
         checkpoint = _dump_checkpoint(trainer)
         checkpoint[_BUFFERS] = ShardBuffers(
-            trainer.lightning_module, self._shards, self._non_persistent
+            trainer.lightning_module, self.shards, self._non_persistent
         )
         assert self._stateful is not None
         checkpoint[_STATEFUL] = self._stateful.capture()
@@ -302,33 +289,33 @@ class RunCheckpoint(Callback):
         stopped: bool = False,
     ) -> None:
         """Gather the state of all ranks, and save it on rank 0."""
-        self._logs.sync()
-        if self._spec.run.checkpoints_path is None:
+        self.logs.sync()
+        if self.spec.run.checkpoints_path is None:
             return
         buffers: ShardBuffers = checkpoint[_BUFFERS]
         state, of_ranks = gather_state(
-            self._spec,
-            self._recorder.history,
+            self.spec,
+            self.recorder.history,
             batches,
-            self._shards,
-            self._streams,
+            self.shards,
+            self.streams,
             exchange,
             (partial, buffers.digests),
             stopped=stopped,
         )
         partials, digests = zip(*of_ranks, strict=True)
         checkpoint[_BUFFERS] = buffers.unequal(digests)
-        if self._shards.rank != 0:
+        if self.shards.rank != 0:
             return
         is_copy = False
         if batches:
             checkpoint, is_copy = _snapshot(checkpoint)
             checkpoint[_PARTIAL] = list(partials)
-        self._writer.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
+        self.writer.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
 
     def _start_steps(self, trainer: Trainer) -> None:
         """Resume within an epoch, once, after all hooks of the epoch's start."""
-        state, self._restored = self._restored, None
+        state, self.restored = self.restored, None
         if state is not None and state.rows:
             self._resume(trainer, state)
 
@@ -341,7 +328,7 @@ class RunCheckpoint(Callback):
         self._restore_partial(trainer)
         # Otherwise Lightning would skip schedulers that follow a metric, and validate again.
         _restarted(trainer.fit_loop)
-        self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
+        self.shards.for_each(lambda shard: self.streams.restore(state.random[shard]))
 
     def _restore_stateful(self) -> None:
         assert self._stateful is not None
@@ -356,14 +343,14 @@ class RunCheckpoint(Callback):
         batches = loop.batch_progress.current.completed
         steps = range(before + 1, self._steps + 1)
         save = functools.partial(self._save_within, trainer, batches)
-        self._control.after_step(trainer.current_epoch, batches, steps, save)
+        self.control.after_step(trainer.current_epoch, batches, steps, save)
 
     def _save_within(self, trainer: Trainer, batches: int) -> bool:
         """Save the run within an epoch, and return whether that was possible."""
         if _averager(trainer).pending:
             return False  # these gradients exist on one rank only, and the next step uses them
         checkpoint = self._checkpoint(trainer)
-        checkpoint[_BASES] = self._reducer.bases
+        checkpoint[_BASES] = self.buffers.bases
         partial = {
             **self._partial_state(trainer),
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"],
@@ -377,8 +364,6 @@ class RunCheckpoint(Callback):
         return {
             "callback_metrics": snapshot(dict(trainer.callback_metrics)),
             "metrics": metric_states(module),
-            "stand_in": None if self._loader is None else self._loader.placeholder(),
-            "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
@@ -392,22 +377,20 @@ class RunCheckpoint(Callback):
         partials: Sequence[dict[str, Any]] = self._loaded.pop(_PARTIAL)
         module, first = trainer.lightning_module, partials[0]
         # This rank replaces the earlier ranks whose shards it runs; there may be no such rank.
-        own = partials[self._shards.rank :: self._shards.size]
-        self._recorder.on_train_epoch_start(trainer, module)
+        own = partials[self.shards.rank :: self.shards.size]
+        self.recorder.on_train_epoch_start(trainer, module)
         # A validation may have been earlier in the epoch; callbacks and schedulers monitor it.
         trainer.callback_metrics.update(first["callback_metrics"])
         restore_metrics(module, [partial["metrics"] for partial in own])
-        if self._loader is not None:
-            rows = (partial["stand_in"] for partial in (*own, *partials))
-            self._loader.set_placeholder(next((given for given in rows if given is not None), None))
-        _restore_module(module, first)
+        for name, part in module.named_modules():
+            part.training = name not in first["evaluating"]
         # A callback may have set the value in this epoch.
         trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
 
     def _seed_epoch(self, epoch: int) -> None:
-        self._shards.for_each(
-            lambda shard: torch.manual_seed(seed_rank(self._spec.data.random_seed, shard, epoch))
+        self.shards.for_each(
+            lambda shard: torch.manual_seed(seed_rank(self.spec.data.random_seed, shard, epoch))
         )
 
 
@@ -418,29 +401,35 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     steps use, such as lists of losses. Weights, buffers, learning rates, schedulers and callbacks
     keep the restored state.
     """
-    given: Any = trainer
+    connected: Any = trainer
     module, name = trainer.lightning_module, "on_train_epoch_start"
-    callbacks = [c for c in given.callbacks if not is_library(getattr(type(c), name))]
-    has_hook = not is_library(getattr(type(module), name))
-    if not (callbacks or has_hook):
+    callbacks = [c for c in connected.callbacks if not is_library(getattr(type(c), name))]
+    hooks: list[Any] = [
+        functools.partial(getattr(callback, name), trainer, module) for callback in callbacks
+    ]
+    if not is_library(getattr(type(module), name)):
+        hooks.append(module.on_train_epoch_start)
+    if not hooks:
         return
     weights = snapshot({**dict(module.named_buffers()), **module.state_dict()})
+    trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
     options = [[dict(group) for group in o.param_groups] for o in trainer.optimizers]
     schedulers = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
     states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
     # Hooks can only log under this name.
-    before, module._current_fx_name = module._current_fx_name, name
-    with _known_groups_ignored(trainer):
-        for callback in callbacks:
-            getattr(callback, name)(trainer, module)
-        if has_hook:
-            module.on_train_epoch_start()
-    module._current_fx_name = before
+    with patch_attribute(module, "_current_fx_name", name):
+        for hook in hooks:
+            try:
+                hook()
+            except Exception as error:  # such as a parameter group that the checkpoint has added
+                logger.warning("%s() failed in a resumed epoch, and is left out: %s", name, error)
     module.load_state_dict({n: v for n, v in weights.items() if n in module.state_dict()})
     with torch.no_grad():
         for buffer_name, buffer in module.named_buffers():
             if buffer_name in weights:
                 buffer.copy_(weights[buffer_name])
+    for parameter, requires_grad in trained.items():
+        parameter.requires_grad_(requires_grad)
     for optimizer, groups in zip(trainer.optimizers, options, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=False):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -449,37 +438,6 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     for callback, state in zip(callbacks, states, strict=True):
         if state:
             callback.load_state_dict(state)
-
-
-@contextlib.contextmanager
-def _known_groups_ignored(trainer: Trainer) -> Iterator[None]:
-    """Ignore parameter groups from hooks if the checkpoint has already added them."""
-    wrappers: Any = trainer.lightning_module.optimizers()
-    given = wrappers if isinstance(wrappers, list) else [wrappers]
-    optimizers = {id(optimizer): optimizer for optimizer in (*trainer.optimizers, *given)}
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers.values():
-            add = functools.partial(_add_unknown, optimizer)
-            stack.enter_context(patch_attribute(optimizer, "add_param_group", add))
-        yield
-
-
-def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
-    given = param_group["params"]
-    added = [given] if isinstance(given, torch.Tensor) else list(given)
-    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in added]
-    tensor_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not all(id(tensor) in tensor_ids for tensor in tensors):
-        type(optimizer).add_param_group(optimizer, {**param_group, "params": added})
-
-
-def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad is (name in frozen):
-            parameter.requires_grad_(name not in frozen)
-    for name, part in module.named_modules():
-        part.training = name not in evaluating
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COUNTED_BATCHES = ("fast_dev_run", "limit_val_batches", "overfit_batches")
+_COUNTED_BATCHES = ("fast_dev_run", "limit_val_batches")
 """Arguments that count batches of validation, of which a rank with several shards has more."""
 
 # Hooks that may create attributes that a step needs. They have not run without a trainer.

@@ -90,8 +90,7 @@ class LightningEstimator(LightningEstimatorSignatures):
 
     An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
     number of ranks. In automatic and in manual optimization, each step uses the gradient of the
-    mean over the global batch. A rank can have no rows in a step if it has fewer rows than
-    steps. Such a rank takes part with two rows of its previous batch, which do not count.
+    mean over the global batch. Each rank needs a row in each step and in validation.
 
     Values that are logged for an epoch are reduced over the ranks by rows, with or without
     ``sync_dist``. Therefore callbacks see the same values on every rank. With a ``ModelCheckpoint``
@@ -164,6 +163,9 @@ class LightningEstimator(LightningEstimatorSignatures):
         if trial.takes_one_row is False and get("train_steps_per_epoch") is None:
             check_one_row(get("model"), common.data, trial.takes_one_row)
         check_shards_of_module(get("model"), common.data, get("trainer_args") or {})
+        if not is_lightning_data(get("data_module")):
+            common.data.require_rows_in_batches("model: a LightningModule")
+            common.data.require_validation_rows()
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_estimators.exceptions import DataError
 from hvd_estimators.lightning.package import flavor_of, is_lightning
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.collectives import exchange
@@ -27,9 +29,6 @@ _Window = Sequence[Sequence[tuple[TensorBatch, float]]]
 
 A batch has a micro-batch, with its factor, for each of the rank's shards.
 """
-
-# The minimum for batch normalization.
-_PLACEHOLDER_ROWS = 2
 
 
 def is_lightning_data(data_module: Any) -> bool:
@@ -145,47 +144,27 @@ class _Loader:
     Attributes
     ----------
     rows : int
-        Rows of the latest batch; 0 for a placeholder batch.
+        Rows of the latest batch.
+    is_shared : bool
+        Whether every rank runs this batch, so that its step may communicate.
     factor : float
         Factor of the latest batch's mean loss, see `WeightedBatches`.
     """
 
     def __init__(self, form: BatchForm, steps: int) -> None:
         self.rows = 0
+        self.is_shared = True
         self.factor = 1.0
         self._form = form
         self._steps = steps
-        self._placeholder: TensorBatch | None = None
 
     def __len__(self) -> int:
         return self._steps
 
-    def placeholder(self) -> TensorBatch | None:
-        """Return the rows, on the CPU, that would replace an empty next batch."""
-        if self._placeholder is None:
-            return None
-        return {
-            n: tensor[:_PLACEHOLDER_ROWS].cpu().clone() for n, tensor in self._placeholder.items()
-        }
-
-    def set_placeholder(self, rows: TensorBatch | None) -> None:
-        """Set the rows that replace an empty first batch."""
-        self._placeholder = rows
-
-    def _give(self, batch: TensorBatch | None, factor: float = 1.0) -> TensorBatch:
-        """Return a batch as tensors; replace an empty batch with rows of the previous one.
-
-        So every rank runs the same code in every step, which matters if a module reduces over the
-        ranks.
-        """
-        rows = 0 if batch is None else _rows(batch)
-        if batch is not None and rows:
-            self._placeholder = batch
-        elif self._placeholder is not None:
-            batch = {name: tensor[:_PLACEHOLDER_ROWS] for name, tensor in self._placeholder.items()}
-        else:
-            raise RuntimeError("A data module gave this rank no rows at all.")
-        self.rows, self.factor = rows, factor
+    def _give(self, batch: TensorBatch, factor: float, is_shared: bool) -> TensorBatch:
+        self.rows, self.factor, self.is_shared = _rows(batch), factor, is_shared
+        if not self.rows:
+            raise DataError("data_module: a batch has no rows. Yield only batches with rows.")
         return self._form.apply(batch)
 
 
@@ -209,8 +188,6 @@ class TrainLoader(_Loader):
         Switches to the shard of each micro-batch.
     limit : callable, optional
         Returns the number of batches after which the Trainer ends an epoch.
-    same : bool
-        Whether each epoch gets the batches of the first one (``overfit_batches``).
     done : int
         Batches of the first epoch that an earlier launch trained on; the loader skips them.
     by_batch : bool
@@ -225,7 +202,6 @@ class TrainLoader(_Loader):
         steps: int,
         passes_per_step: Callable[[], int],
         shards: ShardStates,
-        same: bool = False,
         done: int = 0,
         by_batch: bool = False,
         limit: Callable[[], float] | None = None,
@@ -236,49 +212,31 @@ class TrainLoader(_Loader):
         self._micro_batches: Sequence[tuple[TensorBatch, float]] = ()
         self._by_batch = by_batch
         self._done = done
-        self._position = 0 if same else done
-        self._first_epoch: list[_Window] | None = [] if same else None
+        self._position = done
         self._batches = batches
         self._passes_per_step = passes_per_step
         self._shards = shards
 
     def __iter__(self) -> Iterator[TensorBatch]:
-        if self._first_epoch:
-            yield from self._repeat(self._first_epoch)
-            return
-        done, self._done = self._done, 0
+        index, self._done = self._done, 0
         # The Trainer may have stopped before the end of the epoch (limit_train_batches).
-        while self._position and not done:
+        while self._position != index:
             self._next_window(1)
-        index = self._position
         end = self._steps if self._limit is None else min(self._steps, int(self._limit()))
         while index < end:
             window = self._next_window(min(self._passes_per_window(), end - index))
-            if self._first_epoch is not None:
-                self._first_epoch.append(window)
-            batches = self._start(window)
-            for batch in batches:
-                index += 1
-                if index <= done and self._first_epoch is not None:
-                    continue
-                yield batch
-
-    def _repeat(self, windows: list[_Window]) -> Iterator[TensorBatch]:
-        for window in windows:
-            yield from self._start(window)
-
-    def _start(self, window: _Window) -> Iterator[TensorBatch]:
-        """Yield the first micro-batch of each of a window's batches."""
-        # Lightning divides each loss by the number of passes.
-        self._passes = self._passes_per_window()
-        for self._micro_batches in window:
-            yield self.enter(0)
+            index += len(window)
+            # Lightning divides each loss by the number of passes.
+            self._passes = self._passes_per_window()
+            for self._micro_batches in window:
+                yield self.enter(0)
 
     def enter(self, index: int) -> TensorBatch:
         """Switch to one of the rank's shards, and return its part of the newest batch."""
         self._shards.enter(index)
         batch, factor = self._micro_batches[index]
-        return self._give(batch, factor * self._passes)
+        is_shared = index < self._shards.num_shards // self._shards.size
+        return self._give(batch, factor * self._passes, is_shared)
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, which marks the loader as resumable."""
@@ -292,14 +250,15 @@ class TrainLoader(_Loader):
         return 1 if self._by_batch else self._passes_per_step()
 
     def _next_window(self, count: int) -> _Window:
-        parts = self._shards.passes
+        parts, own = self._shards.passes, len(self._shards.shards)
         given = self._batches.next_window(count * parts)
         self._position = (self._position + count) % self._steps
-        return [given[first : first + parts] for first in range(0, len(given), parts)]
+        # The batch of a shard that only other ranks have is empty.
+        return [given[first : first + own] for first in range(0, len(given), parts)]
 
 
 class ValidationLoader(_Loader):
-    """One pass over the rank's validation rows, with the same number of batches on every rank.
+    """One pass over the rank's validation rows.
 
     Parameters
     ----------
@@ -308,7 +267,7 @@ class ValidationLoader(_Loader):
     form : BatchForm
         The tensors that the module gets.
     steps : int
-        Batches of a pass.
+        Batches of a pass; at most these if the data module does not know its own number.
     device : torch.device or str
         The device of the batches.
     """
@@ -320,25 +279,19 @@ class ValidationLoader(_Loader):
         steps: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(form, steps)
+        known = data.num_val_batches()
+        super().__init__(form, steps if known is None else known)
         self._data = data
         self._device = device
+        self._shared = min(exchange.gather(len(self), "validation_batches"))
 
     def __iter__(self) -> Iterator[TensorBatch]:
         with contextlib.closing(self._batches()) as batches:
-            for _ in range(self._steps):
-                yield self._give(next(batches, None))
+            for index, batch in enumerate(itertools.islice(batches, self._steps)):
+                yield self._give(batch, 1.0, index < self._shared)
 
     def _batches(self) -> Generator[TensorBatch, None, None]:
         yield from tensor_batches(self._data.val_chunks(), self._device)
-
-    def share_placeholder(self) -> None:
-        """Set another rank's rows as placeholder on ranks without rows. Called by all ranks."""
-        with contextlib.closing(self._batches()) as batches:
-            first = next((batch for batch in batches if _rows(batch)), None)
-        self._placeholder = first
-        of_ranks = exchange.gather(self.placeholder(), "validation_rows")
-        self.set_placeholder(next((rows for rows in of_ranks if rows is not None), None))
 
 
 def _rows(batch: TensorBatch) -> int:

@@ -25,10 +25,13 @@ from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
-    from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.strategies import DDPStrategy
-    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import Callback as Callback
+    from lightning.pytorch.callbacks import Checkpoint as Checkpoint
+    from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
+    from lightning_fabric.plugins import CheckpointIO as CheckpointIO
+    from lightning_fabric.plugins.environments.lightning import (
+        LightningEnvironment as LightningEnvironment,
+    )
 else:
 
     def _placeholder(name: str, path: str) -> type:
@@ -37,26 +40,10 @@ else:
     Callback = _placeholder("Callback", "Callback")
     Checkpoint = _placeholder("Checkpoint", "callbacks.Checkpoint")
     CheckpointIO = _placeholder("CheckpointIO", "fabric.plugins.CheckpointIO")
-    ClusterEnvironment = _placeholder("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
+    LightningEnvironment = _placeholder(
+        "LightningEnvironment", "fabric.plugins.environments.LightningEnvironment"
+    )
     DDPStrategy = _placeholder("DDPStrategy", "strategies.DDPStrategy")
-
-__all__ = [
-    "FLAVORS",
-    "Callback",
-    "Checkpoint",
-    "CheckpointIO",
-    "ClusterEnvironment",
-    "DDPStrategy",
-    "Flavor",
-    "default_flavor",
-    "flavor_of",
-    "is_library",
-    "is_lightning",
-    "of_flavor",
-    "one_flavor",
-    "patch_attribute",
-    "patch_method",
-]
 
 T = TypeVar("T")
 
@@ -98,10 +85,8 @@ def default_flavor() -> Flavor:
     DependencyError
         If neither package is installed.
     """
-    for flavor in FLAVORS:
-        if sys.modules.get(flavor.name) is not None:
-            return flavor
-    for flavor in FLAVORS:
+    imported = [flavor for flavor in FLAVORS if sys.modules.get(flavor.name) is not None]
+    for flavor in imported or FLAVORS:
         if importlib.util.find_spec(flavor.name.partition(".")[0]) is not None:
             return flavor
     raise DependencyError(
@@ -177,8 +162,8 @@ def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
         The package.
     """
     base = flavor.get(kind.lightning_base)  # type: ignore[attr-defined]
-    copied = ("__module__", "__qualname__", "__doc__")
-    attributes = {name: getattr(kind, name) for name in copied} | {"lightning_flavor": flavor}
+    copied = {name: getattr(kind, name) for name in ("__module__", "__doc__")}
+    attributes = {"lightning_flavor": flavor, **copied}
     return types.new_class(kind.__name__, (kind, base), exec_body=lambda n: n.update(attributes))
 
 

@@ -1,19 +1,16 @@
-"""Logged values of all ranks, and steps without effect on them."""
+"""Logged values of all ranks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import Metric
 
-from hvd_estimators.lightning.package import is_library
 from hvd_estimators.torch.collectives import exchange
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
 def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
@@ -29,7 +26,7 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
     trainer : Trainer
         The Trainer, at the end of an epoch of training or validation.
     rows : int
-        This rank's rows in the epoch. The values of a rank without rows do not count.
+        This rank's rows in the epoch.
     step_rows : int
         This rank's rows in the last training step.
 
@@ -47,11 +44,10 @@ def reduce_logged(trainer: Trainer, rows: int, step_rows: int) -> None:
         for key, metric in sorted(logged.items())
         if not (metric.has_reset or metric.meta.sync.rank_zero_only)
     }
-    own = {}
-    for key, metric in logged.items():
-        weight = rows if metric.meta.on_epoch else step_rows
-        if not metric.is_tensor or weight:
-            own[key] = _part(metric, weight) if metric.is_tensor else None
+    own = {
+        key: _part(metric, step_rows) if metric.is_tensor else None
+        for key, metric in logged.items()
+    }
     ranks = exchange.gather(own, "lightning.results")
     of_last_step = {}
     for key, metric in logged.items():
@@ -93,63 +89,3 @@ def _combined(meta: Any, parts: Sequence[tuple[torch.Tensor, Any]]) -> torch.Ten
 def names_of(results: Any) -> set[str]:
     """Return the names under which callbacks see logged values."""
     return {results._forked_name(metric, on_step=False)[0] for metric in results.values()}
-
-
-def lists_with_lengths(
-    module: torch.nn.Module, callbacks: Iterable[Any]
-) -> list[tuple[list[Any], int]]:
-    """Return the lists in attributes of a module and of the user's callbacks, with their lengths.
-
-    Lists can be nested in lists and dicts.
-    """
-    objects = [part for part in module.modules() if not isinstance(part, Metric)]
-    objects += [c for c in callbacks if not is_library(type(c))]
-    lists: list[tuple[list[Any], int]] = []
-    for entry in objects:
-        attributes = getattr(entry, "__dict__", {})
-        lists += _lists_in([v for v in attributes.values() if isinstance(v, (list, dict))], 2)
-    return lists
-
-
-def _lists_in(values: Iterable[Any], depth: int) -> Iterator[tuple[list[Any], int]]:
-    for value in values:
-        if isinstance(value, list):
-            yield value, len(value)
-        if depth and isinstance(value, (list, dict)):
-            inner = value.values() if isinstance(value, dict) else value
-            yield from _lists_in([v for v in inner if isinstance(v, (list, dict))], depth - 1)
-
-
-@contextlib.contextmanager
-def without_effects(module: LightningModule, results: Any) -> Iterator[None]:
-    """Undo a step's changes to logged values, metrics and buffers."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics = [
-        (metric, metric._copy_state_dict(), metric._update_count)
-        for metric in module.modules()
-        if isinstance(metric, Metric)
-    ]
-    logged = {
-        key: (metric.value, getattr(metric, "cumulated_batch_size", None))
-        for key, metric in (results or {}).items()
-        if metric.is_tensor
-    }
-    yield
-    for buffer, value in buffers:
-        # Bypass autograd: the backward pass, whose gradients have weight zero, runs later.
-        buffer.data.copy_(value)
-    for metric, state, count in metrics:
-        for name, before in state.items():
-            setattr(metric, name, before)
-        metric._update_count, metric._computed = count, None
-    for key, metric in (results or {}).items():
-        if not metric.is_tensor:
-            continue
-        if key in logged:
-            metric.value = logged[key][0]
-            if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = logged[key][1]
-        elif metric.meta.on_epoch:
-            # Retain a value that is logged for the first time, as the value of zero rows.
-            metric.reset()
-            metric.has_reset = False

@@ -7,7 +7,6 @@ unequal batches train and measure as one process would.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,26 +15,21 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.gpus import gpu_index
-from hvd_estimators.launch.rendezvous.client import PROXY_ADDRESS_VARIABLE, PROXY_PORT_VARIABLE
 from hvd_estimators.lightning.callbacks import agree_on_stopping
 from hvd_estimators.lightning.dry_run import takes_tuple
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.package import (
     FLAVORS,
-    ClusterEnvironment,
     DDPStrategy,
     Flavor,
+    LightningEnvironment,
     flavor_of,
     of_flavor,
     one_flavor,
     patch_attribute,
     patch_method,
 )
-from hvd_estimators.lightning.results import (
-    lists_with_lengths,
-    reduce_logged,
-    without_effects,
-)
+from hvd_estimators.lightning.results import reduce_logged
 from hvd_estimators.torch.collectives import (
     average_batch_norm,
     broadcast_tensors,
@@ -60,42 +54,21 @@ PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
 """Checkpoint key of the parameter names in each group of each optimizer."""
 
 
-class HorovodEnvironment(ClusterEnvironment):
-    """Cluster environment for the ranks of a running Horovod job."""
+class HorovodEnvironment(LightningEnvironment):
+    """Cluster environment for the ranks of a running job."""
 
     @property
     def creates_processes_externally(self) -> bool:
         """True, because Lightning starts no processes."""
         return True
 
-    @property
-    def main_address(self) -> str:
-        """The rendezvous address of Horovod's ranks."""
-        return os.environ.get(PROXY_ADDRESS_VARIABLE, "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        """The rendezvous port of Horovod's ranks; 0 if there is only one rank."""
-        return int(os.environ.get(PROXY_PORT_VARIABLE, 0))
-
-    @staticmethod
-    def detect() -> bool:
-        """Return whether this process was started as a Horovod rank."""
-        return "HOROVOD_RANK" in os.environ
-
     def world_size(self) -> int:
         """Return the number of ranks."""
         return current().size
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing, because Horovod determines the number of ranks."""
-
     def global_rank(self) -> int:
         """Return this rank."""
         return current().rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because Horovod determines the rank."""
 
     def local_rank(self) -> int:
         """Return this rank's number on its machine."""
@@ -104,6 +77,9 @@ class HorovodEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         """Return the machine's number."""
         return current().node_rank
+
+    def teardown(self) -> None:
+        """Keep the rank's environment variables, which Lightning would delete."""
 
 
 class HorovodStrategy(DDPStrategy):
@@ -144,6 +120,8 @@ class HorovodStrategy(DDPStrategy):
     strategy_name = "horovod"
     # Whether accumulated batches weigh equally, as in Lightning, and not by their denominators.
     weighs_by_batch = True
+    # Whether all ranks run the current step.
+    _communicates = True
     lightning_flavor: Flavor | None = None
 
     def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> HorovodStrategy:
@@ -151,14 +129,13 @@ class HorovodStrategy(DDPStrategy):
         if cls.lightning_flavor is not None:
             return super().__new__(cls)
         imported = {f.name: f for f in FLAVORS if sys.modules.get(f.name) is not None}
-        if package in imported:
-            return super().__new__(of_flavor(cls, imported[package]))
-        if package is not None or (len(imported) > 1 and not any(map(flavor_of, kwargs.values()))):
+        flavor = imported.get(package or "", one_flavor(kwargs.items()))
+        is_chosen = len(imported) < 2 or any(map(flavor_of, kwargs.values()))
+        if package not in imported and (package or not is_chosen):
             raise ParamError(
                 f"package: expected the Trainer's, one of {', '.join(map(repr, imported))}, found "
                 f"{package!r}. Set HorovodStrategy(package=...)."
             )
-        flavor = one_flavor(("strategy", value) for value in kwargs.values())
         return super().__new__(of_flavor(cls, flavor))
 
     def __init__(
@@ -291,7 +268,7 @@ class HorovodStrategy(DDPStrategy):
             self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
         scale = self._loss_scale = self.weight_of(stated, loss.device)
-        # The mean of an empty batch may be NaN.
+        # The mean over no tokens may be NaN.
         return loss * scale, bool(scale > 0 or torch.isfinite(loss).all())
 
     def weight_of(self, stated: Any, device: torch.device) -> torch.Tensor:
@@ -302,8 +279,6 @@ class HorovodStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         stated = torch.as_tensor(stated, dtype=torch.float64, device=device)
-        if not self.batch_weight[0]:
-            stated = torch.zeros_like(stated)
         if module.automatic_optimization and not self.weighs_by_batch:
             factor: torch.Tensor
             (factor,) = self.weights.of_step([WeightedLoss(stated, stated, "stated")])
@@ -312,7 +287,7 @@ class HorovodStrategy(DDPStrategy):
 
     def _loss_in_step(self, loss: Any) -> Any:
         """Return the contribution of a closure's loss to the step's loss, on this rank."""
-        # The mean of an empty batch may be NaN.
+        # The mean over no tokens may be NaN.
         return loss * self._loss_scale if self._loss_scale else 0.0
 
     def optimizer_step(
@@ -348,6 +323,8 @@ class HorovodStrategy(DDPStrategy):
 
         Lightning's own overwrites the tensor, and cuts the mean of integers.
         """
+        if not self._communicates:
+            return tensor
         if isinstance(tensor, torch.Tensor):
             is_cut = reduce_op in ("mean", "avg") and not tensor.is_floating_point()
             tensor = tensor.double() if is_cut else tensor.clone()
@@ -362,6 +339,11 @@ class HorovodStrategy(DDPStrategy):
         computes the loss of all gathered rows, the average over the ranks that follows equals the
         gradient of a single process.
         """
+        if not self._communicates:
+            raise RuntimeError(
+                "self.all_gather: other processes have no rows in this step. The run began with "
+                "more processes: set num_proc to their number, or to a divisor."
+            )
         return tensor if self.world_size == 1 else super().all_gather(tensor, group, sync_grads)
 
     def on_validation_start(self) -> None:
@@ -425,7 +407,7 @@ class WeightedStrategy(HorovodStrategy):
     """Weight gradients and logged values by the weight of each rank's batch.
 
     Each step uses the gradient of the mean over the global batch. Logged values are
-    weighted by rows. A rank without rows in a step takes part without effect on results or state.
+    weighted by rows.
 
     Parameters
     ----------
@@ -470,13 +452,6 @@ class WeightedStrategy(HorovodStrategy):
         self._buffers = buffers
         self._train = train
         self._validation = validation
-        self._current: TrainLoader | ValidationLoader | None = None
-        self._lists: list[tuple[list[Any], int]] = []
-
-    @property
-    def has_no_rows(self) -> bool:
-        """True if the rank has no rows in the current batch, whose results are discarded."""
-        return self._current is not None and not self._current.rows
 
     @property
     def batch_weight(self) -> tuple[int, float]:
@@ -517,7 +492,7 @@ class WeightedStrategy(HorovodStrategy):
         module = self.lightning_module
         assert module is not None
         if module.trainer.fit_loop._skip_backward:
-            for index in range(1, self._shards.passes):
+            for index in range(1, len(self._shards.shards)):
                 self._step_on(index)
             self._shards.enter(0)
         return output
@@ -527,7 +502,7 @@ class WeightedStrategy(HorovodStrategy):
 
         So hooks, schedulers and counts see one batch, as on the ranks with which the run began.
         """
-        loss, passes = closure_loss, self._shards.passes
+        loss, passes = closure_loss, len(self._shards.shards)
         for index in range(1, passes):
             with self.block_backward_sync():
                 super().backward(loss, optimizer, *args, **kwargs)
@@ -536,7 +511,6 @@ class WeightedStrategy(HorovodStrategy):
         returned = super().backward(loss, optimizer, *args, **kwargs)
         if passes > 1:
             self._contributions.append(super()._loss_in_step(loss.detach()))
-            self._drop_placeholder_entries()
             # Hooks of the batch's end log values for all of its rows.
             assert self.lightning_module is not None
             results = self.lightning_module.trainer._results
@@ -577,7 +551,7 @@ class WeightedStrategy(HorovodStrategy):
 
     @property
     def _is_last_part(self) -> bool:
-        return len(self.outputs) + 1 >= self._shards.passes
+        return len(self.outputs) + 1 >= len(self._shards.shards)
 
     def _step_on(self, index: int) -> torch.Tensor:
         """Run the training step on the batch of another shard, and return its loss."""
@@ -618,7 +592,6 @@ class WeightedStrategy(HorovodStrategy):
 
     def _reach_epoch_end(self) -> None:
         """Average statistics and values before the hooks of an epoch's end, which read them."""
-        self._drop_placeholder_entries()
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         assert trainer._results is not None
         if trainer.training:
@@ -667,49 +640,23 @@ class WeightedStrategy(HorovodStrategy):
 
     @contextlib.contextmanager
     def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
-        """Weight logged values by rows; a batch without rows has no effect."""
-        self._drop_placeholder_entries()
-        self._current = loader
+        """Weight logged values by rows."""
         module = self.lightning_module
         assert module is not None
         results = module.trainer._results
-        is_placeholder = self.has_no_rows
-
-        if loader is None:
-            self._rows[module.trainer.training] += 1
-            yield
-            return
-        self._rows[module.trainer.training] += loader.rows
-        if results is not None:
-            results.batch_size = loader.rows
-        with contextlib.ExitStack() as stack:
-            if is_placeholder:
-                callbacks: Any = module.trainer
-                self._lists = lists_with_lengths(module, callbacks.callbacks)
-                stack.enter_context(without_effects(module, results))
-            stack.enter_context(self._hinting())
-            yield
-
-    @contextlib.contextmanager
-    def _hinting(self) -> Iterator[None]:
+        rows = 1 if loader is None else loader.rows
+        self._rows[module.trainer.training] += rows
+        if loader is not None and results is not None:
+            results.batch_size = rows
+        self._communicates = loader is None or loader.is_shared
         try:
             yield
         except Exception as error:
             if self._batch_hint and takes_tuple(error):
                 error.add_note(self._batch_hint)
             raise
-
-    def _drop_placeholder_entries(self) -> None:
-        """Remove list entries that steps and hooks added for a batch without rows.
-
-        A rank without any rows in the epoch retains the entries. Hooks would fail on empty lists,
-        and their logged values do not count.
-        """
-        module = self.lightning_module
-        if module is not None and self._rows[module.trainer.training]:
-            for entries, length in self._lists:
-                del entries[length:]
-        self._lists = []
+        finally:
+            self._communicates = True
 
 
 def _do_nothing() -> None:

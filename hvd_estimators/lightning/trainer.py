@@ -27,7 +27,6 @@ from hvd_estimators.lightning.trainer_args import (
     LightningTrainSpec,
     TrainerObjects,
 )
-from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.spec import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
@@ -140,7 +139,6 @@ class _Trainer:
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
             spec,
             recorder,
-            train_loader,
             self.shards,
             self.buffers,
             self.streams,
@@ -214,27 +212,20 @@ class _Trainer:
             spec.data,
             self.rank,
             self.size,
-            # With overfit_batches each epoch uses the batches of the first one, also in a resumed
-            # run.
-            epoch=0 if self._overfits else done,
-            rows=0 if self._overfits else rows,
+            epoch=done,
+            rows=rows,
             epochs=spec.epochs - done,
             memory=gpu_memory(self._loader_device),
         )
         stack.enter_context(reader)
         device = self._loader_device
-        # With overfit_batches, the loader stores all batches of an epoch, which may exceed a GPU's
-        # memory.
-        batches = tensor_batches(
-            reader.train_chunks(), "cpu" if self._overfits else device, reader.num_train_batches()
-        )
+        batches = tensor_batches(reader.train_chunks(), device, reader.num_train_batches())
         train = TrainLoader(
             WeightedBatches(batches, reader.global_train_sizes(), self.size, 1, sum_over_ranks),
             spec.form,
             spec.data.train_steps_per_epoch,
             self._passes_per_step,
             self.shards,
-            same=self._overfits,
             done=spec.data.batches_before(done, rows),
             by_batch=spec.weighs_by_batch,
             limit=lambda: self.trainer.num_training_batches,
@@ -243,11 +234,6 @@ class _Trainer:
         if spec.data.val_plan is not None:
             steps = spec.data.validation_steps_per_epoch * spec.data.passes_per_batch
             validation = ValidationLoader(reader, spec.form, steps, device)
-            of_ranks = [
-                virtual_shards(spec.data.num_shards, r, self.size) for r in range(self.size)
-            ]
-            if not all(any(map(spec.data.val_plan.rows, shards)) for shards in of_ranks):
-                validation.share_placeholder()
         return {"train_dataloaders": train, "val_dataloaders": validation}, train, validation
 
     @property
@@ -256,10 +242,6 @@ class _Trainer:
         is_overridden = self.spec.flavor.get("utilities.model_helpers.is_overridden")
         moves = any(is_overridden(hook, self.module) for hook in _MOVING_HOOKS)
         return torch.device("cpu") if moves else self.device
-
-    @property
-    def _overfits(self) -> bool:
-        return bool(self.objects.arguments.get("overfit_batches"))
 
     def _passes_per_step(self) -> int:
         """Return the batches of the next step; callbacks may change it between epochs."""

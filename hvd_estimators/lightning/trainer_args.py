@@ -132,6 +132,11 @@ def check_trainer_args(
         if name not in parameters or name == "self":
             hint = did_you_mean(name, parameters)
             raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
+    if arguments.get("overfit_batches"):
+        raise ParamError(
+            "trainer_args: overfit_batches repeats batches on one process only. Fit on a few rows "
+            "instead, as in df.limit(100)."
+        )
     given = as_list(arguments.get("callbacks"))
     check_callbacks("trainer_args: callbacks", given)
     for name, kind in _KINDS.items():

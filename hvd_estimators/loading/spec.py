@@ -213,6 +213,21 @@ class DataSpec:
                 "batch_size so that each rank has rows in every step."
             )
 
+    def require_validation_rows(self) -> None:
+        """Reject ranks without validation rows. Runs on the driver.
+
+        Raises
+        ------
+        DataError
+            If a shard has no validation rows.
+        """
+        if self.val_plan is not None and self.val_plan.total_rows < self.num_shards:
+            raise DataError(
+                f"validation: expected a row for each of {self.num_shards} ranks at least, found "
+                f"{self.val_plan.total_rows}. Hold out more rows, or set num_proc to "
+                f"{max(self.val_plan.total_rows, 1)} or less."
+            )
+
     def rows_after(self, epoch: int, batches: int) -> int:
         """Return the number of rows, over all shards, in the first batches of an epoch.
 

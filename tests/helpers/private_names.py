@@ -175,8 +175,8 @@ TABLE = (
     # torchmetrics
     Private(
         "torchmetrics.Metric",
-        "_computed _update_count _copy_state_dict",
-        "A rank without rows leaves no trace, and a rank's own value needs no other rank.",
+        "_computed _update_count",
+        "A metric whose states were merged is up to date.",
     ),
     Private(
         "torchmetrics.Metric",

@@ -42,12 +42,12 @@ class Module(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         import horovod.torch as hvd
 
-        strategy: Any = self.trainer.strategy if self._trainer is not None else None
-        # A rank without a shard takes part with rows that count for nothing.
-        if strategy is not None and not strategy.has_no_rows:
+        if self._trainer is not None:
             note(self.folder, hvd.rank(), batch["id"])
         loss = self.loss(batch)
         self.log("train_mse", loss, on_step=False, on_epoch=True)
+        # Some ranks have no second batch in this step, and must not be waited for.
+        self.log("of_batch", float(batch_idx), sync_dist=True)
         self.squared(loss.detach(), torch.zeros_like(loss))
         self.log("squared", self.squared, on_step=False, on_epoch=True)
         return loss
@@ -55,6 +55,7 @@ class Module(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
         self.log("val_loss", loss)
+        self.log("of_rank", torch.ones(()), on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def loss(self, batch: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ from reference import (
 )
 from torch.nn import functional
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.lightning import LightningEstimator
 
@@ -183,6 +183,22 @@ def test_steps_that_would_train_otherwise_than_one_process_are_rejected(
         fit(backend, store, batch_size=14, epochs=2, trainer_args=arguments, **params)
     if "sum" in message:  # one process trains on it
         fit(LocalBackend(1), store, batch_size=65, epochs=1, **params)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "message"),
+    [
+        ((9, 4), 1, "model: a LightningModule needs a row on every rank in every step, .* 9 rows"),
+        ((8, 1), 1, "validation: expected a row for each of 2 ranks at least, found 1"),
+    ],
+)
+def test_a_rank_without_rows_in_a_step_is_an_error(
+    backend: Any, store: Any, rows: tuple[int, int], batch_size: int, message: str
+) -> None:
+    write_rows(Path(store.get_train_data_path()), rows[0])
+    write_rows(Path(store.get_val_data_path()), rows[1], seed=1)
+    with pytest.raises(DataError, match=message):
+        fit(backend, store, batch_size=batch_size, validation=0.5)
 
 
 class Normalized(LightningModule):

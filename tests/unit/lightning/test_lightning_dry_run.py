@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import (
 )
 from torch.nn import functional
 
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.fitting.trial import Trial, try_batches
 from hvd_estimators.lightning.dry_run import check_loss, check_step, compare_halves, row_shapes
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
@@ -238,26 +238,30 @@ def test_unknown_and_fixed_arguments_are_rejected() -> None:
         check_trainer_args({"max_epoch": 1}, default_flavor())
     with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
         check_trainer_args({"devices": 2}, default_flavor())
+    with pytest.raises(ParamError, match=r"overfit_batches repeats .* Fit on a few rows"):
+        check_trainer_args({"overfit_batches": 2}, default_flavor())
 
 
 class Batches:
-    """Windows of batches of 4, 1 and no rows, with given factors."""
+    """Windows of batches of 4, 1 and 2 rows, and one without rows, with given factors."""
 
     def __init__(self) -> None:
-        self.rows = iter([4, 1, 0, 4, 1, 0])
+        self.rows = iter([4, 1, 2, 0, 0])
 
     def next_window(self, count: int) -> list[Any]:
         sizes = [next(self.rows) for _ in range(count)]
         return [({"x": torch.arange(size)}, size / 10) for size in sizes]
 
 
-def test_ranks_without_rows_take_part_with_rows_of_weight_zero() -> None:
+def test_batches_have_their_form_and_their_factor_in_the_window() -> None:
     batches: Any = Batches()
     loader = TrainLoader(
         batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)
     )
-    taken = [(len(batch["x"]), loader.rows, loader.factor) for batch in loader]
-    assert taken == [(4, 4, 0.8), (1, 1, 0.2), (1, 0, 0.0)]
-    batches = list(loader)
-    assert all(batch["x"].dtype == torch.float64 for batch in batches)
-    assert [batch["x"].shape for batch in batches] == [(4, 1), (1, 1), (1, 1)]
+    taken = [(batch["x"], loader.rows, loader.factor) for batch in loader]
+    assert [(*x.shape, rows, factor) for x, rows, factor in taken] == [
+        *((4, 1, 4, 0.8), (1, 1, 1, 0.2), (2, 1, 2, 0.4))
+    ]
+    assert all(x.dtype == torch.float64 for x, _, _ in taken)
+    with pytest.raises(DataError, match="data_module: a batch has no rows"):
+        next(iter(loader))
