@@ -1,4 +1,4 @@
-"""What Keras rebuilds objects of the user's classes from: a config, and objects beside it.
+"""Config of an object of the user's classes, and the objects beside it.
 
 Keras writes names of classes and functions into a config. The classes and functions themselves
 travel beside it. So do the constructor's arguments of a class without its own ``get_config()``,
@@ -45,7 +45,7 @@ class UnequalCopyError(ValueError):
 
 @dataclass(frozen=True)
 class Description:
-    """What Keras rebuilds a model, metric or optimizer from, without values of variables.
+    """Config of a model, metric or optimizer, without values of variables.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class Description:
 
 
 class _Standin:
-    """Stands in configs for all classes without their own ``get_config()``."""
+    """Entry of configs for all classes without their own ``get_config()``."""
 
     def __init__(self, held: Mapping[str, tuple[Any, Any]]) -> None:
         self._held = held

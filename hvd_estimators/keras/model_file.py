@@ -47,8 +47,8 @@ class ModelValues:
     layers : list of bool
         Whether each layer is trainable, whose variables may be different.
     optimizers : list
-        For each optimizer, the names of the variables that it trains, and the number of its own
-        variables. Both are empty for one without a state.
+        For each optimizer, the names of the variables that it trains, and the number of its slots
+        and counters. Both are empty for one without a state.
     states : list of str
         Names of what layers save besides variables, such as a vocabulary.
     forms : list of (list of int, str)
@@ -273,7 +273,7 @@ def _layer_states(model: keras.Model) -> dict[str, Array]:
         kind = type(layer)
         saves = kind.save_own_variables is not keras.Layer.save_own_variables
         loads = kind.load_own_variables is not keras.Layer.load_own_variables
-        # Those of Keras with adapters merge them into another variable.
+        # Keras's layers with adapters merge them into another variable.
         if (saves or loads) and not hasattr(kind, "enable_lora"):
             store: dict[str, Any] = {}
             layer.save_own_variables(store)

@@ -87,7 +87,7 @@ def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True)
 class ModelDocument:
-    """What a model is rebuilt from.
+    """Content from which a model is rebuilt.
 
     Attributes
     ----------
