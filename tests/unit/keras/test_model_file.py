@@ -146,6 +146,7 @@ def test_values_of_other_models_are_rejected() -> None:
     wide = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     with pytest.raises(UnequalCopyError, match=r"has 9 variables, and a copy has 4; .*Batch"):
         load_values(wide, file)
+    file = io.BytesIO()
     ModelValues.of(wide).write(file)
     other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5), keras.layers.Dense(1)])
     with pytest.raises(UnequalCopyError, match=r"kernel' has shape \(3, 4\).*in a copy, \(3, 5\)"):
