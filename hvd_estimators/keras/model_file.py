@@ -267,7 +267,7 @@ def _by_name(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _layer_states(model: keras.Model) -> dict[str, Array]:
-    """Return what layers save besides variables, and files of their assets."""
+    """Return the states that layers save besides variables, and the files of their assets."""
     states: dict[str, Array] = {}
     for number, layer in enumerate(all_layers(model)):
         kind = type(layer)
