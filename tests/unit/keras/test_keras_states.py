@@ -262,9 +262,7 @@ def test_errors_name_objects_without_an_equal_copy() -> None:
     shared.build((None, 3))
     with pytest.raises(ValueError, match=r"it has the layers Wrapping, .*; a copy, "):
         copy_model(built(Wrapping(keras.Sequential([keras.Input((3,)), shared]), [shared])))
-    with pytest.raises(
-        ValueError, match=r"Rejected has no .*; write self.inner = inner"
-    ):
+    with pytest.raises(ValueError, match=r"Rejected has no .*; write self.inner = inner"):
         copy_model(built(Rejected(keras.layers.Dense(1))))
     model = built(Bare())
     model.guard = threading.Lock()
