@@ -200,9 +200,6 @@ def _framework(file: IO[bytes]) -> str:
             names = archive.namelist()
         if any(name.endswith("/data.pkl") for name in names):
             return "torch"
-        if "model.weights.h5" in names:
+        if "hvd_estimators.keras.json" in names:
             return "keras"
-    file.seek(0)
-    if file.read(4) == b"\x89HDF":
-        return "keras"
     raise ValueError("it is not a file of torch, Keras or Lightning")

@@ -14,11 +14,8 @@ import functools
 import logging
 import os
 import shutil
-import warnings
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -34,13 +31,7 @@ from hvd_estimators.keras.metrics import (
     scalars,
     summed_variables,
 )
-from hvd_estimators.keras.model_file import (
-    WEIGHTS,
-    ModelExtras,
-    load_weights,
-    save_file,
-    snapshot,
-)
+from hvd_estimators.keras.model_file import ModelValues, config_of, load_values, save_values
 from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates, check_selection
 from hvd_estimators.store import Store
@@ -233,11 +224,8 @@ def restore_run(
     spec: TrainSpec, model: keras.Model, rank: int, best_model: BestModel | None
 ) -> RunState | None:
     """Load the run's newest checkpoint on all ranks; return None without a checkpoint."""
-    load = functools.partial(load_weights, model)
-    with warnings.catch_warnings():
-        # Keras would go on without the state of an optimizer.
-        warnings.filterwarnings("error", "Skipping variable loading for optimizer", UserWarning)
-        state = restore(spec.store, spec.run, exchange, rank, load)
+    load = functools.partial(load_values, model)
+    state = restore(spec.store, spec.run, exchange, rank, load)
     if state is not None and best_model is not None:
         best_model.fetch()
     return state
@@ -270,41 +258,33 @@ class BestModel:
         self._path = os.path.join(directory, f"kept{suffix}")
         callback.filepath = self._path
         name = "on_epoch_end" if callback.save_freq == "epoch" else "on_train_batch_end"
-        vars(callback)[name] = self._completing(callback, getattr(callback, name))
+        vars(callback)[name] = self._saving_values(callback, getattr(callback, name))
         self._store = store
         self._stored_at: str | None = None
         self._written = 0
         if checkpoints_path is not None:
             self._stored_at = f"{checkpoints_path}/kept{suffix}"
 
-    def _completing(
+    def _saving_values(
         self, callback: keras.callbacks.ModelCheckpoint, save: Callable[..., None]
     ) -> Callable[..., None]:
-        """Return the callback's saving method, extended by the state that Keras's file omits."""
-        path = Path(self._path)
+        """Return the callback's saving method, which writes the values of all optimizers, too."""
 
-        def saved_at() -> int:
-            return path.stat().st_mtime_ns if path.exists() else 0
-
-        def save_completely(number: int, logs: Mapping[str, Any] | None = None) -> None:
+        def save_values_only(number: int, logs: Mapping[str, Any] | None = None) -> None:
             check_selection(callback, scalars(logs or {}))
-            before = saved_at()
-            save(number, logs)
-            if saved_at() == before:
-                return
-            extras = ModelExtras.of(callback.model)
-            if not extras:
-                return
-            if path.read_bytes()[:2] == b"PK":
-                with zipfile.ZipFile(path, "a") as archive:
-                    extras.write(archive)
-                return
-            with zipfile.ZipFile(f"{path}.partial", "w") as archive:
-                archive.write(path, WEIGHTS)
-                extras.write(archive)
-            os.replace(f"{path}.partial", path)
+            model = callback.model
+            methods = dict.fromkeys(("save", "save_weights"), self._write_values(model))
+            vars(model).update(methods)
+            try:
+                save(number, logs)
+            finally:
+                for method in methods:
+                    del vars(model)[method]
 
-        return save_completely
+        return save_values_only
+
+    def _write_values(self, model: keras.Model) -> Callable[..., None]:
+        return lambda filepath, *args, **options: save_values(model, filepath)
 
     def fetch(self) -> None:
         """Fetch the file that an earlier part of the run stored."""
@@ -455,10 +435,12 @@ class RunSaver:
             }
             parts = {**callback_parts, "partial": of_epoch}
         state = replace(state, parts=parts)
-        made = None if partial is None else snapshot(model)
-        if made is None:
-            self.checkpoints.save(state, lambda file: save_file(model, file), upload)
+        if partial is None:
+            self.checkpoints.save(state, lambda file: save_values(model, file), upload)
             return
+        # A thread writes the copies while training goes on.
+        values, config = ModelValues.of(model, copied=True), config_of(model)
         # Only the values that callbacks returned can still change.
         state = replace(state, parts={**parts, **copy.deepcopy(callback_parts)})
-        self.checkpoints.save(state, made.save, upload, is_copy=True)
+        write = functools.partial(values.write, config=config)
+        self.checkpoints.save(state, write, upload, is_copy=True)

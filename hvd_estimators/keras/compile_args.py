@@ -9,7 +9,6 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.large_model import unwritten_zeros
 from hvd_estimators.keras.outputs import Outputs, per_output
 from hvd_estimators.keras.serialization import OptimizerPayload
 
@@ -75,9 +74,7 @@ class CompileSettings:
         settings.update(self.given if outputs is None else self._by_output(outputs))
         model.compile(**settings, optimizer=self.optimizer.make())
         if model.built:
-            # This process makes no steps, so it never writes most slots.
-            with unwritten_zeros():
-                self.optimizer.restore(model.optimizer, model.trainable_variables)
+            self.optimizer.restore(model.optimizer, model.trainable_variables)
         if self.learning_rate is not None:
             model.optimizer.learning_rate = self.learning_rate
 

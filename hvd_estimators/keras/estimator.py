@@ -28,7 +28,7 @@ from hvd_estimators.keras.compile_args import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun, check_batches
 from hvd_estimators.keras.losses import NO_TEST_LOSS, class_limit, losses_by_output
 from hvd_estimators.keras.model import KerasModel
-from hvd_estimators.keras.model_file import load_weights
+from hvd_estimators.keras.model_file import load_values
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelPayload
@@ -246,7 +246,7 @@ class KerasEstimator(KerasEstimatorSignatures):
         state = run_results.state
         with kept_random_state():
             model = spec.model.load()
-        load_weights(model, state.path)
+        load_values(model, state.path)
         state.close()
         fitted = self.get_model_class()(
             **self._get_model_kwargs(

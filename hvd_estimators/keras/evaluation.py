@@ -60,7 +60,7 @@ class EvaluationSteps:
     ) -> None:
         self._device, self._tensors = device, tensors
         with keras.device(device):
-            self.model = load_model(document, mapped=device == CPU)
+            self.model = load_model(document)
             arguments = load(compiled)
             if arguments is not None and not self.model.compiled:
                 self.model.compile(**arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -70,23 +70,12 @@ def may_add_loss(model: keras.Model) -> bool:
     )
 
 
-def pairs_labels(model: keras.Model, compiled: Mapping[str, Any] | None = None) -> bool:
+def pairs_labels(model: keras.Model) -> bool:
     """Return whether each label had to pair with an output in training.
 
     The user's own ``train_step``, ``compute_loss`` and ``add_loss`` may compare any values.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model.
-    compiled : mapping, optional
-        The model's compile arguments. Default: the current ones.
     """
-    if has_own_step(model):
-        return False
-    if compiled is None:
-        return not model.compiled or model.loss is not None
-    return compiled.get("loss") is not None
+    return not has_own_step(model) and (not model.compiled or model.loss is not None)
 
 
 def weights_by_samples(loss: Any) -> bool:

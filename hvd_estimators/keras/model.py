@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -14,7 +14,6 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.evaluation import combine, load_evaluator
 from hvd_estimators.keras.losses import pairs_labels
-from hvd_estimators.keras.model_file import save_plainly
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.predictor import (
     KerasPredictor,
@@ -233,6 +232,10 @@ class KerasModel(KerasModelSignatures):
         The file is ``model.keras``, or ``model.weights.h5`` if the model has no config.
         """
         with tempfile.TemporaryDirectory() as directory:
-            path = save_plainly(self.getOrDefault("model"), directory)
-            with open(path, "rb") as file:
-                return {os.path.basename(path): file.read()}
+            path = Path(directory, "model.keras")
+            try:
+                self.getOrDefault("model").save(path)
+            except (NotImplementedError, TypeError, ValueError):
+                path = path.with_name("model.weights.h5")
+                self.getOrDefault("model").save_weights(path)
+            return {path.name: path.read_bytes()}

@@ -1,30 +1,22 @@
-"""Read and write Keras's model files one variable at a time, also from copies in memory.
+"""Values of a model's and all its optimizers' variables, in order, in memory or as one file.
 
-``Model.save`` holds a whole file in memory before it writes the file, and ``load_model`` reads the
-whole file. This module reads and writes folders instead.
-
-A ``.keras`` file stores a layer's kernel with the product of its LoRA adapters added, and omits the
-adapters. The original values of such variables are written beside Keras's own files. So are the
-positions of the variables that optimizers in attributes train, since Keras restores the state of a
-built optimizer only.
+A value is found by its layer and its name, since other processes number names in another way. The
+file is an archive with a member of raw bytes per value, written and read one by one. Keras's own
+files lack a LoRA layer's adapters and the states of optimizers in attributes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import collections
 import json
-import logging
-import os
-import shutil
+import re
 import tempfile
-import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
-import h5py
 import keras
 import numpy as np
 
@@ -32,116 +24,160 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.keras.backend import (
     all_layers,
-    build_optimizers,
-    is_keras,
+    has_own_compile,
     model_optimizers,
     numpy_dtype,
-    optimizer_positions,
-    rated_optimizers,
     to_dense,
 )
-from hvd_estimators.keras.custom_objects import constructing
-from hvd_estimators.store.files import CHUNK_BYTES
+from hvd_estimators.keras.custom_objects import UnequalCopyError
 
-logger = logging.getLogger(__name__)
-
-_VALUES = "hvd_estimators.variables.npz"
-_OPTIMIZERS = "hvd_estimators.optimizers.json"
-
-
-def loads_plainly(layer: keras.Layer) -> bool:
-    """Return whether loading a layer only assigns values to its variables in order."""
-    kind = type(layer)
-    if hasattr(kind, "load_assets"):
-        return False
-    if kind.load_own_variables is keras.Layer.load_own_variables:
-        return kind.save_own_variables is keras.Layer.save_own_variables
-    # The overrides in Keras's own layers handle adapters and quantization, or set more than
-    # variables.
-    has_adapters = is_keras(kind.load_own_variables) and hasattr(kind, "enable_lora")
-    is_quantized = layer.dtype_policy.quantization_mode is not None
-    return has_adapters and not is_quantized and not getattr(layer, "lora_enabled", False)
-
-
-def own_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return a layer's own variables, without its sublayers'."""
-    inner = {id(v) for part in all_layers(layer, include_self=False) for v in part.variables}
-    return [variable for variable in layer.variables if id(variable) not in inner]
-
-
-def rewritten_variables(model: keras.Model) -> dict[int, Array]:
-    """Return the variables of layers that Keras does not save and load unchanged, by position."""
-    layers = [layer for layer in all_layers(model) if not loads_plainly(layer)]
-    if not layers:
-        return {}
-    ids = {id(variable) for layer in layers for variable in own_variables(layer)}
-    return {
-        number: np.array(variable_value(variable))
-        for number, variable in enumerate(model.variables)
-        if id(variable) in ids
-    }
+CONTENT = "hvd_estimators.keras.json"
+"""Member of a file that describes its values."""
 
 
 @dataclass(frozen=True)
-class ModelExtras:
-    """Contents of a model's file that Keras does not write. Keras ignores them.
+class ModelValues:
+    """Values of a model, and of the optimizers that it has.
 
     Attributes
     ----------
-    values : mapping
-        Variables from `rewritten_variables`.
-    positions : list of list of int
-        From `optimizer_positions`.
+    variables : list of (str, str, bool)
+        For each variable of the model: layer and name, the path, by which a MultiOptimizer selects
+        variables, and whether it is trainable.
+    layers : list of bool
+        Whether each layer is trainable, whose variables may be different.
+    optimizers : list
+        For each optimizer, the names of the variables that it trains, and the number of its slots
+        and counters. Both are empty for one without a state.
+    states : list of str
+        Names of what layers save besides variables, such as a vocabulary.
+    forms : list of (list of int, str)
+        Shape and type of each array.
+    arrays : iterable of numpy.ndarray
+        Values of the variables, of the optimizers' variables, and of the states.
     """
 
-    values: Mapping[int, Array]
-    positions: list[list[int]]
+    variables: list[tuple[str, str, bool]]
+    layers: list[bool]
+    optimizers: list[tuple[list[str], int]]
+    states: list[str]
+    forms: list[tuple[list[int], str]]
+    arrays: Iterable[Array]
 
     @staticmethod
-    def of(model: keras.Model) -> ModelExtras:
-        """Return the current extras of a model."""
-        return ModelExtras(rewritten_variables(model), optimizer_positions(model))
+    def of(
+        model: keras.Model, optimizers: Sequence[Any] | None = None, copied: bool = False
+    ) -> ModelValues:
+        """Return the values of a model.
 
-    def write(self, archive: zipfile.ZipFile) -> None:
-        """Add the extras to an archive, if there are any."""
-        if any(self.positions):
-            archive.writestr(_OPTIMIZERS, json.dumps(self.positions))
-        if self.values:
-            # NumPy's files do not support bfloat16.
-            contents = {str(n): v.reshape(-1).view(np.uint8) for n, v in self.values.items()}
-            buffer = io.BytesIO()
-            np.savez(buffer, **contents)
-            archive.writestr(_VALUES, buffer.getvalue())
+        Parameters
+        ----------
+        model : keras.Model
+            The model.
+        optimizers : sequence of keras.optimizers.Optimizer or None, optional
+            Its optimizers, with None for one whose state is left out. Default: all of them.
+        copied : bool
+            Whether to copy the values. Otherwise, they may change with the model.
+        """
+        named = _by_name(model)
+        names = {id(variable): name for name, variable in named.items()}
+        variables, states = list(named.values()), _layer_states(model)
+        entries: list[tuple[list[str], int]] = []
+        for optimizer in model_optimizers(model) if optimizers is None else optimizers:
+            is_built = optimizer is not None and optimizer.built
+            ids = list(map(id, optimizer._trainable_variables)) if is_built else []
+            # An optimizer of variables outside of the model stays without a state in copies.
+            own = optimizer.variables if ids and names.keys() >= set(ids) else []
+            entries.append(([names[number] for number in ids] if own else [], len(own)))
+            variables += own
+        arrays = [*map(variable_value, variables), *states.values()]
+        return ModelValues(
+            [(name, variable.path, variable.trainable) for name, variable in named.items()],
+            [layer.trainable for layer in all_layers(model)],
+            entries,
+            list(states),
+            [(list(array.shape), str(array.dtype)) for array in arrays],
+            [np.array(array) for array in arrays] if copied else arrays,
+        )
 
-    def __bool__(self) -> bool:
-        return bool(self.values) or any(self.positions)
+    def assign(self, model: keras.Model) -> None:
+        """Assign the values to another copy of the model, and build its optimizers.
 
+        Raises
+        ------
+        UnequalCopyError
+            If the model has other variables or optimizers.
+        """
+        named = self.check(model)
+        for layer, trainable in zip(all_layers(model), self.layers, strict=True):
+            # Without an effect on the layers below and on variables.
+            layer._trainable = trainable
+        for name, path, trainable in self.variables:
+            named[name]._path, named[name].trainable = path, trainable
+        targets: list[Any] = [named[name] for name, *_ in self.variables]
+        optimizers = model_optimizers(model)
+        # A model that is not compiled has only those in attributes, which are the last.
+        optimizers = [None] * (len(self.optimizers) - len(optimizers)) + optimizers
+        for optimizer, (of_model, count) in zip(optimizers, self.optimizers, strict=True):
+            own: list[Any] = [None] * count
+            if count and optimizer is not None:
+                trained = [named[name] for name in of_model]
+                if not optimizer.built:
+                    optimizer.build(trained)
+                own = optimizer.variables
+                known = list(map(id, optimizer._trainable_variables))
+                if known != list(map(id, trained)) or len(own) != count:
+                    raise UnequalCopyError(
+                        f"its optimizer {type(optimizer).__name__} has slots for other variables, "
+                        "or in another order"
+                    )
+            targets += own
+        arrays = iter(self.arrays)
+        for target in targets:
+            value = next(arrays)
+            if target is not None:
+                target.assign(value)
+        _restore_states(model, dict(zip(self.states, arrays, strict=True)))
 
-def _build_optimizers(model: keras.Model, archive: zipfile.ZipFile) -> None:
-    """Build the optimizers that were built when an archive was written."""
-    if _OPTIMIZERS in archive.namelist():
-        build_optimizers(model, json.loads(archive.read(_OPTIMIZERS)))
+    def check(self, model: keras.Model) -> dict[str, keras.Variable]:
+        """Return a copy's variables by their names; check that they are as the model's."""
+        named = _by_name(model)
+        if missing := {name for name, *_ in self.variables}.symmetric_difference(named):
+            raise UnequalCopyError(
+                f"it has {len(self.variables)} variables, and a copy has {len(named)}; only one of "
+                f"the two has {min(missing)!r}"
+            )
+        for (name, *_), (shape, dtype) in zip(self.variables, self.forms, strict=False):
+            other = named[name]
+            if tuple(shape) != tuple(other.shape) or dtype != str(other.dtype):
+                raise UnequalCopyError(
+                    f"its variable {name!r} has shape {tuple(shape)} and type {dtype}; in a copy, "
+                    f"{tuple(other.shape)} and {other.dtype}"
+                )
+        return named
 
+    def write(self, file: IO[bytes] | str, config: Any = None) -> None:
+        """Write a file; ``config`` is Keras's config of the model, or None."""
+        fields = {**vars(self), "arrays": None, "config": config}
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(zipfile.ZipInfo(CONTENT), json.dumps(fields))
+            for number, array in enumerate(self.arrays):
+                member = zipfile.ZipInfo(f"values/{number:06d}")
+                with archive.open(member, "w", force_zip64=array.nbytes > 2**30) as opened:
+                    opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
-def _read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
-    """Assign the variables in `ModelExtras` to a model.
+    @staticmethod
+    def read(archive: zipfile.ZipFile) -> tuple[ModelValues, Any]:
+        """Return the values, read when they are used, and the config of an open file."""
+        fields = json.loads(archive.read(CONTENT))
+        config = fields.pop("config")
 
-    Raises
-    ------
-    ValueError
-        If the model has other variables.
-    """
-    if _VALUES not in archive.namelist():
-        return
-    variables = model.variables
-    with np.load(io.BytesIO(archive.read(_VALUES))) as contents:
-        for number in map(int, contents):
-            content = contents[str(number)]
-            if number >= len(variables):
-                raise ValueError(f"The model has {len(variables)} variables, and the file more.")
-            variable = variables[number]
-            dtype = numpy_dtype(variable.dtype)
-            variable.assign(content.view(dtype).reshape(tuple(variable.shape)))
+        def arrays() -> Iterator[Array]:
+            for number, (shape, dtype) in enumerate(fields["forms"]):
+                content = np.frombuffer(archive.read(f"values/{number:06d}"), np.uint8)
+                yield content.view(numpy_dtype(dtype)).reshape(shape)
+
+        return ModelValues(**{**fields, "arrays": arrays()}), config
 
 
 def variable_value(variable: keras.Variable) -> Array:
@@ -154,242 +190,15 @@ def variable_value(variable: keras.Variable) -> Array:
     return np.ascontiguousarray(value).reshape(tuple(variable.shape))
 
 
-WEIGHTS = "model.weights.h5"
-"""Name of the weights file, also inside a ``.keras`` file."""
+def save_values(model: keras.Model, file: IO[bytes] | str) -> None:
+    """Write the values of a model and its optimizers to a file."""
+    ModelValues.of(model).write(file, config_of(model))
 
 
-# Larger files are mapped into memory.
-_MAPPED_BYTES = 2**20
-
-
-def uncompiled(model: keras.Model) -> keras.Model:
-    """Return a view of a model that is not compiled.
-
-    The view shares layers and variables with the model, which other threads may use meanwhile. Use
-    the view only for saving, to leave the optimizer's state out of the file.
-    """
-    view: keras.Model = object.__new__(type(model))
-    attributes = dict(vars(model))
-    if "optimizer" in attributes:
-        attributes["optimizer"] = None
-    attributes.pop("_compile_config", None)
-    attributes["compiled"] = False
-    vars(view).update(attributes)
-    return view
-
-
-def save_folder(model: keras.Model, directory: str) -> None:
-    """Write the content of a ``.keras`` file as separate files into an existing folder."""
-    keras.saving.save_model(model, directory, zipped=False)
-    for folder, _, _ in os.walk(directory, topdown=False):
-        # A ``.keras`` file contains no empty folders, and loading checks if there are assets.
-        if folder != directory and not os.listdir(folder):
-            os.rmdir(folder)
-
-
-def load_folder(directory: str, custom_objects: Mapping[str, Any]) -> keras.Model:
-    """Return the model that `save_folder` wrote, not compiled."""
-    with constructing(custom_objects) as made:
-        return keras.saving.load_model(directory, made, compile=False, safe_mode=False)
-
-
-def read_files(directory: str) -> dict[str, Array]:
-    """Return the files of a folder as bytes, by their relative paths.
-
-    The content of files above 1 MiB stays on the disk until it is used, even after the folder is
-    deleted.
-    """
-    contents = {}
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            if os.path.getsize(path) > _MAPPED_BYTES:
-                # A plain array is pickled without a copy.
-                content: Array = np.asarray(np.memmap(path, np.uint8, mode="r"))
-            else:
-                content = np.fromfile(path, np.uint8)
-            contents[os.path.relpath(path, directory)] = content
-    return contents
-
-
-def write_files(files: dict[str, Array], directory: str) -> None:
-    """Write the files from `read_files` to a folder, and empty the dict."""
-    while files:
-        name, content = files.popitem()
-        path = os.path.join(directory, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            content.tofile(file)
-
-
-def save_file(model: keras.Model, file: str | IO[bytes], extras: ModelExtras | None = None) -> None:
-    """Write a model and its optimizers' states as a ``.keras`` file, which `load_weights` reads.
-
-    If the model has no config, the file is an archive that contains only ``model.weights.h5``.
-
-    Parameters
-    ----------
-    model : keras.Model
-        Built and compiled.
-    file : str or file
-        The path, or a file open for writing.
-    extras : ModelExtras, optional
-        Default: the model's current extras.
-    """
-    with zipfile.ZipFile(file, "w") as archive:
-        with tempfile.TemporaryDirectory() as folder:
-            _save_plainly(model, folder)
-            _zip(folder, archive)
-        (ModelExtras.of(model) if extras is None else extras).write(archive)
-
-
-def save_plainly(model: keras.Model, directory: str) -> str:
-    """Write ``model.keras`` to a folder, or ``model.weights.h5`` if the model has no config.
-
-    Returns
-    -------
-    str
-        The path of the file.
-    """
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        if not _save_plainly(model, folder):
-            return shutil.move(os.path.join(folder, WEIGHTS), directory)
-        path = os.path.join(directory, "model.keras")
-        with zipfile.ZipFile(path, "w") as archive:
-            _zip(folder, archive)
-        return path
-
-
-def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
-    """Load the weights that Keras saved, and the states of the model's optimizers.
-
-    Parameters
-    ----------
-    model : keras.Model
-        Built and compiled. Optimizers in its attributes are built here.
-    source : str or file
-        A ``.keras`` or ``.weights.h5`` file with any name, or an archive that contains the latter.
-    """
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(source, "rb")) if isinstance(source, str) else source
-        is_archive = file.read(2) == b"PK"
-        file.seek(0)
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        weights = os.path.join(directory, WEIGHTS)
-        if is_archive:
-            # Within an archive, every seek would read from the beginning.
-            archive = stack.enter_context(zipfile.ZipFile(file))
-            archive.extract(WEIGHTS, directory)
-            _build_optimizers(model, archive)
-        else:
-            with open(weights, "wb") as copy:
-                shutil.copyfileobj(file, copy, CHUNK_BYTES)
-        model.load_weights(weights)
-        if is_archive:
-            _read_rewritten(model, archive)
-
-
-def _save_plainly(model: keras.Model, directory: str) -> bool:
-    """Write a model's files to a folder, and return whether they include its config."""
-    try:
-        save_folder(model, directory)
-    except (NotImplementedError, TypeError, ValueError):
-        shutil.rmtree(directory)
-        os.mkdir(directory)
-        model.save_weights(os.path.join(directory, WEIGHTS))
-        return False
-    return True
-
-
-def _zip(directory: str, archive: zipfile.ZipFile) -> None:
-    for folder, _, names in os.walk(directory):
-        for name in sorted(names):
-            inner = os.path.join(folder, name)
-            archive.write(inner, os.path.relpath(inner, directory))
-
-
-class _Written(threading.local):
-    """Values that a thread writes instead of current ones, by id of layer or optimizer."""
-
-    values: Mapping[int, Mapping[str, Array]] = {}
-
-
-_written = _Written()
-
-
-def snapshot(model: keras.Model) -> ModelCopy | None:
-    """Copy the contents of a model's file into memory; return None if that is impossible.
-
-    A copy is impossible if a layer saves additional files or requires Keras's own kind of store.
-    """
-    for layer in all_layers(model):
-        save_assets = getattr(layer, "save_assets", None)
-        if save_assets is not None and not is_keras(save_assets):
-            return None
-    try:
-        return ModelCopy(model)
-    except Exception as error:
-        logger.debug("A checkpoint is written while training waits: %s", error)
-        return None
-
-
-class ModelCopy:
-    """In-memory copy of all variables that a model's layers and optimizers save.
-
-    The class does not clone the model, because Keras cannot clone every model. Instead the model
-    itself is written. In the writing thread, its layers save the copied values instead of the
-    current ones.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model, built and compiled.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-        self._values: dict[int, _Store] = {}
-        self._extras = ModelExtras.of(model)
-        for saver in [*all_layers(model), *model_optimizers(model), *rated_optimizers(model)]:
-            if id(saver) not in self._values:
-                store = _Store()
-                saver.save_own_variables(store)
-                self._values[id(saver)] = store
-                _let_save_copies(saver)
-
-    def save(self, file: IO[bytes]) -> None:
-        """Write the file that `save_file` would have written at copy time. Runs in any thread."""
-        _written.values = self._values
-        try:
-            save_file(self._model, file, self._extras)
-        finally:
-            _written.values = {}
-
-
-class _Store(dict[str, Array]):
-    """Store that copies each value that a layer saves, in place of one of Keras's stores."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, np.array(keras.ops.convert_to_numpy(value)))
-
-
-def _let_save_copies(saver: Any) -> None:
-    """Make a layer or an optimizer save its copied values in a thread that writes a copy."""
-    # Bypasses Keras's attribute tracking, which would inspect the value.
-    attributes = vars(saver)
-    if "save_own_variables" in attributes:
-        return
-    save = saver.save_own_variables
-
-    def save_own_variables(store: Any) -> None:
-        values = _written.values.get(id(saver))
-        if values is None:
-            save(store)
-        else:
-            for name, value in values.items():
-                store[name] = value
-
-    attributes["save_own_variables"] = save_own_variables
+def load_values(model: keras.Model, file: IO[bytes] | str) -> None:
+    """Read a file from `save_values` into another copy of the model."""
+    with zipfile.ZipFile(file) as archive:
+        ModelValues.read(archive)[0].assign(model)
 
 
 def read_content(
@@ -411,23 +220,17 @@ def read_content(
     StoreError
         If the model cannot be created from the file.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        if not zipfile.is_zipfile(file):
-            return _weights(file)
-        with zipfile.ZipFile(file) as archive:
-            if "config.json" not in archive.namelist():
-                with open(archive.extract(WEIGHTS, directory), "rb") as weights:
-                    return _weights(weights)
-        path = os.path.join(directory, "model.keras")
-        file.seek(0)
-        with open(path, "wb") as copy:
-            shutil.copyfileobj(file, copy, CHUNK_BYTES)
+    with zipfile.ZipFile(file) as archive:
+        values, config = ModelValues.read(archive)
+        if config is None:
+            return dict(zip((name for name, *_ in values.variables), values.arrays, strict=False))
+        compiled = config.pop("compile_config", None)
         try:
-            model: keras.Model = keras.saving.load_model(
-                path, custom_objects=dict(custom_objects), safe_mode=safe
-            )
-            with zipfile.ZipFile(path) as archive:
-                _read_rewritten(model, archive)
+            with keras.saving.custom_object_scope(dict(custom_objects)):
+                model: keras.Model = keras.saving.deserialize_keras_object(config, safe_mode=safe)
+                if compiled is not None and not has_own_compile(model):
+                    model.compile(**keras.saving.deserialize_keras_object(compiled))
+            values.assign(model)
             return model
         except (TypeError, ValueError) as error:
             raise StoreError(
@@ -437,14 +240,68 @@ def read_content(
             ) from error
 
 
-def _weights(file: IO[bytes]) -> dict[str, Array]:
-    values: dict[str, Array] = {}
+def config_of(model: keras.Model) -> Any:
+    """Return Keras's config of a model and its compile arguments; None if there is none."""
+    try:
+        config = keras.saving.serialize_keras_object(model)
+        json.dumps(config)
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    return config
 
-    def take(name: str, entry: Any) -> None:
-        if isinstance(entry, h5py.Dataset):
-            values[name] = entry[()]
 
-    file.seek(0)
-    with h5py.File(file, "r") as weights:
-        weights.visititems(take)
-    return values
+def _by_name(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return a model's variables by layer and name, without the numbers that a process counts."""
+    layers = all_layers(model)
+    # Layers follow those that contain them.
+    owners = {id(v): number for number, layer in enumerate(layers) for v in layer.variables}
+    named: dict[str, keras.Variable] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for variable in model.variables:
+        number = owners[id(variable)]
+        name = re.sub(r"_\d+", "", variable.name)
+        key = f"{type(layers[number]).__name__} ({number}): {name}"
+        counts[key] += 1
+        named[key if counts[key] == 1 else f"{key} {counts[key]}"] = variable
+    return named
+
+
+def _layer_states(model: keras.Model) -> dict[str, Array]:
+    """Return the states that layers save besides variables, and the files of their assets."""
+    states: dict[str, Array] = {}
+    for number, layer in enumerate(all_layers(model)):
+        kind = type(layer)
+        saves = kind.save_own_variables is not keras.Layer.save_own_variables
+        loads = kind.load_own_variables is not keras.Layer.load_own_variables
+        # Keras's layers with adapters merge them into another variable.
+        if (saves or loads) and not hasattr(kind, "enable_lora"):
+            store: dict[str, Any] = {}
+            layer.save_own_variables(store)
+            for name, value in store.items():
+                states[f"{number}/{name}"] = np.array(keras.ops.convert_to_numpy(value))
+            states[f"{number}/"] = np.zeros(0)
+        if callable(getattr(layer, "save_assets", None)):
+            with tempfile.TemporaryDirectory() as directory:
+                layer.save_assets(directory)
+                for path in filter(Path.is_file, sorted(Path(directory).rglob("*"))):
+                    name = f"{number}:{path.relative_to(directory)}"
+                    states[name] = np.fromfile(path, np.uint8)
+    return states
+
+
+def _restore_states(model: keras.Model, states: Mapping[str, Array]) -> None:
+    for number, layer in enumerate(all_layers(model)):
+        own, files = (
+            {name.removeprefix(start): v for name, v in states.items() if name.startswith(start)}
+            for start in (f"{number}/", f"{number}:")
+        )
+        if own:
+            own.pop("")
+            layer.load_own_variables(own)
+        if files:
+            with tempfile.TemporaryDirectory() as directory:
+                for name, content in files.items():
+                    path = Path(directory, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    content.tofile(path)
+                layer.load_assets(directory)

@@ -328,7 +328,7 @@ class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEst
                 "OptimizerMap, not a function; set custom_objects to classes and functions that "
                 "the config names."
             ) from error
-        self._check_metrics_copies({**compiled, **params})
+        compiled, params = self._copied(compiled), self._copied(params)
         rate = get("learning_rate")
         if rate is not None:
             try:
@@ -342,18 +342,20 @@ class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEst
         self._weights_by_samples(settings)
         return settings
 
-    def _check_metrics_copies(self, arguments: Mapping[str, Any]) -> None:
-        objects = self.getOrDefault("custom_objects")
-        for name in ("metrics", "weighted_metrics"):
+    def _copied(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of compile arguments, as the ranks get them."""
+        copies = {}
+        for name, value in arguments.items():
             try:
-                load(dump(arguments.get(name), objects))
+                copies[name] = load(dump(value, self.getOrDefault("custom_objects")))
             except Exception as error:
                 raise ParamError(
                     f"{name}: Keras cannot make equal copies for the ranks "
-                    f"({type(error).__name__}: {error}). Give the metric's class a get_config() "
-                    "with all arguments of the constructor, or keep each argument in an attribute "
-                    "of its name."
+                    f"({type(error).__name__}: {error}). Give its class a get_config() with all "
+                    "arguments of the constructor, or keep each argument in an attribute of its "
+                    "name."
                 ) from error
+        return copies
 
     def _weights_by_samples(self, settings: CompileSettings) -> bool:
         """Return whether batches are weighted by their sample weights; also check the losses.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from hvd_estimators.keras.backend import (
 )
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.outputs import Outputs, symbolic
-from hvd_estimators.keras.serialization import load_model, load_uncompiled
+from hvd_estimators.keras.serialization import load, load_model
 from hvd_estimators.keras.tensors import alike, input_structure, text_columns, unknown_id
 from hvd_estimators.saving.saved import Saved
 
@@ -145,7 +145,7 @@ class KerasPredictor(FrameworkPredictor):
             self._model = document
         else:
             with keras.device(self._device):
-                self._model = load_model(document, mapped=self._device == CPU)
+                self._model = load_model(document)
         reduce_precision(self._model, precision)
         self._structure = structure
         self._fields = {field.column: field for field in keras.tree.flatten(structure)}
@@ -209,16 +209,14 @@ def inputs_of(model: keras.Model, get: Callable[[str], Any]) -> Any:
     return input_structure(model, columns, get("_input_keys"))
 
 
-def predictor_settings(
-    model: keras.Model, get: Callable[[str], Any], compiled: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def predictor_settings(model: keras.Model, get: Callable[[str], Any]) -> dict[str, Any]:
     """Return arguments of `KerasPredictor`; see `inputs_of` and `pairs_labels`."""
     return {
         "structure": inputs_of(model, get),
         "columns": InputColumns.of(get("feature_columns") or []).names,
         "labels": list(get("label_columns") or []),
         "floatx": get("_floatx") or "float32",
-        "compares": pairs_labels(model, compiled),
+        "compares": pairs_labels(model),
         "selection": get("outputs"),
         "precision": get("inference_precision") or "float32",
     }
@@ -264,8 +262,10 @@ def _as_numbers(output: Any) -> Array:
 def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[str]]:
     keras.config.set_floatx(saved.get("_floatx") or "float32")
     with keras.device(choose_device(resources)):
-        model, compiled = load_uncompiled(saved.read("model"))
-    settings = predictor_settings(model, saved.get, compiled)
+        model = load(saved.read("model"))
+    # Its state takes twice the memory of the weights.
+    model.optimizer = None
+    settings = predictor_settings(model, saved.get)
     predictor = KerasPredictor(model, resources, **settings)
     return predictor, list(text_columns(settings["structure"]))
 
@@ -273,5 +273,5 @@ def _load(saved: Saved, resources: Resources) -> tuple[KerasPredictor, Sequence[
 load_predictor = predictor_loader(
     "KerasModel",
     _load,
-    "The model is not compiled. Loading sets Keras's float type as in training.",
+    "The model has no optimizer. Loading sets Keras's float type as in training.",
 )

@@ -1,63 +1,39 @@
 """Serialize models, optimizers, losses and metrics, with custom classes and functions.
 
-Keras's own pickling writes only the names of classes, so a process without these classes cannot
-load the result. This module serializes the classes, too. Loading runs code from the bytes. Used on
-the driver and on workers.
+A model travels as what Keras rebuilds it from, and as the values of its variables. Before it is
+sent, a copy is compared with it. Loading runs code from the bytes. Used on the driver and on
+workers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
-import gc
 import io
-import json
-import logging
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import keras
 import numpy as np
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators._util.unpickle_imports import Unpickler, loads
+from hvd_estimators._util.unpickle_imports import load as load_from
+from hvd_estimators._util.unpickle_imports import loads
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.backend import has_own_compile, kept_random_state
-from hvd_estimators.keras.custom_objects import (
-    complete_config,
-    complete_configs,
-    find_custom_objects,
-    make_object,
+from hvd_estimators.keras.backend import (
+    all_layers,
+    has_own_compile,
+    is_keras,
+    kept_random_state,
+    model_optimizers,
 )
-from hvd_estimators.keras.large_model import (
-    LargeModel,
-    has_only_values,
-    raw_values,
-    read_head,
-    size_of,
-    value_locations,
-    write_file,
-)
-from hvd_estimators.keras.model_file import (
-    load_folder,
-    read_files,
-    save_folder,
-    uncompiled,
-    write_files,
-)
-from hvd_estimators.keras.model_metadata import ModelMetadata
+from hvd_estimators.keras.custom_objects import Description, UnequalCopyError, differing_attributes
+from hvd_estimators.keras.model_file import ModelValues, variable_value
 
-logger = logging.getLogger(__name__)
-
-# For models above this size, unused copies are freed at once. The garbage collector does not know
-# the copies' size.
 _LARGE_BYTES = 2**26
-
-_ZEROS_BYTES = 2**10
+"""Size of models that are written to a file instead of into memory."""
 
 
 def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
@@ -80,66 +56,155 @@ def load(document: bytes) -> Any:
     return loads(document)
 
 
-def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | None]:
-    """Load a model and its compile arguments from `dump`, without compiling the model.
-
-    The optimizer in the arguments stays an `OptimizerPayload`. The arguments are None if the model
-    was not compiled, or if the loaded model is already compiled.
-    """
-    unpickler = _Uncompiled(io.BytesIO(document))
-    return unpickler.load(), unpickler.compiled
-
-
-def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
-    """Serialize a model without its compile arguments."""
-    return dump(_saved(model, custom_objects), custom_objects)
-
-
 def model_payload(
     model: keras.Model, custom_objects: Mapping[str, Any] | None = None
 ) -> bytes | LocalFile:
-    """Serialize a model as `dump_model` does, or a large one to a file with mappable values."""
-    large = _large_copy(model, custom_objects)
-    if large is None:
-        return dump_model(model, custom_objects)
-    head, copy = large
-    return write_file(dump(head, custom_objects), copy)
+    """Serialize a model without its compile arguments, a large one to a file."""
+    document, _ = _documented(model, custom_objects, compiled=False)
+    if sum(array.nbytes for array in document.values.arrays) < _LARGE_BYTES:
+        return dump(document, custom_objects)
+    local = LocalFile()
+    with open(local.path, "wb") as file:
+        _Pickler(file, dict(custom_objects or {})).dump(document)
+    return local
 
 
-def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> keras.Model:
-    """Load a model that `dump_model` or `model_payload` serialized.
-
-    The model is compiled only if its config was incomplete or its class has its own ``compile``.
-
-    Parameters
-    ----------
-    document : bytes or path
-        The serialized model.
-    mapped : bool
-        Whether the weights stay in the file, on the CPU. Processes that load the same file then
-        share one copy of the weights.
-    """
-    head, end = read_head(document)
-    if isinstance(head, LargeModel):
-        return head.load(document, end, mapped)
-    return _load_model(*head)
+def load_model(document: bytes | os.PathLike[str]) -> keras.Model:
+    """Load a model from `model_payload`. Only one with its own ``compile`` is compiled."""
+    with io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb") as file:
+        loaded: ModelDocument = load_from(file)
+    return loaded.make()
 
 
 def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
-    """Copy a model as `dump_model` and `load_model` do.
+    """Return a copy of a model, as `model_payload` and `load_model` make it."""
+    document, copy = _documented(model, custom_objects, compiled=False)
+    if document.compiled is not None:
+        _compile(copy, load(dump(document.compiled, custom_objects)))
+    document.values.assign(copy)
+    return copy
 
-    The copy of a large model shares its memory until one of the two models changes.
+
+@dataclass(frozen=True)
+class ModelDocument:
+    """Content from which a model is rebuilt.
+
+    Attributes
+    ----------
+    description : Description
+        Its config.
+    policy : object
+        Dtype policy, serialized. Layers that a model's constructor makes get the global policy.
+    builds : list of (bool, mapping)
+        Whether each layer is built, and Keras's build config.
+    attributes : mapping
+        Attributes by the layer's position, see `differing_attributes`.
+    values : ModelValues
+        Values of the variables.
+    compiled : mapping or None
+        Compile arguments; the optimizer is an `OptimizerPayload`.
     """
-    large = _large_copy(model, custom_objects)
-    return _saved_and_loaded(model, custom_objects)[1] if large is None else large[1]
+
+    description: Description
+    policy: Any
+    builds: list[tuple[bool, Any]]
+    attributes: Mapping[int, Mapping[str, Any]]
+    values: ModelValues
+    compiled: Mapping[str, Any] | None
+
+    def make(self) -> keras.Model:
+        """Return the model, compiled if there are compile arguments."""
+        with kept_random_state():
+            model = self.build()
+            _compile(model, self.compiled)
+            self.values.assign(model)
+            optimizer = model.optimizer if model.compiled else None
+            if optimizer is not None and model.trainable_variables and not optimizer.built:
+                optimizer.build(model.trainable_variables)
+        return model
+
+    def build(self) -> keras.Model:
+        """Return the model with new values, not compiled."""
+        given = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.policy))
+        try:
+            model: keras.Model = self.description.make()
+            layers = all_layers(model)
+            for number, (is_built, config) in enumerate(self.builds):
+                if number < len(layers) and is_built and not layers[number].built:
+                    # Keras records no shapes for a model without call().
+                    if any(size is not None for size in keras.tree.flatten(config)):
+                        layers[number].build_from_config(config)
+                    layers[number].built = True
+                    layers = all_layers(model)
+        finally:
+            keras.config.set_dtype_policy(given)
+        for number, attributes in self.attributes.items():
+            for name, value in attributes.items():
+                setattr(layers[number], name, value)
+        return model
+
+
+def _documented(
+    model: keras.Model, custom_objects: Mapping[str, Any] | None, compiled: bool
+) -> tuple[ModelDocument, keras.Model]:
+    """Return a model's document, and a copy whose values and compile arguments are left out.
+
+    Raises
+    ------
+    Exception
+        If Keras cannot rebuild the model, or the copy differs from it.
+    """
+    arguments = compile_arguments(model) if compiled or has_own_compile(model) else None
+    optimizers: list[Any] = [
+        # A copy has the same zeros before the first step.
+        each if each.built and int(each.iterations) else None
+        for each in model_optimizers(model)
+        if arguments is not None or each is not model.optimizer
+    ]
+    if arguments is not None:
+        arguments["optimizer"] = OptimizerPayload(
+            Description.of(model.optimizer, custom_objects), ()
+        )
+    document = ModelDocument(
+        Description.of(model, custom_objects),
+        keras.dtype_policies.serialize(model.dtype_policy),
+        [(layer.built, layer.get_build_config()) for layer in all_layers(model)],
+        {},
+        ModelValues.of(model, optimizers),
+        arguments,
+    )
+    sent: ModelDocument = load(
+        dump(replace(document, values=None, compiled=None), custom_objects)  # type: ignore[arg-type]
+    )
+    with kept_random_state():
+        copy = sent.build()
+    attributes = {}
+    layers = list(map(all_layers, (model, copy)))
+    for number, (ours, theirs) in enumerate(zip(*layers, strict=False)):
+        if found := differing_attributes(ours, theirs):
+            attributes[number] = found
+        for name, value in found.items():
+            try:
+                setattr(theirs, name, load(dump(value, custom_objects)))
+            except Exception as error:
+                raise UnequalCopyError(
+                    f"a copy of {type(ours).__name__} lacks the attribute {name!r} of type "
+                    f"{type(value).__name__}, which cannot be pickled"
+                ) from error
+    kinds = [[type(layer).__qualname__ for layer in each] for each in layers]
+    if kinds[0] != kinds[1]:
+        raise UnequalCopyError(
+            f"it has the layers {', '.join(kinds[0])}; a copy, {', '.join(kinds[1])}"
+        )
+    document.values.check(copy)
+    return replace(document, attributes=attributes), copy
 
 
 class ModelPayload:
     """A compiled model that is sent to the ranks.
 
-    The pickled content is the same as from `dump` or `model_payload`, in separate parts. The
-    parts are not kept in memory. Large parts are plain arrays, so that they can be copied from file
-    to file.
+    The values are not copied into memory: they are pickled one by one, from the model's variables.
 
     Parameters
     ----------
@@ -150,129 +215,63 @@ class ModelPayload:
     """
 
     def __init__(self, model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> None:
-        self._model: keras.Model | None = model
-        self._custom_objects = dict(custom_objects or {})
-        self._parts: tuple[Any, ...] = ()
+        self._model: Any = model
+        self._custom_objects = custom_objects
+        self._arrays: list[Array] | None = None
 
     def load(self) -> keras.Model:
-        """Return the compiled model. This method can be called only once.
+        """Return the compiled model: the given one, or a copy of it in another process.
 
-        In other processes the model is a copy. The process that created this object gets the given
-        model itself, compiled with copies of its losses and metrics.
+        This method can be called only once.
         """
-        model, parts = self._model, self._parts
-        self._model, self._parts = None, ()
-        if model is None:
-            return _load_parts(*parts)
-        optimizer, compiled = model.optimizer, compile_arguments(model)
-        if compiled is not None and not has_own_compile(model):
-            compiled = load(dump(compiled, self._custom_objects))
-            model.compile(**{**compiled, "optimizer": optimizer})
-            if model.trainable_variables and not optimizer.built:
-                optimizer.build(model.trainable_variables)
-        return model
+        given, self._model = self._model, None
+        if self._arrays is not None:
+            document: ModelDocument = load(given)
+            values = replace(document.values, arrays=_freed(self._arrays))
+            return replace(document, values=values).make()
+        return given
 
     def __reduce__(self) -> Any:
-        return _make_document, self._serialize()
-
-    def _serialize(self) -> tuple[Any, ...]:
-        model, custom_objects = self._model, self._custom_objects
-        assert model is not None, "The model has been taken from the document."
-        content: Any
-        head: tuple[Any, ...]
-        large = _large_copy(model, custom_objects)
-        if large is None:
-            content, objects, _, metadata = _saved(model, custom_objects)
-            head = (objects, metadata)
-        else:
-            content, head = raw_values(large[1]), (large[0],)
-        compiled, state = compile_arguments(model), None
-        if compiled is not None:
-            optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
-            state = optimizer.state
-            compiled["optimizer"] = replace(optimizer, state={})
-        return content, dump((*head, compiled), custom_objects), state
+        assert self._model is not None, "The model has been taken."
+        document, _ = _documented(self._model, self._custom_objects, compiled=True)
+        head = replace(document, values=replace(document.values, arrays=()))
+        return _received, (dump(head, self._custom_objects), list(document.values.arrays))
 
 
-def _make_document(*parts: Any) -> ModelPayload:
-    document = ModelPayload.__new__(ModelPayload)
-    document._model, document._parts = None, parts
-    return document
+def _received(document: bytes, arrays: list[Array]) -> ModelPayload:
+    payload = ModelPayload(document)
+    payload._arrays = arrays
+    return payload
 
 
-def _load_parts(content: Any, rest: bytes, state: Any) -> keras.Model:
-    *head, compiled = load(rest)
-    if isinstance(head[0], LargeModel):
-        model = head[0].fill(content)
-    else:
-        custom_objects, metadata = head
-        model = _load_model(content, custom_objects, None, metadata)
-    if compiled is not None:
-        compiled["optimizer"] = replace(compiled["optimizer"], state=state)
-    _compile(model, compiled)
-    return model
-
-
-def _large_copy(
-    model: keras.Model, custom_objects: Mapping[str, Any] | None
-) -> tuple[LargeModel, keras.Model] | None:
-    """Return a large model without its values, and a copy that shares the values' memory.
-
-    Returns None for other models, which need Keras's files.
-    """
-    if size_of(model) < _LARGE_BYTES or not has_only_values(model):
-        return None
-    # The collector does not know the size of earlier copies.
-    gc.collect()
-    view, extras = uncompiled(model), dict[str, Any]()
-    # The new model draws random numbers.
-    with kept_random_state():
-        try:
-            with complete_configs(view, extras):
-                objects = find_custom_objects([view], custom_objects)
-                config = json.dumps(keras.saving.serialize_keras_object(view))
-            objects.update(extras)
-            head = LargeModel(config.encode(), objects, ModelMetadata.of(model))
-            # The copy gets its own objects.
-            own_objects: LargeModel = load(dump(head, custom_objects))
-            copy = own_objects.make()
-            metadata, pairs = head.metadata.paired(model, copy)
-        except Exception as error:
-            logger.debug("A large model is not made of its config alone", exc_info=error)
-            return None
-    for ours, theirs in pairs:
-        theirs.assign(ours.value)
-    return replace(head, metadata=metadata, values=value_locations(copy)), copy
-
-
-_Saved = tuple[dict[str, Array], dict[str, Any], dict[str, Any] | None, ModelMetadata]
+def _freed(arrays: list[Array]) -> Iterator[Array]:
+    arrays.reverse()
+    while arrays:
+        yield arrays.pop()
 
 
 class _Pickler(cloudpickle.Pickler):
     """Pickler that stores models, optimizers and metrics by config, and losses by attributes."""
 
-    def __init__(self, buffer: io.BytesIO, custom_objects: dict[str, Any]) -> None:
-        super().__init__(buffer)
+    def __init__(self, file: IO[bytes], custom_objects: dict[str, Any]) -> None:
+        super().__init__(file)
         self._custom_objects = custom_objects
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.Model):
-            return self._reduce_model(obj)
+            return ModelDocument.make, (_documented(obj, self._custom_objects, compiled=True)[0],)
         if isinstance(obj, keras.optimizers.Optimizer):
-            return _make_optimizer, (OptimizerPayload.of(obj, self._custom_objects),)
+            return OptimizerPayload.make, (OptimizerPayload.of(obj, self._custom_objects),)
         if isinstance(obj, keras.metrics.Metric):
-            return make_object, (type(obj), *complete_config(obj, self._custom_objects))
+            return Description.make, (Description.of(obj, self._custom_objects),)
         if isinstance(obj, keras.losses.Loss):
             # Keras would pickle a config, from which a custom class may lack arguments.
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        if is_keras(type(obj)) and isinstance(obj, (list, dict, set)):
+            # The layer that gets it as an attribute tracks it again.
+            kind = next(kind for kind in (list, dict, set) if isinstance(obj, kind))
+            return kind, (kind(obj),)
         return super().reducer_override(obj)
-
-    def _reduce_model(self, model: keras.Model) -> Any:
-        files, objects, _, metadata = _saved(model, self._custom_objects)
-        compiled = compile_arguments(model)
-        if compiled is not None:
-            compiled["optimizer"] = OptimizerPayload.of(model.optimizer, self._custom_objects)
-        return _load_model, (files, objects, compiled, metadata)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
@@ -285,99 +284,6 @@ def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
     return compiled
 
 
-def _saved(model: keras.Model, custom_objects: Mapping[str, Any] | None) -> _Saved:
-    """Save a model to Keras's files, and check that a copy from these files equals it.
-
-    Returns
-    -------
-    tuple
-        The arguments of `_load_model`. The compile arguments are None, unless the model's class
-        overrides ``compile``.
-
-    Raises
-    ------
-    Exception
-        If Keras cannot write or load the files, or the copy differs from the model.
-    """
-    saved, copy = _saved_and_loaded(model, custom_objects)
-    del copy
-    _collect(saved[0])
-    return saved
-
-
-def _saved_and_loaded(
-    model: keras.Model, custom_objects: Mapping[str, Any] | None
-) -> tuple[_Saved, keras.Model]:
-    """Return the result of `_saved`, and the copy of the model."""
-    extras: dict[str, Any] = {}
-    # The optimizer is serialized separately, and its state is twice as large as the weights.
-    view = uncompiled(model)
-    # Loading draws random numbers.
-    with kept_random_state(), tempfile.TemporaryDirectory() as directory:
-        with complete_configs(view, extras):
-            named = find_custom_objects([view], custom_objects)
-            save_folder(view, directory)
-        files = _undated(read_files(directory))
-        _collect(files)
-        named.update(extras)
-        metadata, compiled = ModelMetadata.of(model), None
-        if has_own_compile(model):
-            compiled = compile_arguments(model)
-            if compiled is not None:
-                optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
-                compiled["optimizer"] = optimizer
-        # The copy gets its own objects.
-        document = dump((named, compiled, metadata), custom_objects)
-        objects, arguments, given = load(document)
-        copy = _load_folder(directory, objects, given)
-        metadata = metadata.completed(model, copy)
-        _compile(copy, arguments)
-    return (files, named, compiled, metadata), copy
-
-
-def _undated(files: dict[str, Array]) -> dict[str, Array]:
-    """Remove the save date, so that the same model always has the same files.
-
-    Otherwise, a model saved a second later would be sent to the executors and loaded again.
-    """
-    metadata = json.loads(files["metadata.json"].tobytes())
-    metadata.pop("date_saved", None)
-    return {**files, "metadata.json": np.frombuffer(json.dumps(metadata).encode(), np.uint8)}
-
-
-def _collect(files: Mapping[str, Array]) -> None:
-    """Free unused models whose files are large."""
-    if sum(content.nbytes for content in files.values()) > _LARGE_BYTES:
-        gc.collect()
-
-
-def _load_folder(
-    directory: str, custom_objects: Mapping[str, Any], metadata: ModelMetadata | None
-) -> keras.Model:
-    with metadata.policy() if metadata is not None else contextlib.nullcontext():
-        model = load_folder(directory, custom_objects)
-    if metadata is not None:
-        metadata.apply(model)
-    return model
-
-
-def _load_model(
-    document: Any,
-    custom_objects: Mapping[str, Any] | None = None,
-    compiled: Mapping[str, Any] | None = None,
-    metadata: ModelMetadata | None = None,
-) -> keras.Model:
-    """Create a model from files, which are freed one by one, or from its pickled attributes."""
-    if custom_objects is None:
-        as_it_was: keras.Model = loads(document)
-        return as_it_was
-    with tempfile.TemporaryDirectory() as directory:
-        write_files(document, directory)
-        model = _load_folder(directory, custom_objects, metadata)
-    _compile(model, compiled)
-    return model
-
-
 def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
     """Compile a model with its original arguments.
 
@@ -386,59 +292,8 @@ def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
     """
     if compiled is None:
         return
-    optimizer: OptimizerPayload = compiled["optimizer"]
     compile_model = keras.Model.compile if has_own_compile(model) else type(model).compile
-    compile_model(model, **{**compiled, "optimizer": optimizer.make()})
-    if model.trainable_variables:
-        optimizer.restore(model.optimizer, model.trainable_variables)
-
-
-class _Uncompiled(Unpickler):
-    """Unpickler that creates models without compiling them.
-
-    Attributes
-    ----------
-    compiled : mapping or None
-        Compile arguments of the last created model, which is the outermost model.
-    """
-
-    compiled: Mapping[str, Any] | None = None
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        value = super().find_class(module, name)
-        return self._load if value is _load_model else value
-
-    def _load(
-        self,
-        document: Any,
-        custom_objects: Mapping[str, Any] | None = None,
-        compiled: Mapping[str, Any] | None = None,
-        metadata: ModelMetadata | None = None,
-    ) -> keras.Model:
-        self.compiled = compiled
-        return _load_model(document, custom_objects, None, metadata)
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """Placeholder for an array of zeros, such as an optimizer's slot before the first step."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-class _State(dict[str, Any]):
-    """State that keeps large arrays of zeros as `Zeros`; reading one creates the array."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        array = np.asarray(value)
-        if array.nbytes >= _ZEROS_BYTES and not array.reshape(-1).view(np.uint8).any():
-            value = Zeros(array.shape, array.dtype)
-        super().__setitem__(name, value)
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        return np.zeros(value.shape, value.dtype) if isinstance(value, Zeros) else value
+    compile_model(model, **{**compiled, "optimizer": compiled["optimizer"].make()})
 
 
 @dataclass(frozen=True)
@@ -447,52 +302,33 @@ class OptimizerPayload:
 
     Attributes
     ----------
-    cls : type
-        Class of the optimizer.
-    config : mapping
-        Result of `complete_config`.
-    state : mapping
-        Values of its variables, by their position.
-    custom_objects : mapping
-        Classes and other objects that the config names.
+    description : Description
+        Its config.
+    state : list of numpy.ndarray
+        Values of its variables; empty before its first step.
     """
 
-    cls: type[keras.optimizers.Optimizer]
-    config: Mapping[str, Any]
-    state: Mapping[str, Array | Zeros]
-    custom_objects: Mapping[str, Any]
+    description: Description
+    state: Sequence[Array]
 
     @staticmethod
     def of(
         optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
     ) -> OptimizerPayload:
-        """Serialize an optimizer.
-
-        Raises
-        ------
-        UnequalCopyError
-            If a copy from the optimizer's config differs from it.
-        """
-        state = _State()
-        optimizer.save_own_variables(state)
-        config, objects = complete_config(optimizer, custom_objects)
-        return OptimizerPayload(type(optimizer), config, state, objects)
+        """Serialize an optimizer."""
+        has_state = optimizer.built and int(optimizer.iterations)
+        state = [np.array(variable_value(v)) for v in optimizer.variables] if has_state else []
+        return OptimizerPayload(Description.of(optimizer, custom_objects), state)
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return a new optimizer without state."""
-        optimizer: keras.optimizers.Optimizer = make_object(
-            self.cls, self.config, self.custom_objects
-        )
+        optimizer: keras.optimizers.Optimizer = self.description.make()
         return optimizer
 
     def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        """Build an optimizer for a model's variables, and restore its state if there is one."""
-        if not optimizer.built:
+        """Build an optimizer for a model's variables, and restore its state, if there is one."""
+        if self.state and not optimizer.built:
             optimizer.build(list(variables))
-        # The state of an optimizer that was never built has only its iterations and learning rate.
         if len(self.state) == len(optimizer.variables):
-            optimizer.load_own_variables(_State(self.state))
-
-
-def _make_optimizer(document: OptimizerPayload) -> keras.optimizers.Optimizer:
-    return document.make()
+            for variable, value in zip(optimizer.variables, self.state, strict=True):
+                variable.assign(value)

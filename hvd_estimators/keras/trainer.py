@@ -48,7 +48,7 @@ from hvd_estimators.keras.loop import (
     StepEnd,
     StreamsCallback,
 )
-from hvd_estimators.keras.model_file import save_file
+from hvd_estimators.keras.model_file import save_values
 from hvd_estimators.keras.outputs import keep_rows
 from hvd_estimators.keras.schedules import LearningRateWarmupCallback
 from hvd_estimators.keras.serialization import ModelPayload
@@ -113,7 +113,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     Returns
     -------
     TrainResult
-        The trained state, from rank 0: a ``.keras`` file, or the checkpoint callback's file.
+        The trained state, from rank 0, as a file of `save_values`.
     """
     with (
         session(spec.collectives, spec.mp_start_method, spec.data.num_ranks, spec.use_gpu),
@@ -380,7 +380,7 @@ class _Trainer:
         if path is not None:
             shutil.move(path, state.path)
         else:
-            save_file(self.model, state.path)
+            save_values(self.model, state.path)
         return state
 
 

@@ -116,6 +116,11 @@ TABLE = (
     ),
     Private("keras.Variable", "_path", "MultiOptimizer selects variables by these names."),
     Private(
+        "keras.src.saving.serialization_lib",
+        "ObjectSharingScope",
+        "A layer that two parts of a model share stays one layer in copies.",
+    ),
+    Private(
         "keras.src.random.seed_generator",
         "global_seed_generator",
         "It is the generator of keras.random.",

@@ -139,8 +139,8 @@ def shared_pages(spark: SparkSession, folder: Path, framework: str, workers: int
     print(found)
     np.testing.assert_allclose(found[:, 0], 1, rtol=1e-3)
     assert (found[:, 1] > 1).all()
-    # Each worker needs memory for TensorFlow or torch besides the table.
-    assert found[:, 2].sum() < 1 + workers * (0.6 if framework == "keras" else 0.4), found
+    # Each worker needs memory for torch besides the table.
+    assert found[:, 2].sum() < 1 + workers * 0.4, found
 
 
 def model_that_reads(framework: str) -> Any:
@@ -154,30 +154,6 @@ def model_that_reads(framework: str) -> Any:
         return [found["Rss:"], found["Pss:"]]
 
     columns: dict[str, Any] = {"feature_columns": ["x"], "label_columns": ["y"]}
-    if framework == "keras":
-        import keras
-        import tensorflow as tf
-
-        from hvd_estimators.keras import KerasModel
-
-        class ReadsTable(keras.layers.Layer):
-            def build(self, shape: Any) -> None:
-                self.table = self.add_weight(shape=(2**14, 2**14), initializer="ones")
-
-            def call(self, x: Any) -> Any:
-                mean = tf.reduce_mean(self.table)
-                found = tf.py_function(
-                    lambda m: tf.constant([float(m), *sizes()], tf.float32), [mean], tf.float32
-                )
-                return tf.ones_like(x) * tf.reshape(found, (1, 3))
-
-            def compute_output_shape(self, shape: Any) -> Any:
-                return (shape[0], 3)
-
-        inputs = keras.Input((1,))
-        return KerasModel(
-            model=keras.Model(inputs, ReadsTable()(inputs)), output_shapes=[[3]], **columns
-        )
     import torch
 
     if framework == "torch":

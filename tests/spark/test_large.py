@@ -23,7 +23,7 @@ import pytest
         # 3 GB: two ranks with gradients and Adam's moments would take 24 GB.
         ("fine_tune", "torch", "750000000"),
         *(("predict", f, "750000000") for f in ("torch", "keras", "lightning")),
-        *(("shared_pages", f, "4") for f in ("torch", "keras", "lightning")),
+        *(("shared_pages", f, "4") for f in ("torch", "lightning")),
         ("images", "1500"),
         ("results", "2"),
         ("flat_disk", "20"),
