@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from hvd_estimators.launch.local_backend import LocalBackend
 _IMPORTED = {
     "torch": ("hvd_estimators.lightning.trainer", "pytorch_lightning"),
     "tensorflow": ("hvd_estimators.keras.trainer", "keras"),
+    "keras": ("hvd_estimators.keras.trainer", "keras"),
 }
 
 
@@ -35,7 +37,7 @@ class StandingBackend(Backend):
         Folder in which calls and results are exchanged.
     framework : str
         Horovod's name for the framework that trains: ``torch``, which includes Lightning, or
-        ``tensorflow``.
+        ``tensorflow``. ``keras`` is Keras on torch, without Horovod.
     """
 
     def __init__(self, ranks: int, directory: Path, framework: str = "torch") -> None:
@@ -84,11 +86,12 @@ class StandingBackend(Backend):
 def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-    hvd = importlib.import_module(f"horovod.{framework}")
-    hvd.init()
-    # Ranks that shut down and return would find each other's old addresses.
-    hvd.shutdown = lambda: None
-    rank = hvd.rank()
+    if framework != "keras":
+        hvd = importlib.import_module(f"horovod.{framework}")
+        hvd.init()
+        # Ranks that shut down and return would find each other's old addresses.
+        hvd.shutdown = lambda: None
+    rank = os.environ["HOROVOD_RANK"]
     for call in range(1_000_000):
         path = Path(directory) / f"call-{call}"
         while not path.exists():
