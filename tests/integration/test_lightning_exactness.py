@@ -27,6 +27,7 @@ from reference import (
     train_alone,
     write_rows,
 )
+from variants import others_in_soak
 
 from hvd_estimators.lightning import LightningEstimator
 
@@ -118,7 +119,7 @@ def play(net: Any, critic: Any, batch: Any, pair: Any, backward: Any) -> None:
     discriminator.step()
 
 
-@pytest.mark.parametrize("library", ["horovod", "torch"])
+@pytest.mark.parametrize("library", others_in_soak("torch", "horovod"))
 def test_a_gan_trains_as_one_process(backend: Any, store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     module = Adversarial()
