@@ -71,16 +71,25 @@ class StandingBackend(Backend):
     ) -> list[Any]:
         call, self._calls = self._calls, self._calls + 1
         _publish(self.directory / f"call-{call}", cloudpickle.dumps((fn, args, kwargs or {})))
-        self.results = []
-        for rank in range(self.ranks):
-            answer = self.directory / f"answer-{call}-{rank}"
-            while not answer.exists():
-                assert self._thread.is_alive(), "the ranks have ended"
-                time.sleep(0.02)
-            kind, value = pickle.loads(answer.read_bytes())
-            assert kind == "result", value
-            self.results.append(value)
+        answers = [self.directory / f"answer-{call}-{rank}" for rank in range(self.ranks)]
+        self.results, first = [], None
+        while not all(answer.exists() for answer in answers):
+            assert self._thread.is_alive(), "the ranks have ended"
+            given = [answer for answer in answers if answer.exists()]
+            first = first or (time.monotonic() if given else None)
+            # The others may wait for a rank that has failed.
+            if first is not None and time.monotonic() - first > 30:
+                _results(given)
+            time.sleep(0.02)
+        self.results = _results(answers)
         return self.results
+
+
+def _results(answers: Sequence[Path]) -> list[Any]:
+    found = [pickle.loads(answer.read_bytes()) for answer in answers]
+    for kind, value in found:
+        assert kind == "result", value
+    return [value for _, value in found]
 
 
 def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
