@@ -185,6 +185,9 @@ class LossDenominators:
             value = original(loss, y_true, y_pred, sample_weight)
         finally:
             vars(loss).pop("call")
+        if tuple(value.shape) == (0,):
+            # Where shapes are known, as on torch, Keras does not reduce a batch without rows.
+            value = ops.sum(value)
         if loss.reduction == "sum" and not states_denominator(loss):
             return self._sum(value)
         denominator = _denominator(loss, y_true, y_pred, sample_weight, elements[-1])

@@ -21,6 +21,7 @@ from hvd_estimators.keras.backend import (
     has_own_test_step,
     is_keras,
     num_dimensions,
+    on_tensorflow,
 )
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.outputs import Outputs
@@ -303,9 +304,15 @@ def check_loss(
         for name, output, label, _ in compared
     )
     remedy = "Set label_cols and the model's outputs to the same shapes, or label_shapes."
+    given = (x, labels, outputs, weights)
+    if not on_tensorflow():
+        # As in a step: torch subtracts no array from a tensor that requires a gradient.
+        given = keras.tree.map_structure(
+            lambda v: keras.ops.convert_to_tensor(v) if isinstance(v, np.ndarray) else v, given
+        )
     try:
         with traceless():
-            value = model.compute_loss(x, labels, outputs, weights)
+            value = model.compute_loss(*given)
     except Exception as error:
         for name, output, label, loss in compared:
             _check_targets(name, loss, label, output)

@@ -20,11 +20,19 @@ Fitted = TypeVar("Fitted")
 class FourShards:
     """Mixin that makes an estimator train as in a run started with 4 ranks."""
 
+    shards = SHARDS
+
     def _plan(self, manifest: Any, num_shards: int, num_ranks: int, seed: int) -> DataSpec:
         data: DataSpec = super()._plan(  # type: ignore[misc]
-            manifest, SHARDS, num_ranks, seed
+            manifest, self.shards, num_ranks, seed
         )
         return data
+
+
+class ThreeShards(FourShards):
+    """Mixin that makes an estimator train as in a run started with 3 ranks."""
+
+    shards = 3
 
 
 def note(folder: str, rank: int, ids: Any) -> None:

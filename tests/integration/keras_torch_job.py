@@ -14,10 +14,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import torch
+from exactness import write_all
+from keras_exactness import CELLS, check
 from keras_reference import OPTIMIZERS, assert_same_weights, make_estimator, train_alone
 from parquet_files import write_columns
 from pyspark.sql import SparkSession
+from rank_pool import end_shared_ranks, shared_ranks
 from reference import global_batches, write_rows
 from resuming import kept_checkpoints
 from tracked_buffers import BATCH, EPOCHS, REDUCTIONS, ROWS, KerasTracking, expected_buffers
@@ -26,7 +28,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasModel, load_predictor
 from hvd_estimators.store import LocalStore
 
-ops: Any = keras.ops
 CASES: dict[str, Callable[[Any], None]] = {}
 
 
@@ -50,12 +51,20 @@ def alone(model: keras.Model, inputs: Any, label: Any, batches: Any, weights: An
 
 
 @case
+def cells_of_the_matrix(store: Any) -> None:
+    paths = write_all(Path(store.prefix_path) / "rows")
+    for kind, situation in CELLS:
+        check(shared_ranks(2, "keras"), store, paths, kind, situation, "torch")
+
+
+@case
 def steps_validation_and_saving(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     held_out = write_rows(Path(store.get_val_data_path()), 3, seed=1)
     estimator = make_estimator(
         store,
         2,
+        backend=shared_ranks(2, "keras"),
         optimizer=OPTIMIZERS["adam"](),
         batch_size=16,
         epochs=2,
@@ -85,27 +94,6 @@ def steps_validation_and_saving(store: Any) -> None:
         np.testing.assert_allclose(np.ravel(found) - held_out["label"], errors, rtol=1e-5)
 
 
-@case
-def accumulation_with_sample_weights(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 150)
-    for weighted in ("by_rows", "by_weights"):
-        kind = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
-        model = make_estimator(
-            store,
-            2,
-            optimizer=OPTIMIZERS["clipped"](),
-            batch_size=10,
-            epochs=2,
-            backward_passes_per_step=3,
-            loss=keras.losses.MeanSquaredError(reduction=kind),
-            sample_weight_col="weight",
-        ).fit_on_parquet()
-        batches = global_batches(150, 2, 10)
-        clipped = OPTIMIZERS["clipped"]()
-        expected = train_alone(columns, batches, clipped, 2, passes=3, weighted=weighted)
-        assert_same_weights(model.getModel(), expected)
-
-
 def over_horovod(store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     common = {"batch_size": 16, "epochs": 2, "collectives": "horovod"}
@@ -113,35 +101,6 @@ def over_horovod(store: Any) -> None:
     batches = global_batches(65, 2, 16)
     expected = train_alone(columns, batches, OPTIMIZERS["adam"](), 2)
     assert_same_weights(fitted.getModel(), expected)
-
-
-def two_inputs() -> keras.Model:
-    random.seed(1)
-    a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
-    hidden = keras.layers.Concatenate()([keras.layers.Dense(4, "tanh")(a), b])
-    model = keras.Model([a, b], keras.layers.Dense(3, activation="softmax")(hidden))
-    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-    return model
-
-
-@case
-def two_inputs_with_class_weights(store: Any) -> None:
-    rng = np.random.default_rng(0)
-    columns = {
-        "a": rng.normal(size=(70, 3)).astype("f4"),
-        "b": rng.normal(size=(70, 2)).astype("f4"),
-        "y": rng.integers(0, 3, 70),
-    }
-    write_columns(Path(store.get_train_data_path()), columns)
-    classes = {0: 0.5, 2: 3.0}
-    weights = np.array([classes.get(y, 1.0) for y in columns["y"].tolist()], np.float32)
-    common = {"feature_cols": ["a", "b"], "label_cols": ["y"], "batch_size": 8, "epochs": 2}
-    model = make_estimator(
-        store, 2, model=two_inputs(), optimizer=None, loss=None, class_weight=classes, **common
-    ).fit_on_parquet()
-    inputs = [columns["a"], columns["b"]]
-    expected = alone(two_inputs(), inputs, columns["y"], global_batches(70, 2, 8), weights)
-    assert_same_weights(model.getModel(), expected)
 
 
 def recurrent() -> keras.Model:
@@ -165,51 +124,12 @@ def masked_sequences(store: Any) -> None:
     columns = {"ids": ids, "y": rng.normal(size=(40, 6)).astype("f4")}
     write_columns(Path(store.get_train_data_path()), columns)
     common = {"feature_cols": ["ids"], "label_cols": ["y"], "batch_size": 5, "epochs": 2}
+    common["backend"] = shared_ranks(2, "keras")
     model = make_estimator(
         store, 2, model=recurrent(), optimizer=None, loss=None, label_shapes=[[-1, 6, 1]], **common
     ).fit_on_parquet()
     batches = global_batches(40, 2, 5)
     expected = alone(recurrent(), ids, columns["y"][..., None], batches)
-    assert_same_weights(model.getModel(), expected)
-
-
-@keras.saving.register_keras_serializable()
-class OwnStep(keras.Model):
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        self.zero_grad()
-        loss = ops.mean(ops.square(self(x, training=True) - ops.convert_to_tensor(y)))
-        loss.backward()
-        variables = self.trainable_weights
-        gradients = [variable.value.grad for variable in variables]
-        with torch.no_grad():
-            self.optimizer.apply(gradients, variables)
-        return {"loss": loss}
-
-
-def own_step() -> keras.Model:
-    random.seed(1)
-    model = OwnStep()
-    model(np.zeros((1, 4)))
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
-
-
-@case
-def own_train_step(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 60)
-    model = make_estimator(
-        store, 2, model=own_step(), optimizer=None, loss=None, batch_size=8, epochs=2
-    ).fit_on_parquet()
-    label = columns["label"][:, None]
-    expected = alone(own_step(), columns["features"], label, global_batches(60, 2, 8))
     assert_same_weights(model.getModel(), expected)
 
 
@@ -246,7 +166,9 @@ def a_killed_rank_ends_in_the_same_weights(store: Any) -> None:
     results = []
     for mark in (None, f"{store.prefix_path}/mark"):
         given = {**common, "optimizer": OPTIMIZERS["adam"](), "model": normalized()}
-        if mark is not None:
+        if mark is None:
+            given["backend"] = shared_ranks(2, "keras")
+        else:
             given |= {"callbacks": [Killed(mark)], "max_restarts": 1, "checkpoint_every_n_steps": 1}
         results.append(make_estimator(store, 2, **given).fit_on_parquet().getModel())
     assert os.path.exists(mark)
@@ -294,3 +216,4 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             CASES.get(name, over_horovod)(LocalStore(folder))
         print("passed", name, flush=True)
+    end_shared_ranks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from hvd_estimators.launch.local_backend import LocalBackend
 _IMPORTED = {
     "torch": ("hvd_estimators.lightning.trainer", "pytorch_lightning"),
     "tensorflow": ("hvd_estimators.keras.trainer", "keras"),
+    "keras": ("hvd_estimators.keras.trainer", "keras"),
 }
 
 
@@ -35,7 +37,7 @@ class StandingBackend(Backend):
         Folder in which calls and results are exchanged.
     framework : str
         Horovod's name for the framework that trains: ``torch``, which includes Lightning, or
-        ``tensorflow``.
+        ``tensorflow``. ``keras`` is Keras on torch, without Horovod.
     """
 
     def __init__(self, ranks: int, directory: Path, framework: str = "torch") -> None:
@@ -69,26 +71,36 @@ class StandingBackend(Backend):
     ) -> list[Any]:
         call, self._calls = self._calls, self._calls + 1
         _publish(self.directory / f"call-{call}", cloudpickle.dumps((fn, args, kwargs or {})))
-        self.results = []
-        for rank in range(self.ranks):
-            answer = self.directory / f"answer-{call}-{rank}"
-            while not answer.exists():
-                assert self._thread.is_alive(), "the ranks have ended"
-                time.sleep(0.02)
-            kind, value = pickle.loads(answer.read_bytes())
-            assert kind == "result", value
-            self.results.append(value)
+        answers = [self.directory / f"answer-{call}-{rank}" for rank in range(self.ranks)]
+        self.results, first = [], None
+        while not all(answer.exists() for answer in answers):
+            assert self._thread.is_alive(), "the ranks have ended"
+            given = [answer for answer in answers if answer.exists()]
+            first = first or (time.monotonic() if given else None)
+            # The others may wait for a rank that has failed.
+            if first is not None and time.monotonic() - first > 30:
+                _results(given)
+            time.sleep(0.02)
+        self.results = _results(answers)
         return self.results
+
+
+def _results(answers: Sequence[Path]) -> list[Any]:
+    found = [pickle.loads(answer.read_bytes()) for answer in answers]
+    for kind, value in found:
+        assert kind == "result", value
+    return [value for _, value in found]
 
 
 def _serve(directory: str, framework: str, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-    hvd = importlib.import_module(f"horovod.{framework}")
-    hvd.init()
-    # Ranks that shut down and return would find each other's old addresses.
-    hvd.shutdown = lambda: None
-    rank = hvd.rank()
+    if framework != "keras":
+        hvd = importlib.import_module(f"horovod.{framework}")
+        hvd.init()
+        # Ranks that shut down and return would find each other's old addresses.
+        hvd.shutdown = lambda: None
+    rank = os.environ["HOROVOD_RANK"]
     for call in range(1_000_000):
         path = Path(directory) / f"call-{call}"
         while not path.exists():

@@ -1,548 +1,198 @@
-"""Several ranks train exactly as one process over the same global batches."""
+"""Matrix of exactness: ranks of torch and Lightning end with the weights of one process."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import json
-import os
-import random
-from pathlib import Path
+import sys
 from typing import Any
 
-import numpy as np
+import cloudpickle
+import exactness
 import pytest
-import reference
 import torch
-from rank_pool import shared_ranks
-from reference import (
-    OPTIMIZERS,
-    assert_same_weights,
-    global_batches,
+from exactness import (
+    CLASS_WEIGHTS,
+    CLASSES,
+    CLIP,
+    KINDS,
+    LENGTH,
+    PADDING,
+    SITUATIONS,
+    WEIGHT,
+    assert_as_alone,
+    cells,
     make_net,
-    train_alone,
-    write_rows,
+    make_optimizer,
+    weights_of,
 )
-from torch.utils.checkpoint import checkpoint
-from variants import others_in_soak
+from fewer_ranks import ThreeShards
+from pytorch_lightning import LightningModule
+from rank_pool import StandingBackend, shared_ranks
+from torch.nn import functional
 
-from hvd_estimators.exceptions import DataError
+from hvd_estimators import Store
+from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
 
-
-def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, Any]:
-    return reference.fit(store, ranks, name, **{"backend": shared_ranks(ranks), **params})
+COLLECTIVES = ("torch", "horovod")
 
 
-LIBRARIES = ("horovod", "torch")
+@pytest.fixture(scope="module")
+def ranks() -> StandingBackend:
+    for module in (exactness, sys.modules[__name__]):
+        cloudpickle.register_pickle_by_value(module)
+    return shared_ranks(2)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "library"),
-    [("sgd", "horovod"), ("momentum", "horovod"), ("adam", "horovod"), ("adam", "torch")],
-)
-def test_two_ranks_train_as_one_process_over_the_global_batches(
-    store: Any, optimizer: str, library: str
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 1000)
-    model, backend = fit(store, 2, optimizer, batch_size=32, epochs=2, collectives=library)
-    expected = train_alone(columns, global_batches(1000, 2, 32), OPTIMIZERS[optimizer], 2)
-    assert_same_weights(model.getModel(), expected)
-    assert len({result.weights_digest for result in backend.results}) == 1
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    return exactness.write_all(tmp_path_factory.mktemp("rows"))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize(("rows", "ranks"), [(65, 2), (129, 3), (3, 2)])
-def test_uneven_shards_train_as_one_process(
-    store: Any, rows: int, ranks: int, library: str
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), rows)
-    batch_size = 32 if rows > 3 else 1
-    model, _ = fit(store, ranks, "adam", batch_size=batch_size, epochs=2, collectives=library)
-    batches = global_batches(rows, ranks, 32 if rows > 3 else 1)
-    assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS["adam"], 2))
+class TorchOfThreeShards(ThreeShards, TorchEstimator):
+    """Run started with 3 ranks."""
 
 
-def test_sample_weights_scale_losses_before_the_global_mean(
-    store: Any,
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 150)
-    model, _ = fit(store, 2, "sgd", batch_size=20, epochs=2, sample_weight_col="weight")
-    expected = train_alone(columns, global_batches(150, 2, 20), OPTIMIZERS["sgd"], 2, weighted=True)
-    assert_same_weights(model.getModel(), expected)
+class LightningOfThreeShards(ThreeShards, LightningEstimator):
+    """Run started with 3 ranks."""
 
 
-@pytest.mark.parametrize(
-    ("weighted", "library"), [(False, "horovod"), (True, "horovod"), (True, "torch")]
-)
-def test_gradients_accumulate_to_the_mean_over_all_passes(
-    store: Any, weighted: bool, library: str
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 150)
-    model, _ = fit(
-        store,
-        2,
-        "adam",
-        batch_size=10,
-        epochs=2,
-        backward_passes_per_step=3,
-        sample_weight_col="weight" if weighted else None,
-        collectives=library,
-    )
-    expected = train_alone(
-        columns,
-        global_batches(150, 2, 10),
-        OPTIMIZERS["adam"],
-        2,
-        passes=3,
-        weighted=weighted,
-    )
-    assert_same_weights(model.getModel(), expected)
+class Net(torch.nn.Module):
+    """The network, whose outputs a kind of loss takes in its form."""
 
-
-class Checkpointed(torch.nn.Sequential):
-    """The reference's net; its last layers are a checkpoint that starts a backward pass."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        first, *rest = self
-        return checkpoint(torch.nn.Sequential(*rest), first(x), use_reentrant=True)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_reentrant_checkpoints_train_as_one_process_when_a_rank_has_no_rows(
-    store: Any, library: str
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 3)
-    net = Checkpointed(*make_net())
-    params = {"model": net, "optimizer": OPTIMIZERS["adam"](net.parameters())}
-    model, _ = fit(store, 2, "adam", batch_size=1, epochs=2, collectives=library, **params)
-    expected = train_alone(columns, global_batches(3, 2, 1), OPTIMIZERS["adam"], 2)
-    assert_same_weights(model.getModel(), expected)
-
-
-@pytest.mark.parametrize(("library", "kind"), [("horovod", Checkpointed), ("torch", None)])
-def test_a_custom_minibatch_function_trains_as_one_process(
-    store: Any, library: str, kind: Any
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 65)
-
-    def minibatch(
-        model: Any,
-        optimizer: Any,
-        transform_outputs: Any,
-        loss_fn: Any,
-        inputs: Any,
-        labels: Any,
-        sample_weights: Any,
-    ) -> Any:
-        optimizer.zero_grad()
-        outputs, labels = transform_outputs(model(*inputs), labels)
-        loss = loss_fn(outputs, labels, sample_weights)
-        loss.backward()
-        # Before the step, gradients are the mean over the ranks.
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        return outputs, loss
-
-    params: dict[str, Any] = {"train_minibatch_fn": minibatch, "collectives": library}
-    if kind is not None:
-        params["model"] = kind(*make_net())
-        params["optimizer"] = OPTIMIZERS["momentum"](params["model"].parameters())
-    model, _ = fit(store, 2, "momentum", batch_size=16, epochs=2, **params)
-    batches = global_batches(65, 2, 16)
-    expected = train_alone(columns, batches, OPTIMIZERS["momentum"], 2, clip=0.5)
-    assert_same_weights(model.getModel(), expected)
-
-
-class Summed(torch.nn.Module):
-    """Joint loss that says that it sums over the batch."""
-
-    reduction = "sum"
-
-    def forward(self, outputs: torch.Tensor, labels: Any) -> torch.Tensor:
-        return 0.01 * (outputs.reshape(-1) - labels[0]).square().sum()
-
-
-def test_a_joint_loss_that_sums_over_the_batch_trains_as_one_process(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 65)
-    params = {"loss": Summed(), "loss_form": "joint", "outputs": [0]}
-    model, _ = fit(store, 2, "sgd", batch_size=8, backward_passes_per_step=2, **params)
-    net = make_net()
-    optimizer = OPTIMIZERS["sgd"](net.parameters())
-    batches = global_batches(65, 2, 8)
-    for first in range(0, len(batches), 2):
-        rows = np.concatenate(batches[first : first + 2])
-        optimizer.zero_grad()
-        x, y = (torch.from_numpy(columns[name][rows]) for name in ("features", "label"))
-        Summed()(net(x), [y]).backward()
-        optimizer.step()
-    assert_same_weights(model.getModel(), net)
-
-
-@pytest.mark.parametrize(("rows", "weighted"), [(101, False), (2, True)])
-def test_validation_loss_matches_one_process(store: Any, rows: int, weighted: bool) -> None:
-    write_rows(Path(store.get_train_data_path()), 64)
-    # With two rows, one rank has none.
-    held_out = write_rows(Path(store.get_val_data_path()), rows, seed=1)
-    model, _ = fit(
-        store,
-        3,
-        "sgd",
-        batch_size=16,
-        epochs=1,
-        validation=0.5,
-        metrics=[[torch.nn.functional.l1_loss]],
-        val_batch_size=10,
-        sample_weight_col="weight" if weighted else None,
-    )
-    with torch.no_grad():
-        outputs = model.getModel()(torch.from_numpy(held_out["features"])).reshape(-1).numpy()
-    errors = outputs - held_out["label"]
-    measured = model.getHistory()[-1]["validation"]
-    weights = held_out["weight"] if weighted else np.ones(rows)
-    assert measured["loss"] == pytest.approx(float((weights * errors**2).mean()), rel=1e-5)
-    assert measured["all_metrics"][0]["l1_loss"] == pytest.approx(
-        float(np.abs(errors).mean()), rel=1e-5
-    )
-
-
-FEW = {(2, 3), (3, 2), (63, 1), (64, 2), (65, 2), (129, 3), (1000, 3)}
-"""Rows and ranks of each kind: fewer rows than ranks, whole and partial batches, uneven shards."""
-
-
-class RowCounter(torch.nn.Module):
-    """One embedding row per id; under SGD each row moves by its gradient."""
-
-    def __init__(self, rows: int) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(rows, 1)
-        torch.nn.init.zeros_(self.embedding.weight)
+        self.net, self.of_tokens = make_net(), kind == "masked"
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(ids.long()).reshape(-1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x)
+        if self.of_tokens:  # CrossEntropyLoss takes the classes as second dimension.
+            out = out.reshape(-1, LENGTH, CLASSES).transpose(1, 2)
+        return out
 
 
+def counted(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
+    loss, weight = KINDS["counted"].loss(output, {"value": label})
+    return {"loss": loss, "denominator": weight}
+
+
+class Joint(torch.nn.Module):
+    """Loss of outputs and inputs that says how it reduces the rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.reduction = kind, "sum" if kind == "joint sum" else "mean"
+
+    def forward(self, outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = KINDS[self.kind].loss(outputs, {"features": inputs[0]})[0]
+        return loss
+
+
+def own_step(
+    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
+) -> Any:
+    """Accumulate, clip and step, as in a loop by hand."""
+    _, passes, batch_idx = given
+    outputs, arranged = arrange(model(*inputs), labels)
+    loss = loss_fn(outputs, arranged)
+    (loss / passes).backward()
+    if (batch_idx + 1) % passes == 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, loss
+
+
+IN_TORCH: dict[str, dict[str, Any]] = {
+    "mean": {"loss": functional.mse_loss},
+    "sum": {"loss": torch.nn.CrossEntropyLoss(reduction="sum")},
+    "class and sample weights": {
+        "loss": functional.cross_entropy,
+        "class_weight": CLASS_WEIGHTS,
+        "sample_weight_col": "weight",
+    },
+    "weighted mean": {"loss": torch.nn.CrossEntropyLoss(WEIGHT)},
+    "masked": {"loss": torch.nn.CrossEntropyLoss(ignore_index=PADDING)},
+    "counted": {"loss": counted},
+    "sample weights": {"loss": functional.mse_loss, "sample_weight_col": "weight"},
+    "joint": {"loss": Joint("joint"), "loss_form": "joint", "outputs": [0]},
+    "joint sum": {"loss": Joint("joint sum"), "loss_form": "joint", "outputs": [0]},
+    "own step": {"loss": functional.mse_loss, "train_minibatch_fn": own_step},
+    "own step with a weighted mean": {
+        "loss": torch.nn.CrossEntropyLoss(WEIGHT),
+        "train_minibatch_fn": own_step,
+    },
+}
+
+
+@pytest.mark.parametrize("collectives", COLLECTIVES)
 @pytest.mark.parametrize(
-    ("rows", "ranks"),
+    ("kind", "situation"), cells(IN_TORCH, absent=["fewer ranks", "empty batch"])
+)
+def test_torch(
+    ranks: Any, paths: Any, store: Store, kind: str, situation: str, collectives: str
+) -> None:
+    net = Net(kind)
+    estimator = TorchOfThreeShards if SITUATIONS[situation].shards == 3 else TorchEstimator
+    model = estimator(
+        **exactness.settings(ranks, store, kind, situation, collectives),
+        column_dtypes=KINDS[kind].dtypes,
+        **IN_TORCH[kind],
+        model=net,
+        optimizer=make_optimizer(net, KINDS[kind].rate),
+    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
+    assert_as_alone(weights_of(model.getModel()), ranks.results, kind, situation)
+
+
+class Module(LightningModule):
+    """Module whose training step returns a loss, or a loss and its weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = make_net(), kind
+        self.automatic_optimization = not KINDS[kind].own_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, weight = KINDS[self.kind].loss(self.net(batch["features"]), batch)
+        found = loss if weight is None else {"loss": loss, "denominator": weight}
+        if self.automatic_optimization:
+            return found
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(found)
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), CLIP)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer(self.net, KINDS[self.kind].rate)
+
+
+# All losses with a weight take the same way: the training step returns both.
+IN_LIGHTNING = ["mean", "weighted mean", "sample weights", "joint"]
+IN_LIGHTNING += ["own step", "own step with a weighted mean"]
+
+
+@pytest.mark.parametrize("collectives", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("kind", "situation"),
+    # A module needs a row on each rank in each step, which test_lightning_programs.py checks.
     [
-        pytest.param(rows, ranks, marks=() if (rows, ranks) in FEW else pytest.mark.soak)
-        for ranks in (1, 2, 3)
-        for rows in (2, 3, 63, 64, 65, 129, 1000)
+        (kind, situation)
+        for kind, situation in cells(IN_LIGHTNING, absent=["fewer ranks", "accumulation"])
+        if situation != "empty batch"
     ],
 )
-def test_each_row_contributes_once_per_epoch(store: Any, rows: int, ranks: int) -> None:
-    write_rows(Path(store.get_train_data_path()), rows, files=3)
-    net = RowCounter(rows)
-    batch_size, epochs, learning_rate = 16, 2, 0.5
-    estimator = TorchEstimator(
-        backend=shared_ranks(ranks),
-        store=store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=learning_rate),
-        # The gradient of a row's output is 1 divided by the rows of its global batch.
-        loss=lambda output, label: -output.mean(),
-        feature_cols=["id"],
-        label_cols=["label"],
-        batch_size=batch_size,
-        epochs=epochs,
-        scale_learning_rate=False,
-        random_seed=5,
-        verbose=0,
-    )
-    if rows < ranks:
-        with pytest.raises(DataError, match=f"{rows} rows"):
-            estimator.fit_on_parquet()
-        return
-    moved = estimator.fit_on_parquet().getModel().embedding.weight.detach().reshape(-1)
-    moved = moved.numpy() / learning_rate
-    sizes = [len(batch) for batch in global_batches(rows, ranks, batch_size)]
-    # Each epoch moves each row by 1/n, where n is the size of its global batch.
-    possible = {1 / a + 1 / b for a in sizes for b in sizes}
-    distances = np.abs(moved[:, None] - np.array(sorted(possible))[None, :]).min(axis=1)
-    assert distances.max() < 1e-5, sorted(set(moved[distances > 1e-5]))
-    # All rows together move by one per step: none is missing and none counts twice.
-    assert moved.sum() == pytest.approx(epochs * len(sizes), rel=1e-4)
-
-
-@dataclasses.dataclass
-class Answers:
-    label: torch.Tensor | None = None
-    aux: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-
-
-class ByName(torch.nn.Module):
-    """Module that takes a dict and returns named outputs, in another order than the labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-        self.other = torch.nn.Linear(4, 1)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> Answers:
-        x, shift = batch["features"], batch["id"] / 100
-        return Answers(label=self.net(x), aux=x, weight=self.other(x)[:, 0] + shift)
-
-
-@pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("backend", others_in_soak(None, "aot_eager"))
-def test_named_inputs_and_outputs_train_as_one_process(
-    store: Any, tmp_path: Path, backend: str | None
+def test_lightning(
+    ranks: Any, paths: Any, store: Store, kind: str, situation: str, collectives: str
 ) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 65)
-    net = ByName()
-    alone = copy.deepcopy(net)
-    given: Any = net if backend is None else torch.compile(net, backend=backend)
-    model, _ = fit(
-        store,
-        2,
-        "sgd",
-        model=given,
-        optimizer=OPTIMIZERS["momentum"](given.parameters()),
-        feature_cols=["id", "features"],
-        label_cols=["weight", "label"],
-        loss_weights=[0.25, 1.0],
-        input_form="dict",
-        batch_size=16,
-        epochs=2,
-    )
-    optimizer = OPTIMIZERS["momentum"](alone.parameters())
-    tensors = {name: torch.from_numpy(array).float() for name, array in columns.items()}
-    for rows in global_batches(65, 2, 16) * 2:
-        batch = {name: tensor[rows] for name, tensor in tensors.items()}
-        found = alone(batch)
-        optimizer.zero_grad()
-        errors = [(getattr(found, n).reshape(-1) - batch[n]) ** 2 for n in ("weight", "label")]
-        (0.25 * errors[0].mean() + errors[1].mean()).backward()
-        optimizer.step()
-    trained = model.getModel()
-    # The returned model has the given type and keeps the plain module's weight names on disk.
-    assert type(trained) is type(given)
-    assert_same_weights(trained, alone)
-    assert model.getOptimizer().param_groups[0]["params"][0] is next(trained.parameters())
-    assert model.getOutputShapes() == [[], [1]]
-    model.save(str(tmp_path / "model"))
-    (weights,) = Path(tmp_path, "model").rglob("weights.pt")
-    assert torch.load(weights).keys() == net.state_dict().keys()
-    loaded = type(model).load(str(tmp_path / "model"))
-    assert type(loaded.getModel()) is type(given)
-    assert loaded.getInputForm() == "dict"
-    document, load = loaded._make_predictor()
-    predicted = load(document)([columns["id"], columns["features"]])
-    with torch.no_grad():
-        expected = alone(tensors)
-    np.testing.assert_allclose(predicted[0], expected.weight, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(predicted[1], expected.label, rtol=1e-4, atol=1e-4)
-
-
-class Strided(torch.nn.Module):
-    """Module with tensors in unusual memory order and of dtypes that Horovod lacks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        norms = torch.nn.utils.parametrizations
-        self.channels = torch.nn.Conv2d(2, 4, (1, 2)).to(memory_format=torch.channels_last)
-        self.turned = norms.orthogonal(torch.nn.Linear(4, 4))
-        self.last = norms.weight_norm(torch.nn.Linear(4, 1))
-        self.wave = torch.nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        self.register_buffer("signs", torch.tensor([[True, False], [False, True]]).t()[:, :1])
-        self.register_buffer("shift", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.channels(x.reshape(-1, 2, 1, 2)).flatten(1)
-        found = torch.fft.ifft(torch.fft.fft(found) * self.wave).real
-        return self.last(torch.tanh(self.turned(found))) + self.shift[1, 1] * self.signs[0]
-
-
-@pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_all_strides_and_dtypes_train_as_one_process(store: Any, library: str) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 101)
-    net = Strided()
-    alone = copy.deepcopy(net)
-    assert not all(t.is_contiguous() for t in net.parameters())
-    optimizer = OPTIMIZERS["momentum"](net.parameters())
-    params = {"model": net, "optimizer": optimizer, "collectives": library}
-    model, backend = fit(store, 2, "sgd", batch_size=16, epochs=2, **params)
-
-    optimizer = OPTIMIZERS["momentum"](alone.parameters())
-    x, y = (torch.from_numpy(columns[name]) for name in ("features", "label"))
-    for rows in global_batches(101, 2, 16) * 2:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(alone(x[rows])[:, 0], y[rows]).backward()
-        optimizer.step()
-    trained = model.getModel()
-    assert_same_weights(trained, alone)
-    assert trained.channels.weight.is_contiguous(memory_format=torch.channels_last)
-    assert trained.shift.equal(net.shift)
-    assert len({result.weights_digest for result in backend.results}) == 1
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_weights_depend_on_the_seed_alone(store: Any, library: str) -> None:
-    write_rows(Path(store.get_train_data_path()), 500)
-    params = {"shuffle": True, "epochs": 2, "collectives": library}
-    states = [
-        fit(store, 3, "adam", random_seed=seed, **params)[0].getModel().state_dict()
-        for seed in (1, 1, 2)
-    ]
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name])
-    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
-
-
-def test_the_learning_rate_is_scaled_and_returned_unscaled(store: Any) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 128)
-    model, _ = fit(store, 2, "sgd", batch_size=16, epochs=1, scale_learning_rate=True)
-    expected = train_alone(
-        columns,
-        global_batches(128, 2, 16),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        epochs=1,
-    )
-    assert_same_weights(model.getModel(), expected)
-    assert model.getOptimizer().param_groups[0]["lr"] == 0.05
-
-
-class Drawing(torch.nn.Module):
-    """Net with dropout that records the random numbers of each rank."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self.net = make_net()
-        self.dropout = torch.nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            kept = self.dropout(torch.ones(64)).count_nonzero(), torch.rand(1).item()
-            with (self.path / f"rank-{os.environ['HOROVOD_RANK']}").open("a") as file:
-                file.write(json.dumps([*map(float, kept), np.random.rand(), random.random()]))
-                file.write("\n")
-        return self.net(self.dropout(x))
-
-
-@pytest.mark.parametrize("seed", [3, None])
-def test_random_numbers_differ_between_ranks_and_steps(
-    store: Any, tmp_path: Path, seed: int | None
-) -> None:
-    write_rows(Path(store.get_train_data_path()), 64)
-    net = Drawing(tmp_path)
-    optimizer = OPTIMIZERS["adam"](net.parameters())
-    settings = {"model": net, "optimizer": optimizer, "batch_size": 16, "random_seed": seed}
-    fit(store, 2, "adam", epochs=2, run_id="once", **settings)
-    drawn = [
-        json.loads(line)
-        for rank in range(2)
-        for line in (tmp_path / f"rank-{rank}").read_text().splitlines()
-    ]
-    # Two ranks, two epochs, two steps.
-    assert len(drawn) == 8
-    kept, *streams = zip(*drawn, strict=True)
-    assert len(set(kept)) > 1
-    for numbers in streams:
-        assert len(set(numbers)) == 8
-
-
-@pytest.mark.parametrize("libraries", [("horovod", "horovod"), ("horovod", "torch")])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(
-    store: Any, tmp_path: Path, libraries: tuple[str, str]
-) -> None:
-    write_rows(Path(store.get_train_data_path()), 200)
-    # Dropout resumes at the state of the interruption.
-    net = Drawing(tmp_path)
-    settings: dict[str, Any] = {
-        "model": net,
-        # Types that np.logspace and np.arange return.
-        "optimizer": torch.optim.Adam(net.parameters(), lr=np.float64(0.01)),
-        "shuffle": np.bool_(True),
-        "scale_learning_rate": True,
-        "batch_size": np.int64(16),
-    }
-    first, second = ({**settings, "collectives": library} for library in libraries)
-    whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **first)
-    fit(store, 2, "adam", epochs=np.int64(1), run_id="parts", **first)
-    resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **second)
-    assert [record["epoch"] for record in resumed.getHistory()] == [0, 1, 2]
-    for a, b in zip(whole.getModel().parameters(), resumed.getModel().parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert resumed.getOptimizer().param_groups[0]["lr"] == 0.01
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any, library: str) -> None:
-    write_rows(Path(store.get_train_data_path()), 3)
-    nets = {}
-    for sparse in (False, True):
-        net = RowCounter(3)
-        net.embedding.sparse = sparse
-        nets[sparse], _ = fit(
-            store,
-            2,
-            "sgd",
-            model=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-            feature_cols=["id"],
-            batch_size=1,
-            epochs=2,
-            collectives=library,
-        )
-    dense, sparse = (nets[key].getModel().embedding.weight for key in (False, True))
-    assert not torch.equal(dense, torch.zeros_like(dense))
-    torch.testing.assert_close(dense, sparse)
-
-
-class Rows(torch.nn.Module):
-    """One row of weights per id, with sparse gradients; later ids also have dense gradients."""
-
-    def __init__(self, mixed: bool) -> None:
-        super().__init__()
-        self.layer = torch.nn.Embedding(6, 2, sparse=mixed)
-        torch.nn.init.ones_(self.layer.weight)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.nn.functional.embedding(ids.long(), self.layer.weight, sparse=True)
-        outputs = rows.prod(dim=1) * (ids != 1)  # The row of id 1 has the gradient zero.
-        if self.layer.sparse and ids.max() >= 3:
-            outputs = outputs * self.layer.weight.mean()
-        return outputs
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("mixed", [False, True])
-def test_gradients_of_any_layout_are_averaged(store: Any, library: str, mixed: bool) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 5)
-    # The ranks train on ids 0 and 2, 1 and 3, none and 4.
-    batches = global_batches(5, 2, 1)
-
-    def optimizer(net: Any) -> torch.optim.Optimizer:
-        if mixed:
-            return torch.optim.SGD(net.parameters(), lr=0.1)
-        return torch.optim.SparseAdam(list(net.parameters()), lr=0.1)
-
-    net, expected = Rows(mixed), Rows(mixed)
-    params = {"model": net, "optimizer": optimizer(net), "feature_cols": ["id"]}
-    model, _ = fit(store, 2, "sgd", batch_size=1, epochs=3, collectives=library, **params)
-    alone = optimizer(expected)
-    for rows in batches * 3:
-        ids, labels = (torch.from_numpy(columns[name][rows]) for name in ("id", "label"))
-        # Each rank decides by its own row.
-        errors = [(expected(i) - y) ** 2 for i, y in zip(ids.split(1), labels, strict=True)]
-        alone.zero_grad()
-        torch.cat(errors).mean().backward()
-        alone.step()
-    assert_same_weights(model.getModel(), expected)
-
-
-def test_the_given_model_and_optimizer_are_unchanged(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 32)
-    net = make_net()
-    before = copy.deepcopy(net.state_dict())
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    fit(store, 1, "adam", model=net, optimizer=optimizer)
-    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
-    assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 0.01
+    estimator = LightningOfThreeShards if SITUATIONS[situation].shards == 3 else LightningEstimator
+    model = estimator(
+        **exactness.settings(ranks, store, kind, situation, collectives),
+        column_dtypes=KINDS[kind].dtypes,
+        model=Module(kind),
+        sample_weight_col="weight" if kind == "sample weights" else None,
+        logger=False,
+    ).fit_on_parquet(paths[SITUATIONS[situation].rows])
+    assert_as_alone(weights_of(model.getModel().net), ranks.results, kind, situation)

@@ -1,13 +1,17 @@
-"""Keras ranks train together exactly as one process over the same global batches."""
+"""Matrix of exactness in Keras on TensorFlow; validation, schedules, resumed runs and metrics."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import exactness
 import keras
+import keras_exactness
 import numpy as np
 import pytest
+from exactness import KINDS, SITUATIONS
 from keras_reference import (
     OPTIMIZERS,
     assert_same_weights,
@@ -15,66 +19,51 @@ from keras_reference import (
     pooled_estimator,
     train_alone,
 )
+from rank_pool import shared_ranks
 from reference import WIDTH, global_batches, write_rows
 from sklearn.metrics import f1_score, precision_score
 from variants import others_in_soak
 
+from hvd_estimators import Store
+
 pytestmark = pytest.mark.integration
 
+COLLECTIVES = ("torch", "horovod")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    for module in (exactness, keras_exactness):
+        cloudpickle.register_pickle_by_value(module)
+    return exactness.write_all(tmp_path_factory.mktemp("rows"))
+
+
+def in_ci(kind: str, situation: str) -> str:
+    """Return the collectives of a cell in CI: each kind and each situation has both."""
+    return COLLECTIVES[([*KINDS].index(kind) + [*SITUATIONS].index(situation)) % 2]
+
 
 @pytest.mark.parametrize(
-    ("name", "rows", "ranks", "batch_size", "collectives"),
+    ("kind", "situation", "collectives"),
     [
-        ("momentum", 500, 2, 32, "horovod"),
-        ("adam", 65, 2, 16, "torch"),
-        ("schedule", 129, 3, 32, "torch"),
-        ("sgd", 3, 2, 1, "horovod"),
+        pytest.param(*cell, library, marks=() if library == in_ci(*cell) else pytest.mark.soak)
+        for cell in keras_exactness.CELLS
+        for library in COLLECTIVES
     ],
 )
-def test_ranks_train_as_one_process_over_the_global_batches(
-    store: Any, name: str, rows: int, ranks: int, batch_size: int, collectives: str
+def test_cells_of_the_matrix(
+    paths: Any, store: Store, kind: str, situation: str, collectives: str
 ) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), rows)
-    estimator = pooled_estimator(
-        store,
-        ranks,
-        optimizer=OPTIMIZERS[name](),
-        batch_size=batch_size,
-        epochs=2,
-        collectives=collectives,
-    )
-    model = estimator.fit_on_parquet()
-    batches = global_batches(rows, ranks, batch_size)
-    assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS[name](), 2))
-    assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
+    ranks = shared_ranks(2, "tensorflow")
+    keras_exactness.check(ranks, store, paths, kind, situation, collectives)
 
 
-@pytest.mark.parametrize(
-    ("weighted", "collectives"),
-    [("", "horovod"), ("by_rows", "horovod"), ("by_weights", "horovod"), ("by_weights", "torch")],
-)
-def test_passes_accumulate_to_the_mean_over_all_rows(
-    store: Any, weighted: str, collectives: str
-) -> None:
-    # Keras divides by the rows by default, and by the weights with another reduction.
-    reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
-    columns = write_rows(Path(store.get_train_data_path()), 150)
-    model = pooled_estimator(
-        store,
-        2,
-        optimizer=OPTIMIZERS["clipped"](),
-        batch_size=10,
-        epochs=2,
-        # Eight batches form steps of three, three, and the remaining two at the end of the epoch.
-        backward_passes_per_step=3,
-        loss=keras.losses.MeanSquaredError(reduction=reduction),
-        sample_weight_col="weight" if weighted else None,
-        collectives=collectives,
-    ).fit_on_parquet()
-    batches = global_batches(150, 2, 10)
-    expected = train_alone(
-        columns, batches, OPTIMIZERS["clipped"](), 2, passes=3, weighted=weighted
-    )
+def test_a_schedule_counts_the_steps_of_three_ranks(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 129)
+    params = {"optimizer": OPTIMIZERS["schedule"](), "batch_size": 32, "epochs": 2}
+    model = pooled_estimator(store, 3, **params).fit_on_parquet()
+    batches = global_batches(129, 3, 32)
+    expected = train_alone(columns, batches, OPTIMIZERS["schedule"](), 2)
     assert_same_weights(model.getModel(), expected)
 
 
@@ -149,7 +138,7 @@ def statistics_net(directory: Path) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, noise])))
 
 
-@pytest.mark.parametrize("collectives", ["horovod", "torch"])
+@pytest.mark.parametrize("collectives", others_in_soak("horovod", "torch"))
 def test_a_resumed_run_and_its_callbacks_match_an_uninterrupted_one(
     store: Any, tmp_path: Path, collectives: str
 ) -> None:

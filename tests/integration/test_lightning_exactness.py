@@ -1,4 +1,4 @@
-"""Ranks train a LightningModule exactly as one process over the same global batches."""
+"""Accumulation, callbacks, schedulers and restarts of Lightning on ranks match one process."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from reference import (
     train_alone,
     write_rows,
 )
+from variants import others_in_soak
 
 from hvd_estimators.lightning import LightningEstimator
 
@@ -36,52 +37,6 @@ pytestmark = pytest.mark.integration
 def assert_equal_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
     for (name, x), (_, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
         assert torch.equal(x, y), name
-
-
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "optimizer", "library"),
-    [
-        *((200, 32, "adam", "horovod"), (65, 32, "momentum", "horovod"), (3, 1, "sgd", "horovod")),
-        *((65, 32, "adam", "torch"), (3, 1, "sgd", "torch")),
-    ],
-)
-def test_two_ranks_train_as_one_process(
-    backend: Any, store: Any, rows: int, batch_size: int, optimizer: str, library: str
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), rows)
-    module = Regression(optimizer)
-    params = {"batch_size": batch_size, "epochs": 2, "collectives": library}
-    model = fit(backend, store, model=module, **params)
-    expected = train_alone(
-        columns, global_batches(rows, 2, batch_size), OPTIMIZERS[optimizer], epochs=2
-    )
-    assert_same_weights(model.getModel().net, expected)
-    assert len({result.weights_digest for result in backend.results}) == 1
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_accumulate_to_the_mean_over_all_rows(
-    backend: Any, store: Any, weighted: bool
-) -> None:
-    columns = write_rows(Path(store.get_train_data_path()), 150)
-    model = fit(
-        backend,
-        store,
-        model=Regression(weighted=weighted),
-        batch_size=10,
-        epochs=2,
-        backward_passes_per_step=3,
-        sample_weight_col="weight" if weighted else None,
-    )
-    expected = train_alone(
-        columns,
-        global_batches(150, 2, 10),
-        OPTIMIZERS["adam"],
-        epochs=2,
-        passes=3,
-        weighted=weighted,
-    )
-    assert_same_weights(model.getModel().net, expected)
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -99,7 +54,7 @@ class FourShardsEstimator(FourShards, LightningEstimator):
     pass
 
 
-@pytest.mark.parametrize("kind", ["module", "scheduler", "fewer"])
+@pytest.mark.parametrize("kind", ["scheduler", "fewer"])
 def test_accumulated_batches_train_as_in_lightning_alone(
     backend: Any, store: Any, kind: str
 ) -> None:
@@ -164,7 +119,7 @@ def play(net: Any, critic: Any, batch: Any, pair: Any, backward: Any) -> None:
     discriminator.step()
 
 
-@pytest.mark.parametrize("library", ["horovod", "torch"])
+@pytest.mark.parametrize("library", others_in_soak("torch", "horovod"))
 def test_a_gan_trains_as_one_process(backend: Any, store: Any, library: str) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 65)
     module = Adversarial()

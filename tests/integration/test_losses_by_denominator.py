@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fewer_ranks import FourShards
 from parquet_files import write_columns
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
@@ -169,27 +168,6 @@ def lightning_fit(backend: Any, store: Any, **params: Any) -> Any:
     return LightningEstimator(**settings(backend, store, logger=False, **params)).fit_on_parquet()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_class_weights_and_ignored_targets(backend: Any, store: Any, passes: int) -> None:
-    columns, held_out = write_both(store)
-    model = torch_fit(
-        backend,
-        store,
-        model=TokenNet(),
-        loss=torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHT),
-        backward_passes_per_step=passes,
-        validation=0.5,
-        val_batch_size=2,
-    )
-    loss = functools.partial(by_tokens, weight=CLASS_WEIGHT)
-    expected = train_alone(TokenNet(), columns, loss, passes=passes)
-    assert_same_weights(model.getModel(), expected)
-    with torch.no_grad():
-        reference = float(loss(model.getModel(), held_out))
-    history = model.getHistory()[-1]
-    assert history["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
-
-
 @pytest.mark.parametrize("passes", others_in_soak(2, 1))
 def test_a_function_states_its_denominator(backend: Any, store: Any, passes: int) -> None:
     columns, held_out = write_both(store)
@@ -247,16 +225,6 @@ def step_with_own_loss(
     return output, {"loss": output.loss, "denominator": (labels[0] != -100).sum()}
 
 
-def step_with_scaled_loss(
-    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-) -> Any:
-    output = model(**inputs, labels=labels[0])
-    optimizer.zero_grad()
-    loss_fn.scale(output.loss, (labels[0] != -100).sum()).backward()
-    optimizer.step()
-    return output, output.loss
-
-
 def step_that_clips(
     model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
 ) -> Any:
@@ -271,10 +239,8 @@ def step_that_clips(
 @pytest.mark.parametrize(
     ("step", "passes", "clip"),
     [
-        (step_with_own_loss, 1, float("inf")),
         (step_with_own_loss, 2, float("inf")),
         (step_that_clips, 1, 0.5),
-        (step_with_scaled_loss, 1, float("inf")),
     ],
 )
 def test_a_custom_step_with_the_models_loss_trains_as_one_process(
@@ -293,46 +259,6 @@ def test_a_custom_step_with_the_models_loss_trains_as_one_process(
     )
     expected = train_alone(language_model(), columns, own_loss, passes=passes, clip=clip)
     assert_same_weights(model.getModel(), expected)
-
-
-def test_the_mean_loss_of_a_custom_step_is_weighted_by_rows(backend: Any, store: Any) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()), 9)
-
-    def loss(net: Any, batch: Any) -> torch.Tensor:
-        return functional.mse_loss(net(batch["input_ids"])[1], batch["number"])
-
-    def scaled(
-        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-    ) -> Any:
-        outputs = model(*inputs)
-        optimizer.zero_grad()
-        own = functional.mse_loss(outputs[1], labels[0])
-        loss_fn.scale(own).backward()
-        optimizer.step()
-        return outputs[1], own
-
-    def bare(
-        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
-    ) -> Any:
-        outputs = model(*inputs)
-        optimizer.zero_grad()
-        found = loss_fn(outputs[1], labels[0])
-        found.backward()
-        optimizer.step()
-        return outputs[1], found
-
-    for step in (scaled, bare):
-        model = torch_fit(
-            backend,
-            store,
-            model=TokenNet(with_number=True),
-            label_cols=["number"],
-            loss=functional.mse_loss,
-            train_minibatch_fn=step,
-            dry_run=False,
-        )
-        expected = train_alone(TokenNet(with_number=True), columns, loss)
-        assert_same_weights(model.getModel(), expected)
 
 
 def contrast(outputs: torch.Tensor) -> torch.Tensor:
@@ -368,10 +294,9 @@ def test_a_contrastive_loss_of_gathered_outputs_trains_as_one_process(
 class LanguageModule(LightningModule):
     """Hugging Face's model with its own loss, as in Lightning's examples."""
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = language_model()
-        self.automatic_optimization = not manual
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = {
@@ -379,10 +304,6 @@ class LanguageModule(LightningModule):
             "denominator": (batch["label"] != -100).sum(),
         }
         self.log("train_loss", found["loss"], on_epoch=True)
-        if not self.automatic_optimization:
-            self.optimizers().zero_grad()
-            self.manual_backward(found)
-            self.optimizers().step()
         return found
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -395,22 +316,19 @@ class LanguageModule(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
-@pytest.mark.parametrize(("manual", "passes"), [(False, 1), (False, 2), (True, 1)])
-def test_a_lightning_module_states_its_denominator(
-    backend: Any, store: Any, manual: bool, passes: int
-) -> None:
+def test_a_lightning_module_states_its_denominator(backend: Any, store: Any) -> None:
     columns, held_out = write_both(store)
     model = lightning_fit(
         backend,
         store,
-        model=LanguageModule(manual),
+        model=LanguageModule(),
         feature_cols=["input_ids", "attention_mask"],
-        backward_passes_per_step=passes,
+        backward_passes_per_step=2,
         validation=0.5,
         val_batch_size=2,
     )
     net = model.getModel().net.eval()
-    expected = train_alone(language_model(), columns, own_loss, passes=passes)
+    expected = train_alone(language_model(), columns, own_loss, passes=2)
     assert_same_weights(net, expected)
     with torch.no_grad():
         reference = float(own_loss(net, held_out))
@@ -527,32 +445,6 @@ def test_closures_divide_the_loss_by_the_denominator_of_all_ranks(
             return loss
 
         optimizer.step(closure)
-    assert_same_weights(net, expected)
-
-
-class TorchOfFourShards(FourShards, TorchEstimator):
-    """Run started with 4 ranks."""
-
-
-class LightningOfFourShards(FourShards, LightningEstimator):
-    """Run started with 4 ranks."""
-
-
-@pytest.mark.parametrize("kind", ["lightning", "counted", "stated"])
-def test_fewer_ranks_divide_by_the_denominator_of_all_shards(
-    backend: Any, store: Any, kind: str
-) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()))
-    if kind == "lightning":
-        params = settings(backend, store, model=LanguageModule(), logger=False)
-        params["feature_cols"] = ["input_ids", "attention_mask"]
-        net = LightningOfFourShards(**params).fit_on_parquet().getModel().net
-        expected = train_alone(language_model(), columns, own_loss, ranks=4)
-    else:
-        loss = stated if kind == "stated" else torch.nn.CrossEntropyLoss()
-        params = settings(backend, store, model=TokenNet(), loss=loss)
-        net = TorchOfFourShards(**params).fit_on_parquet().getModel()
-        expected = train_alone(TokenNet(), columns, by_tokens, ranks=4)
     assert_same_weights(net, expected)
 
 

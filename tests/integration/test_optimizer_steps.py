@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import reference
 import torch
-from parquet_files import write_columns
 from reference import OPTIMIZERS, assert_same_weights, global_batches, make_net, write_rows
 from resuming import kept_checkpoints
 from test_resuming import assert_equal_bits, end_of, torch_run
 from torch.optim import lr_scheduler as schedulers
 
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.torch import EarlyStopping, TorchEstimator
+from hvd_estimators.torch import EarlyStopping
 
 pytestmark = pytest.mark.integration
 
@@ -77,35 +76,6 @@ def test_clipping_and_schedulers_match_one_process(
     unclipped, _ = train_alone(columns, lambda ps: None, make, per_step)
     with pytest.raises(AssertionError):
         assert_same_weights(model.getModel(), unclipped)
-
-
-def test_class_weights_train_as_one_process(backend: Any, store: Any) -> None:
-    weights, folder = {0: 5.0, 7: 2.0}, Path(store.get_train_data_path())
-    columns = write_rows(folder, ROWS, files=1)
-    columns["label"] = (columns["label"] > 0).astype(np.float32)
-    write_columns(folder, columns, row_group_size=17, name="part-000.parquet")
-    binary = torch.nn.functional.binary_cross_entropy_with_logits
-    given = make_net()
-    params = {
-        **{"backend": backend, "store": store, "model": given, "loss": binary, "verbose": 0},
-        **{"feature_cols": ["features"], "label_cols": ["label"], "class_weight": weights},
-        **{"sample_weight_col": "weight", "batch_size": BATCH, "epochs": EPOCHS},
-        **{"shuffle": False, "scale_learning_rate": False, "random_seed": 3},
-        "optimizer": OPTIMIZERS["momentum"](given.parameters()),
-    }
-    model = TorchEstimator(**params).fit_on_parquet()
-
-    net = make_net()
-    optimizer = OPTIMIZERS["momentum"](net.parameters())
-    by_row = torch.from_numpy(columns["weight"]).float()
-    by_row = torch.where(torch.from_numpy(columns["label"]) == 0, 5 * by_row, by_row)
-    for rows in [rows for _ in range(EPOCHS) for rows in global_batches(ROWS, 2, BATCH)]:
-        outputs = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
-        labels = torch.from_numpy(columns["label"][rows])
-        optimizer.zero_grad()
-        binary(outputs, labels, weight=by_row[rows]).backward()
-        optimizer.step()
-    assert_same_weights(model.getModel(), net)
 
 
 def test_class_weights_need_classes(backend: Any, store: Any) -> None:

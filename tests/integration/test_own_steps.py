@@ -139,20 +139,6 @@ def weighted_classes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output, classes_of(label), torch.arange(1.0, 5.0))
 
 
-def one_loss(
-    model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
-) -> Any:
-    _, passes, batch_idx = given
-    outputs = model(*inputs)
-    loss = loss_fn([outputs], [classes_of(labels[0])])
-    (loss / passes).backward()
-    if (batch_idx + 1) % passes == 0:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return outputs, loss
-
-
 def returned(
     model: Any, optimizer: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any, *given: Any
 ) -> Any:
@@ -161,14 +147,7 @@ def returned(
     return outputs, {"loss": loss_fn([outputs], [classes_of(labels[0])])}
 
 
-@pytest.mark.parametrize(
-    ("step", "library"),
-    [
-        (several_losses, "horovod"),
-        (one_loss, "torch"),
-        (returned, "horovod"),
-    ],
-)
+@pytest.mark.parametrize(("step", "library"), [(several_losses, "torch"), (returned, "horovod")])
 def test_losses_with_weights_of_their_own_accumulate_as_in_one_process(
     store: Any, step: Any, library: str
 ) -> None:

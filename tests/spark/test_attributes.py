@@ -11,7 +11,7 @@ from pyspark.ml.feature import Bucketizer, QuantileDiscretizer, StringIndexer, V
 from hvd_estimators import cardinalities
 from hvd_estimators.exceptions import ColumnError, ParamError
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
+pytestmark = pytest.mark.spark
 
 COLOURS = ["red", "blue", "green", "blue", "red", "blue"]
 

@@ -51,8 +51,7 @@ def odd_frame(spark: Any, names: list[str], shuffled: bool = False) -> Any:
     )
 
 
-@pytest.mark.parametrize("validation", ["held` out", 0.3])
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("validation", "shuffled"), [("held` out", False), (0.3, True)])
 def test_columns_of_any_name_are_written(
     spark: Any, store: Any, validation: Any, shuffled: bool
 ) -> None:

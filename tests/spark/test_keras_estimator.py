@@ -12,6 +12,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
+from variants import others_in_soak
 
 from hvd_estimators.exceptions import ParamError, WorkerFailedError
 from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator, KerasModel
@@ -136,7 +137,7 @@ def test_a_pipeline_fits_predicts_saves_and_loads(spark: Any, store: Any, tmp_pa
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("compress", others_in_soak(True, False))
 def test_sparse_vectors_weights_and_a_row_transformation(
     spark: Any, store: Any, compress: bool
 ) -> None:

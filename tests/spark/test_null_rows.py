@@ -16,7 +16,7 @@ from pyspark.sql import types as T
 from hvd_estimators.inference.frame import without_nulls
 from hvd_estimators.torch import TorchModel
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
+pytestmark = pytest.mark.spark
 
 NAN = float("nan")
 SCHEMA = T.StructType(

@@ -16,7 +16,7 @@ from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError
 from hvd_estimators.prepare.schema import clashing
 from hvd_estimators.torch import TorchModel
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
+pytestmark = pytest.mark.spark
 
 
 class Noting(torch.nn.Module):

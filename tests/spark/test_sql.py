@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators.torch import TorchModel
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
+pytestmark = pytest.mark.spark
 
 ROWS = 40
 

@@ -125,6 +125,7 @@ class Stepping(torch.nn.Module):
         return 2 * features
 
 
+@pytest.mark.soak
 def test_a_keras_model_predicts_on_a_stream(spark: Any, source: str, tmp_path: Path) -> None:
     import keras
 

@@ -14,6 +14,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import functions as F
+from variants import others_in_soak
 
 from hvd_estimators import Store, clear_training_cache, list_prepared_data, prepare_data
 from hvd_estimators.exceptions import StoreError
@@ -140,7 +141,7 @@ class TwoOutputs(torch.nn.Module):
         return self.number(first), self.vector(torch.cat([dense, array, sparse], dim=1))
 
 
-@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("compress", others_in_soak(True, False))
 def test_scalars_vectors_arrays_and_sparse_columns_train_a_two_output_model(
     spark: Any, store: Any, compress: bool
 ) -> None:

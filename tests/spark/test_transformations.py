@@ -16,7 +16,7 @@ from hvd_estimators import clear_training_cache
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
 from hvd_estimators.lightning import LightningEstimator
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
+pytestmark = pytest.mark.spark
 
 WORDS = ["", "a", "bb", "ccc", "dddd"]
 

@@ -17,7 +17,7 @@ from hvd_estimators.exceptions import ColumnError, DataError, ParamError, SlotsE
 from hvd_estimators.launch import run, run_elastic
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
-pytestmark = [pytest.mark.spark, pytest.mark.versions]
+pytestmark = pytest.mark.spark
 
 lock = threading.Lock()
 
