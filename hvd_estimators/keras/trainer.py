@@ -310,7 +310,9 @@ class _Trainer:
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         with self.denominators.patched(model):
-            model.fit(
+            # Not a model's own fit(): keras-hub's prepares data, and takes no reader of torch.
+            keras.Model.fit(
+                model,
                 datasets.train(0 if resumed is None else resumed.batches),
                 epochs=spec.epochs,
                 initial_epoch=done,
