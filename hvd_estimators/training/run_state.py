@@ -1,8 +1,8 @@
 """State of a run in a checkpoint: the position and everything that training needs to resume.
 
-The checkpoint is the framework's own file (``torch.save`` or ``.keras``), which is a zip archive.
-This module appends members to it. The framework opens the file as usual, and this module reads its
-members without the framework. The members are JSON and ``.npy`` files: reading them runs no code.
+The checkpoint is a zip archive: the file of ``torch.save``, or the values of a Keras model
+(`hvd_estimators.keras.model_file`). This module appends members to it, and reads them without the
+framework. They are JSON and ``.npy`` files: reading them runs no code.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def test_digits_match_one_process_and_load_without_horovod(store: Any, tmp_path:
     assert found > expected - 0.01
     assert fitted.getHistory()["accuracy"][-1] > 0.97
 
-    # The checkpoint is a plain .keras file.
+    # A saved model contains a plain .keras file.
     saved = tmp_path / "digits.keras"
-    saved.write_bytes(Path(store.get_checkpoints("digits")[-1]).read_bytes())
+    saved.write_bytes(fitted._extra_files()["model.keras"])
     np.save(tmp_path / "images.npy", shaped[test])
     script = (
         "import sys\n"
