@@ -1,4 +1,4 @@
-"""Draw the diagrams of the README and of the deployment pages into ``docs/_static``.
+"""Draw the diagrams of the README, the deployment pages and the design into ``docs/_static``.
 
 ``python docs/diagrams.py`` writes all of them. They have a white background, because a forge shows
 them as images, which do not know the page's colours.
@@ -225,9 +225,97 @@ def topology(name: str) -> str:
     return svg(650, 384, title, parts)
 
 
+DRIVER, TASK_0, TASK, RANK = range(4)
+ACTORS = ("driver", "task of rank 0", "another task", "its rank")
+LIFELINES = (90, 320, 560, 790)
+"""Where the lines of the driver, the tasks and the rank are."""
+
+
+@dataclass(frozen=True)
+class MessageSequence:
+    """Messages between driver, tasks and ranks, in their order.
+
+    Attributes
+    ----------
+    title : str
+        What the picture shows.
+    steps : sequence of (int, int, str, str)
+        Sender, receiver, message, and the module of ``hvd_estimators/launch`` that sends it. A
+        message to the sender itself is an action.
+    """
+
+    title: str
+    steps: Sequence[tuple[int, int, str, str]]
+
+
+SEQUENCES: Mapping[str, MessageSequence] = {
+    "launch": MessageSequence(
+        "A launch: from the Spark job to the results of the ranks.",
+        (
+            (DRIVER, TASK, "barrier job: the call, a secret, an address", "spark_backend.py"),
+            (TASK, DRIVER, "facts: addresses, GPUs, versions", "service/exchange.py"),
+            (DRIVER, TASK, "facts of all tasks", "service/exchange.py"),
+            (TASK, TASK_0, "try and agree on addresses", "task/addresses.py"),
+            (TASK_0, TASK_0, "listen for the other tasks", "rendezvous/server.py"),
+            (TASK, TASK_0, "connect; heartbeat each second", "rendezvous/client.py"),
+            (TASK, RANK, "start it, and its guardian", "rank/process.py"),
+            (RANK, TASK, "where this rank listens", "rendezvous/gloo_http.py"),
+            (TASK, TASK_0, "keys for the other ranks", "rendezvous/client.py"),
+            (RANK, RANK, "train with the other ranks", "rank/worker.py"),
+            (RANK, DRIVER, "epochs, progress, messages", "service/events.py"),
+            (RANK, TASK, "outcome, as a file", "rank/worker.py"),
+            (TASK, DRIVER, "outcome, as rows of the job", "task/run.py"),
+            (DRIVER, DRIVER, "results by rank", "rank/outcome.py"),
+        ),
+    ),
+    "failure": MessageSequence(
+        "A rank raises an exception: from the rank to the next launch.",
+        (
+            (RANK, TASK, "traceback; is it transient?", "rank/outcome.py"),
+            (TASK, TASK_0, "failed: rank, host, reason", "rank/supervisor.py"),
+            (TASK_0, TASK_0, "end its own rank after 3 s", "rank/supervisor.py"),
+            (TASK_0, TASK, "failed: with each heartbeat's answer", "rendezvous/server.py"),
+            (TASK, RANK, "end it after 3 s, if it runs", "rank/supervisor.py"),
+            (TASK, DRIVER, "outcomes of all ranks", "task/run.py"),
+            (DRIVER, DRIVER, "name the first failure", "rank/outcome.py"),
+            (DRIVER, TASK, "launch again, if it is transient", "relaunch.py"),
+        ),
+    ),
+}
+
+
+def sequence(name: str) -> str:
+    """Return the picture of a sequence of messages."""
+    it = SEQUENCES[name]
+    top, step = 60, 42
+    bottom = top + step * len(it.steps) + 20
+    parts = [label(890, 34, "hvd_estimators/launch/", "port", "start")]
+    for x, actor in zip(LIFELINES, ACTORS, strict=True):
+        parts.append(
+            box(x - 76, 14, 152, 34, actor, kind="process" if actor == ACTORS[RANK] else "box")
+        )
+        parts.append(f'<path class="machine" d="M{x} 50V{bottom}"/>')
+    for number, (sender, receiver, text, module) in enumerate(it.steps, 1):
+        y = top + step * number
+        start, end = LIFELINES[sender], LIFELINES[receiver]
+        if sender == receiver:
+            parts.append(f'<circle class="process" cx="{start}" cy="{y - 6}" r="6"/>')
+            # Beside the line, on the side with more room.
+            is_left = sender in (TASK, RANK)
+            side = (start - 12, "end") if is_left else (start + 12, "start")
+            parts.append(label(side[0], y - 1, text, "line", side[1]))
+        else:
+            parts.append(arrow(f"M{start} {y}H{end + (4 if end < start else -4)}"))
+            parts.append(label((start + end) // 2, y - 7, text, "line"))
+        parts.append(label(890, y - 3, module, "port", "start"))
+    halo = ".line { paint-order: stroke; stroke: #ffffff; stroke-width: 5px; }\n"
+    return svg(1070, bottom + 20, it.title, parts, STYLE + halo)
+
+
 def diagrams() -> dict[str, str]:
     """Return all pictures by the names of their files."""
     found = {f"topology_{name}.svg": topology(name) for name in TOPOLOGIES}
+    found |= {f"sequence_{name}.svg": sequence(name) for name in SEQUENCES}
     return {"overview.svg": overview(), **found}
 
 

@@ -17,6 +17,16 @@ def test_the_files_are_those_that_the_script_draws() -> None:
         ElementTree.fromstring(text)
 
 
+def test_sequences_name_modules_that_exist() -> None:
+    sequences = runpy.run_path(str(DOCS / "diagrams.py"))["SEQUENCES"]
+    launch = DOCS.parent / "hvd_estimators" / "launch"
+    steps = [step for sequence in sequences.values() for step in sequence.steps]
+    assert len(steps) > 20
+    assert [module for *_, module in steps if not (launch / module).is_file()] == []
+    page = (DOCS / "architecture.rst").read_text(encoding="utf-8")
+    assert all(f".. image:: _static/sequence_{name}.svg" in page for name in sequences)
+
+
 def test_every_deployment_page_shows_its_diagram() -> None:
     for page in (DOCS / "deploy").glob("*.rst"):
         if page.stem != "index":
