@@ -72,7 +72,9 @@ def of_this_test(mark: str) -> set[psutil.Process]:
     found = set()
     for process in psutil.process_iter():
         try:
-            is_marked = process.environ().get(MARK) == mark and process.name() != NAME
+            # It takes the name a moment after its start.
+            is_warm = process.name() == NAME or "--warm" in " ".join(process.cmdline())
+            is_marked = process.environ().get(MARK) == mark and not is_warm
             if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process)
         except psutil.Error:
@@ -86,7 +88,7 @@ def spawned(before: set[psutil.Process]) -> set[psutil.Process]:
     for process in all_below(os.getpid()) - before:
         try:
             words = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and "pyspark.daemon" not in words:
+            if process.status() != psutil.STATUS_ZOMBIE and "daemon" not in words:
                 own.add(process)
         except psutil.Error:
             continue

@@ -54,7 +54,8 @@ def test_modules_planted_in_a_folder_of_the_driver_do_not_run_in_ranks(
     folder.mkdir()
     folder.chmod(0o777)
     (folder / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    # Debian's Python has a sitecustomize of its own.
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     for warm_start in (True, False):
         assert SparkBackend(1, warm_start=warm_start).run(int) == [0]
         assert not mark.exists()

@@ -123,7 +123,7 @@ def test_planted_modules_do_not_run_in_ranks(
     planted: Path, monkeypatch: pytest.MonkeyPatch, place: str, warm_start: bool
 ) -> None:
     if place == "path":
-        monkeypatch.setattr(sys, "path", [*sys.path, str(planted)])
+        monkeypatch.setattr(sys, "path", [str(planted), *sys.path])
     else:
         monkeypatch.chdir(planted)
     mark = planted.parent / "ran"
@@ -134,7 +134,7 @@ def test_planted_modules_do_not_run_in_ranks(
     planted.chmod(0o755)
     for name in ("cloudpickle", "psutil"):
         (planted / f"{name}.py").unlink()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(planted)])
+    monkeypatch.setattr(sys, "path", [str(planted), *sys.path])
 
     def work() -> int:
         import module_of_mine  # type: ignore[import-not-found]
