@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,14 +62,16 @@ def test_the_end_of_the_block_ends_the_polling() -> None:
         assert set(threading.enumerate()) <= before
 
 
-def save_on_sigterm() -> str:
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    return "saved" if asked.wait(60) else "not asked"
+def test_a_function_of_run_gets_sigterm(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
 
+    def save_on_sigterm() -> str:
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+        ready.touch()
+        return "saved" if asked.wait(60) else "not asked"
 
-def test_a_function_of_run_gets_sigterm() -> None:
-    call = (save_on_sigterm, (), {}, lambda: True)
+    call = (save_on_sigterm, (), {}, ready.exists)
     assert LocalBackend(1).run(call_without_notifications, call) == ["saved"]
 
 
@@ -76,7 +79,7 @@ def test_a_function_of_run_gets_sigterm() -> None:
 def test_a_check_is_a_function(wrong: Any) -> None:
     message = "preemption_check: expected a function without arguments"
     with pytest.raises(ParamError, match=message):
-        hvd_estimators.run(save_on_sigterm, preemption_check=wrong)
+        hvd_estimators.run(int, preemption_check=wrong)
     from hvd_estimators.torch import TorchEstimator
 
     with pytest.raises(ParamError, match=message):
