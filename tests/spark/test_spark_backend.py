@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -54,15 +55,18 @@ def test_modules_planted_in_a_folder_of_the_driver_do_not_run_in_ranks(
     folder.mkdir()
     folder.chmod(0o777)
     (folder / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    # Debian's Python has a sitecustomize of its own.
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    (folder / "module_of_mine.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+
+    def is_found() -> bool:
+        return importlib.util.find_spec("module_of_mine") is not None
+
     for warm_start in (True, False):
-        assert SparkBackend(1, warm_start=warm_start).run(int) == [0]
+        assert SparkBackend(1, warm_start=warm_start).run(is_found) == [False]
         assert not mark.exists()
     # The same folder, if only this user can write to it.
     folder.chmod(0o755)
-    assert SparkBackend(1, warm_start=False).run(int) == [0]
-    assert mark.exists()
+    assert SparkBackend(1, warm_start=False).run(is_found) == [True]
 
 
 def test_output_of_ranks_is_printed_or_goes_to_a_handler(
