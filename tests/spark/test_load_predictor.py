@@ -492,7 +492,7 @@ def test_a_keras_model_predicts_on_numbers_and_text(spark: Any, tmp_path: Path) 
     n, word = np.array(pandas["n"][:10].tolist()), pandas["word"][:10]
     for given in ({"n": n, "word": word}, [n, word], [n, np.array(word, "U")]):
         assert_same(predictor.predict(given), expected[:10])
-    assert not predictor._predictor._model.compiled
+    assert predictor._predictor._model.optimizer is None
 
 
 WITHOUT_SPARK = """
