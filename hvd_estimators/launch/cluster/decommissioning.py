@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rank.preemption import polling
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.application import Cluster
@@ -16,10 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
 def watching_executors(
     cluster: Cluster, tag: str, on_notice: Callable[[], object]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Call a function once, if Spark decommissions an executor of a job during the block.
 
     Parameters
@@ -32,25 +30,18 @@ def watching_executors(
         Called in another thread.
     """
     if not cluster.decommissions:
-        yield
-        return
-    finished = threading.Event()
+        return contextlib.nullcontext()
 
-    def watch() -> None:
+    def is_noticed() -> bool:
+        hosts: list[str] = []
         with contextlib.suppress(Exception):  # the context has been stopped
-            while not finished.wait(timeouts.PREEMPTION_POLL):
-                hosts = cluster.leaving_hosts(tag)
-                if hosts:
-                    logger.warning(
-                        "Spark decommissions an executor on %s. The ranks are asked to save their "
-                        "state and to end.",
-                        ", ".join(hosts),
-                    )
-                    on_notice()
-                    return
+            hosts = cluster.leaving_hosts(tag)
+        if hosts:
+            logger.warning(
+                "Spark decommissions an executor on %s. The ranks are asked to save their state "
+                "and to end.",
+                ", ".join(hosts),
+            )
+        return bool(hosts)
 
-    threading.Thread(target=watch, name="hvd_estimators decommissioning", daemon=True).start()
-    try:
-        yield
-    finally:
-        finished.set()
+    return polling(is_noticed, on_notice)

@@ -144,14 +144,19 @@ class AwaitedRanks:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[Any, float] = {}
 
-    def add(self, key: int, seconds: float) -> None:
+    def all_keys(self) -> list[Any]:
+        """Return the keys of the ranks."""
+        with self._changed:
+            return list(self._seconds)
+
+    def add(self, key: Any, seconds: float) -> None:
         """Record a rank, under any key, with the seconds of grace that it asks for."""
         with self._changed:
             self._seconds[key] = seconds
 
-    def discard(self, key: int) -> None:
+    def discard(self, key: Any) -> None:
         """Record that a rank has ended, or has no state left to save."""
         with self._changed:
             self._seconds.pop(key, None)

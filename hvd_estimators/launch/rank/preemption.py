@@ -56,25 +56,47 @@ def watching(check: PreemptionCheck | None, on_notice: Callable[[], object]) -> 
     if check is None:
         yield
         return
+    has_failed = False
+
+    def is_noticed() -> bool:
+        nonlocal has_failed
+        try:
+            if check():
+                print("preemption_check: this machine is about to go.", file=sys.stderr)
+                return True
+        except Exception:
+            if not has_failed:
+                print("preemption_check raised an exception:", file=sys.stderr)
+                traceback.print_exc()
+            has_failed = True
+        return False
+
+    with polling(is_noticed, on_notice):
+        yield
+
+
+@contextlib.contextmanager
+def polling(check: Callable[[], bool], on_notice: Callable[[], object]) -> Iterator[None]:
+    """Poll during the block, in another thread, and call a function once if a check is true.
+
+    Parameters
+    ----------
+    check : callable
+        Raises no exception.
+    on_notice : callable
+        Called in that thread.
+    """
     finished = threading.Event()
 
-    def watch() -> None:
-        has_failed = False
+    def poll() -> None:
         while not finished.is_set():
-            try:
-                if check():
-                    print("preemption_check: this machine is about to go.", file=sys.stderr)
-                    on_notice()
-                    return
-            except Exception:
-                if not has_failed:
-                    print("preemption_check raised an exception:", file=sys.stderr)
-                    traceback.print_exc()
-                has_failed = True
+            if check():
+                on_notice()
+                return
             finished.wait(timeouts.PREEMPTION_POLL)
 
     # The block does not wait for the thread: a check may wait for an answer for long.
-    threading.Thread(target=watch, name="hvd_estimators preemption_check", daemon=True).start()
+    threading.Thread(target=poll, name="hvd_estimators preemption", daemon=True).start()
     try:
         yield
     finally:

@@ -240,7 +240,6 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[Callabl
     lock = threading.Lock()
     finished = threading.Event()
     awaited = AwaitedRanks()
-    savers: dict[int, Channel] = {}
     handled = 0
 
     def handle(message: Mapping[str, Any]) -> None:
@@ -260,16 +259,14 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[Callabl
             while not finished.is_set():
                 message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
                 if message.get("kind") == _AWAITED:
-                    savers[id(channel)] = channel
-                    awaited.add(id(channel), message["seconds"])
+                    awaited.add(channel, message["seconds"])
                 else:
                     handle(message)
         finally:
-            awaited.discard(id(channel))
-            savers.pop(id(channel), None)
+            awaited.discard(channel)
 
     def ask_to_stop() -> None:
-        for channel in list(savers.values()):
+        for channel in awaited.all_keys():
             with contextlib.suppress(OSError):  # the rank has ended
                 channel.send({"kind": _STOP})
 
