@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Record
+from benchmarks.quotes import QUOTES
 from benchmarks.results import Result, load
 
 PAGE = "index.rst"
+CHARTS = ("prepare", "transform", "loader", "fit", "scaling")
+"""Parts with a plot on the page. Other parts that the documentation quotes have tables only."""
+
+_SHOWN = {*CHARTS, *(quote.part for quote in QUOTES.values())}
 _HEAD = """\
 .. Written by ``python -m benchmarks`` from the files of results beside it. Do not edit.
 
 Measured figures
 ================
 
-Results of ``make bench``, by part. The column *from, to* has the lowest and the highest value.
-Launches, checkpoints and micro-batches show the median, and all other measurements the best. The
-last column is the ratio to the named baseline. For seconds and MiB, less is better.
-:doc:`../benchmarks` describes each measurement. Seconds differ from machine to machine and from
-hour to hour; ratios differ less. To repeat one part: ``python -m benchmarks --parts fit``.
+Results of ``make bench`` that the documentation quotes; ``results.json`` beside this page has all.
+The column *from, to* has the lowest and the highest value. Launches show the median, and all other
+measurements the best. The last column is the ratio to the named baseline. For seconds and MiB, less
+is better. :doc:`../benchmarks` describes each measurement.
 
 """
 _NAMED = {"cpu", "cores", "memory_gib", "gpu", "load_before"}
@@ -41,12 +45,13 @@ def text(folder: Path) -> str:
 
 
 def everything(folder: Path) -> list[tuple[str, Result]]:
-    """Return all results of a folder and the names of their plots; the default file comes first."""
+    """Return a folder's results for the page and their names; the default file comes first."""
     files = sorted(folder.glob("*.json"), key=lambda file: (file.stem != "results", file.stem))
     return [
         (part if file.stem == "results" else f"{part}-{file.stem}", result)
         for file in files
         for part, result in load(file).items()
+        if part in _SHOWN
     ]
 
 
@@ -55,11 +60,12 @@ def _section(name: str, result: Result) -> str:
     if name != result.part:
         title += f" on {result.machine.get('gpu') or result.machine['cpu']}"
     lines = [title, "-" * len(title), "", _purpose(result.part), "", _circumstances(result), ""]
-    lines += [
-        f".. image:: {name}.svg",
-        f"   :alt: The figures of {result.part}, as in the tables.",
-        "",
-    ]
+    if result.part in CHARTS:
+        lines += [
+            f".. image:: {name}.svg",
+            f"   :alt: The figures of {result.part}, as in the tables.",
+            "",
+        ]
     for table, records in result.tables.items():
         lines += (
             _lines_table(table, records) if records[0].at is not None else _table(table, records)

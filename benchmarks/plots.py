@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Record
-from benchmarks.page import everything, shown
+from benchmarks.page import CHARTS, everything, shown
 from benchmarks.results import Result
 
 OURS = re.compile(
@@ -31,16 +31,17 @@ COLUMNS, TITLE_WIDTH = 2, 42
 
 
 def draw(folder: Path) -> None:
-    """Plot each result of a folder into the folder."""
+    """Plot the results of a folder that have a chart into the folder."""
     import matplotlib
 
     matplotlib.use("svg")
     # Save text as text, and the same figures as the same file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9})
     for name, result in everything(folder):
-        picture(result).savefig(
-            folder / f"{name}.svg", metadata={"Date": None, "Creator": None}, facecolor="white"
-        )
+        if result.part in CHARTS:
+            picture(result).savefig(
+                folder / f"{name}.svg", metadata={"Date": None, "Creator": None}, facecolor="white"
+            )
 
 
 def picture(result: Result) -> Any:
