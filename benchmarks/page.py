@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,7 +128,7 @@ def _table(table: str, records: Sequence[Record]) -> list[str]:
         row += [f"{shown(one.low)}, {shown(one.high)}"] if spread else []
         row += ["" if one.ratio is None else shown(one.ratio)] if baseline else []
         rows.append(row)
-    return _list_table(table, header, rows)
+    return _csv_table(table, header, rows)
 
 
 def _lines_table(table: str, records: Sequence[Record]) -> list[str]:
@@ -140,15 +142,14 @@ def _lines_table(table: str, records: Sequence[Record]) -> list[str]:
         for at in places
     ]
     header = [title if axis else "\\", *(f"{name}, {records[0].unit}" for name in names)]
-    return _list_table(table, header, rows)
+    return _csv_table(table, header, rows)
 
 
-def _list_table(table: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f".. list-table:: {table}", "   :header-rows: 1", "   :align: left", ""]
-    for row in [header, *rows]:
-        for index, cell in enumerate(row):
-            lines.append(f"   {'*' if index == 0 else ' '} - {cell}".rstrip())
-    return [*lines, ""]
+def _csv_table(table: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    lines = [f"   {line}" for line in text.getvalue().splitlines()]
+    return [f".. csv-table:: {table}", "   :header-rows: 1", "   :align: left", "", *lines, ""]
 
 
 def shown(value: float) -> str:
