@@ -88,11 +88,11 @@ def _circumstances(result: Result) -> str:
     load = result.machine.get("load_before")
     settings = ", ".join(f"{name} {_setting(value)}" for name, value in result.settings.items())
     return (
-        f"Measured on {result.date}"
-        + (f" at commit ``{result.commit}``" if result.commit else "")
-        + f" on {result.machine_text}"
-        + ("" if load is None else f", whose load in the minute before was {load:g}")
-        + (f". Settings: {settings}." if settings else ".")
+        f"{result.date}"
+        + (f", commit ``{result.commit}``" if result.commit else "")
+        + f", {result.machine_text}"
+        + ("" if load is None else f", load before {load:g}")
+        + (f"; {settings}." if settings else ".")
     )
 
 

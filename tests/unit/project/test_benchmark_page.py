@@ -80,7 +80,7 @@ def test_the_page_shows_results_with_machine_and_date(tmp_path: Path) -> None:
     results.save(tmp_path / "device.json", {"fit": results.parse(json.dumps(elsewhere))})
     page.write(tmp_path)
     text = (tmp_path / page.PAGE).read_text()
-    for said in ("2026-01-02 at commit ``abc`` on A processor, 2 cores", "rows 7", "numpy 1.26"):
+    for said in ("2026-01-02, commit ``abc``, A processor, 2 cores", "rows 7", "numpy 1.26"):
         assert said in text
     assert "``fit`` on A device\n" in text
     assert "image:: fit-device.svg" in text
