@@ -3,7 +3,8 @@
 ``lightning.pytorch`` and ``pytorch_lightning`` hold the same code in different classes. Each
 Trainer accepts only classes from its own package. Therefore this package derives its classes from
 the placeholder base classes of this module, and `of_flavor` makes them for the package of the
-user's objects.
+user's objects. A class that derives from both would run the code of one package in the other's
+Trainer.
 
 The placeholder base classes are empty, so that importing a derived class imports neither Lightning
 package.
