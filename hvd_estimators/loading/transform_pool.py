@@ -1,8 +1,8 @@
 """Worker processes that run a user's transformation for a rank.
 
 The rank sends rows to the workers in turn, and takes the results in the same order. A worker is
-connected by a pipe, so no port is open. It ends with the pipe, also if the rank is killed. Processes
-of ``concurrent.futures`` would survive, because each holds both ends of a queue.
+connected by a pipe, so no port is open. It ends with the pipe, also if the rank is killed.
+Processes of ``concurrent.futures`` would survive, because each holds both ends of a queue.
 """
 
 from __future__ import annotations
