@@ -2,8 +2,7 @@
 
 ``hvd-estimators build-horovod`` is the command. This module runs the build: the cache, pip and
 progress reports. `toolchain` determines the requirements of a build and finds them on the machine.
-`source_patches` changes the source before the build, and `finished_wheel` changes the wheel after
-it.
+`horovod_source` changes the source before the build.
 """
 
 from __future__ import annotations
@@ -29,13 +28,7 @@ from typing import BinaryIO
 
 from hvd_estimators._util.import_path import python_code, python_module
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.commands.finished_wheel import (
-    finish_wheel,
-    finished_folder,
-    installed_horovod_spark,
-    record_module,
-)
-from hvd_estimators.commands.source_patches import patch_source, unpack_source
+from hvd_estimators.commands.horovod_source import PATCHES, unpack_source, write_build_files
 from hvd_estimators.commands.toolchain import (
     NCCL_LIBRARY,
     SOURCE_SHA256,
@@ -50,7 +43,7 @@ from hvd_estimators.commands.toolchain import (
     missing_build_packages,
 )
 from hvd_estimators.exceptions import BuildError, DependencyError
-from hvd_estimators.launch.horovod_build import BUILD_FILE, describe_build
+from hvd_estimators.launch.horovod_build import describe_build, installed_horovod_spark
 
 Report = Callable[[str], None]
 """Called with each line of progress."""
@@ -169,7 +162,9 @@ def build_horovod(
             f"{sys.executable} has no pip, which builds and installs the wheel. "
             f"Install it: {sys.executable} -m ensurepip"
         )
-    recipe = detect_recipe(gpu)
+    if with_compat is None:
+        with_compat = installed_horovod_spark() == "compat"
+    recipe = detect_recipe(gpu, with_compat)
     folder = (cache_dir or default_cache_dir()).expanduser().absolute() / "wheels" / recipe.key
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,9 +180,6 @@ def build_horovod(
             report(f"found {wheel}")
         else:
             wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
-        if with_compat is None:
-            with_compat = installed_horovod_spark() == "compat"
-        wheel = _finished(wheel, recipe, with_compat)
     if with_compat:
         report("with hvd_estimators' horovod.spark")
     if wheel_dir is not None:
@@ -196,16 +188,6 @@ def build_horovod(
     if install:
         install_wheel(wheel, recipe, report=report)
     return wheel
-
-
-def _finished(wheel: Path, recipe: BuildRecipe, with_compat: bool) -> Path:
-    """Return the wheel to install, and create it from the compiled wheel if necessary."""
-    folder = wheel.parent / finished_folder(with_compat)
-    folder.mkdir(exist_ok=True)
-    finished = _wheel_in(folder)
-    if finished is None or finished.stat().st_mtime_ns < wheel.stat().st_mtime_ns:
-        finished = finish_wheel(wheel, folder, recipe.record(), with_compat)
-    return finished
 
 
 def _copied(wheel: Path, folder: Path) -> Path:
@@ -277,7 +259,12 @@ def build_wheel(
                 command = [*pip, "install", "--target", str(work / _TOOLS), *missing]
                 run_logged(command, environment, output, report, "Fetching the build tools")
             source = _fetch_source(work, recipe, pip, environment, output, report)
-            (source / BUILD_FILE).write_text(record_module(recipe.record(compiler)))
+            for patch in PATCHES:
+                command = [*python_module("patch_ng"), "--directory", str(source), "--strip", "1"]
+                run_logged(
+                    [*command, str(patch)], environment, output, report, f"Applying {patch.name}"
+                )
+            write_build_files(source, recipe.record(compiler))
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
                 report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEM_NCCL}")
@@ -332,7 +319,7 @@ def _fetch_source(
     output: BinaryIO,
     report: Report,
 ) -> Path:
-    """Download Horovod's source with pip, unpack it and patch it; return its folder."""
+    """Download Horovod's source with pip, and unpack it; return its folder."""
     archives, unpacked = work / "archives", work / "source"
     unpacked.mkdir()
     # pip checks the hash before it runs any code of the source.
@@ -344,9 +331,7 @@ def _fetch_source(
     archive = next(iter(archives.glob("horovod-*.tar.gz")), None)
     if archive is None:
         raise BuildError(f"pip ended well but downloaded no source of Horovod {recipe.horovod}.")
-    source = unpack_source(archive, unpacked)
-    patch_source(source)
-    return source
+    return unpack_source(archive, unpacked)
 
 
 def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[str, str]:

@@ -29,15 +29,14 @@ from packaging.version import Version
 
 from hvd_estimators._util.import_path import python_code
 from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
-from hvd_estimators.commands.finished_wheel import installed_horovod_spark
 from hvd_estimators.exceptions import HvdEstimatorsError, WorkerFailedError
 from hvd_estimators.launch.horovod_build import (
     DISTRIBUTIONS,
-    PATCHES_REVISION,
-    REQUIRED_PATCHES,
+    REQUIRED_REVISION,
+    REVISION,
     cuda_of,
     difference,
-    installed_patches,
+    installed_horovod_spark,
     installed_record,
     installed_version,
 )
@@ -242,8 +241,6 @@ class Facts:
         Per installed framework; empty without Horovod.
     horovod_record : mapping
         What the installed Horovod was built for, see `installed_record`.
-    horovod_patches : int
-        Revision of the source patches of the installed Horovod; 0 without patches.
     horovod_spark : str or None
         The kind of ``horovod.spark``, see `installed_horovod_spark`.
     torch_backends : tuple of str
@@ -262,7 +259,6 @@ class Facts:
     import_errors: Mapping[str, str] = field(default_factory=dict)
     horovod: Mapping[str, HorovodFacts] = field(default_factory=dict)
     horovod_record: Mapping[str, Any] = field(default_factory=dict)
-    horovod_patches: int = 0
     horovod_spark: str | None = None
     torch_backends: tuple[str, ...] = ()
     allreduce: Mapping[str, float | ProbeError] = field(default_factory=dict)
@@ -312,7 +308,6 @@ def collect(*, with_allreduce: bool = True) -> Facts:
         import_errors={name: text for name, future in imports.items() if (text := future.result())},
         horovod=builds,
         horovod_record=installed_record(),
-        horovod_patches=installed_patches(),
         horovod_spark=installed_horovod_spark(),
         torch_backends=backends,
         allreduce=allreduce,
@@ -529,7 +524,7 @@ def _horovod(facts: Facts) -> Iterator[Row]:
             rebuilds = not build.error and "gloo" not in build.features
             remedy = f"{BUILD_HOROVOD} --force" if rebuilds else BUILD_HOROVOD
             yield Row(component, f"{version}: {problem}", Status.PROBLEM, remedy)
-        elif facts.horovod_patches < PATCHES_REVISION:
+        elif facts.horovod_record["revision"] < REVISION:
             found = f"{version}, built without the newest patches"
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:
@@ -540,14 +535,12 @@ def _horovod_problem(facts: Facts, framework: str) -> str | None:
     """Return why Horovod cannot serve an installed framework; None if it can."""
     build = facts.horovod[framework]
     cuda = facts.torch_cuda if framework == "torch" else None
+    if facts.horovod_record.get("revision", 0) < REQUIRED_REVISION:
+        return "built without a patch that ranks need to reach each other"
     other = difference(facts.horovod_record, framework, facts.versions[framework], cuda)
     if other or build.error:
         return other or build.error
-    if "gloo" not in build.features:
-        return "built without Gloo"
-    if facts.horovod_patches < REQUIRED_PATCHES:
-        return "built without a patch that ranks need to reach each other"
-    return None
+    return None if "gloo" in build.features else "built without Gloo"
 
 
 def _training(facts: Facts) -> Iterator[Row]:

@@ -1,7 +1,7 @@
 """Toolchain of a Horovod build: frameworks, compiler, CUDA, build tools, and the recipe.
 
 Horovod's last release, 0.28.1, is older than today's frameworks and does not compile against them
-unchanged. Four problems are solved outside its source; `hvd_estimators.commands.source_patches`
+unchanged. Four problems are solved outside its source; `hvd_estimators.commands.horovod_source`
 fixes errors in the source:
 
 * Its CMake files request C++14, but torch 2.1 needs C++17 and torch 2.13 needs C++20. They also
@@ -42,7 +42,7 @@ from hvd_estimators._util.system import available_cores
 from hvd_estimators.exceptions import BuildError, DependencyError
 from hvd_estimators.launch.horovod_build import (
     DISTRIBUTIONS,
-    PATCHES_REVISION,
+    REVISION,
     cuda_of,
     installed_version,
 )
@@ -51,10 +51,6 @@ HOROVOD_VERSION = "0.28.1"
 
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 """Hash of the source distribution of `HOROVOD_VERSION` on PyPI."""
-
-# Part of the cache key, as is the revision of the source patches. Increment it if a change below
-# changes the wheel of the same versions.
-RECIPE_REVISION = 6
 
 # Horovod's and Gloo's sources use these headers without including them.
 _CXX_HEADERS = ("cstdint", "stdexcept", "string")
@@ -95,6 +91,9 @@ class BuildRecipe:
         The installed versions; None if the framework is not installed.
     cuda : str or None
         The CUDA version to build for; None builds for CPUs.
+    compat : bool
+        Whether ``horovod.spark`` is `hvd_estimators.compat`. Otherwise it raises an ImportError
+        that names the replacements.
     horovod : str
         Horovod's version.
     """
@@ -103,6 +102,7 @@ class BuildRecipe:
     torch: str | None = None
     tensorflow: str | None = None
     cuda: str | None = None
+    compat: bool = False
     horovod: str = HOROVOD_VERSION
 
     @property
@@ -114,7 +114,9 @@ class BuildRecipe:
         if self.tensorflow:
             parts.append(f"tensorflow-{self.tensorflow}")
         parts.append(f"cuda-{self.cuda}" if self.cuda else "cpu")
-        parts.append(f"r{RECIPE_REVISION}.{PATCHES_REVISION}")
+        if self.compat:
+            parts.append("compat")
+        parts.append(f"r{REVISION}")
         return "_".join(parts)
 
     @property
@@ -123,26 +125,43 @@ class BuildRecipe:
         versions = (("torch", self.torch), ("tensorflow", self.tensorflow))
         return tuple(name for name, version in versions if version)
 
-    def record(self, compiler: str | None = None) -> dict[str, Any]:
+    @property
+    def version(self) -> str:
+        """Version of the wheel: Horovod's, and a label of what it was built for.
+
+        Labels of equal frameworks and devices are ordered by their revisions. The label of a wheel
+        with this package's ``horovod.spark`` starts with ``compat``, which sorts below the others.
+        So pip installs such a wheel only if its version is requested exactly.
+        """
+        versions = {"torch": self.torch, "tensorflow": self.tensorflow}
+        label = ["compat"] if self.compat else []
+        label += [
+            f"{name}{Version(version).public}" for name, version in versions.items() if version
+        ]
+        label.append(f"cu{self.cuda.replace('.', '')}" if self.cuda else "cpu")
+        return str(Version(f"{self.horovod}+{'.'.join([*label, str(REVISION)])}"))
+
+    def record(self, compiler: str) -> dict[str, Any]:
         """Return the record of a wheel that is built now, as plain values.
 
         Parameters
         ----------
-        compiler : str or None
-            The compiler's command; None if the wheel was compiled before wheels had records.
+        compiler : str
+            The compiler's command.
         """
         versions = {"torch": self.torch, "tensorflow": self.tensorflow}
         return {
             "horovod": self.horovod,
+            "version": self.version,
             **versions,
             "cuda": self.cuda,
             "nccl": nccl_version(self.cuda) if self.cuda else None,
             "python": platform.python_version(),
             "tag": self.tag,
             "libc": " ".join(platform.libc_ver()) or None,
-            "compiler": compiler_version(compiler) if compiler else None,
-            "patches": PATCHES_REVISION,
-            "recipe": RECIPE_REVISION,
+            "compiler": compiler_version(compiler),
+            "compat": self.compat,
+            "revision": REVISION,
             "requires": [
                 f"{_distribution(framework)}=={Version(version).public}"
                 for framework, version in versions.items()
@@ -222,13 +241,15 @@ def _at_least(version: str | None, minimum: str) -> bool:
     return version is not None and Version(version).release >= Version(minimum).release
 
 
-def detect_recipe(gpu: str = "auto") -> BuildRecipe:
+def detect_recipe(gpu: str = "auto", compat: bool = False) -> BuildRecipe:
     """Return the recipe of a Horovod for the frameworks in this interpreter's environment.
 
     Parameters
     ----------
     gpu : {'auto', 'none', 'cuda'}
         ``auto`` builds for CUDA if the framework was built with it and a CUDA toolkit is found.
+    compat : bool
+        Whether ``horovod.spark`` is `hvd_estimators.compat`.
 
     Raises
     ------
@@ -248,6 +269,7 @@ def detect_recipe(gpu: str = "auto") -> BuildRecipe:
         torch=versions["torch"],
         tensorflow=versions["tensorflow"],
         cuda=_choose_cuda(gpu, versions),
+        compat=compat,
     )
 
 
@@ -393,7 +415,8 @@ def check_system(recipe: BuildRecipe, compiler: str) -> None:
 
 def missing_build_packages() -> list[str]:
     """Return the Python packages that Horovod's build needs and this environment lacks."""
-    missing = [name for name in ("setuptools", "wheel", "cffi") if find_spec(name) is None]
+    modules = {"setuptools": "setuptools", "wheel": "wheel", "cffi": "cffi", "patch_ng": "patch-ng"}
+    missing = [package for module, package in modules.items() if find_spec(module) is None]
     if not shutil.which("cmake", path=build_path()):
         missing.append("cmake")
     return missing

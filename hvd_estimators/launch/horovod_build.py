@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import re
 import threading
 from collections import defaultdict
@@ -24,14 +23,12 @@ from typing import Any
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.exceptions import DependencyError
 
-PATCHES_REVISION = 4
-"""Revision that a wheel records in `MARKER`; increment it if a patch changes a wheel."""
+REVISION = 7
+"""Revision of the build, which a wheel records. Increment it if a change of the build, such as a
+patch, changes the wheel for the same versions."""
 
-REQUIRED_PATCHES = 1
-"""Minimum revision that ranks need. Revision 2 lets Horovod detect stalled ranks."""
-
-MARKER = "horovod/hvd_estimators_mends.py"
-"""File that marks a wheel as compiled with the patches of ``hvd-estimators build-horovod``."""
+REQUIRED_REVISION = 7
+"""Minimum revision that ranks need."""
 
 BUILD_FILE = "horovod/hvd_estimators_build.py"
 """File of a wheel with the record of what it was built for."""
@@ -50,10 +47,6 @@ DISTRIBUTIONS = {
 
 TITLES = {"torch": "torch", "tensorflow": "TensorFlow"}
 """Module of each framework to its name in messages."""
-
-# Names of the frameworks in the file of the built versions that Horovod's own build writes.
-_HOROVODS_RECORD = "metadata.json"
-_HOROVODS_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}
 
 # The file of each framework with the CUDA version of its build, and a pattern for the version.
 _CUDA_NOTES = {
@@ -107,22 +100,11 @@ def is_horovod_installed() -> bool:
 
 
 def installed_record() -> dict[str, Any]:
-    """Return the record of the installed Horovod; empty without Horovod.
-
-    Wheels that were built without a record have the versions that Horovod's own build writes.
-    """
+    """Return the record of the installed Horovod; empty if it has none, or without Horovod."""
     for folder in horovod_folders():
         record = folder / Path(BUILD_FILE).name
         if record.is_file():
             return read_record(record.read_text())
-        written = folder / _HOROVODS_RECORD
-        if written.is_file():
-            versions = json.loads(written.read_text())
-            return {
-                name: version
-                for name, theirs in _HOROVODS_NAMES.items()
-                if (version := versions.get(theirs)) and _libraries(folder, name)
-            }
     return {}
 
 
@@ -152,19 +134,25 @@ def describe_build(record: Mapping[str, Any]) -> str:
     return ", ".join([" and ".join(named) or "no framework", device])
 
 
-def installed_patches() -> int:
-    """Return the patch revision of the installed Horovod; 0 without patches or without Horovod."""
-    for folder in horovod_folders():
-        marker = folder / Path(MARKER).name
-        if marker.is_file():
-            return patches_of(marker.read_text())
-    return 0
+def installed_revision() -> int:
+    """Return the revision of the installed Horovod's build; 0 if this package did not build it."""
+    return int(installed_record().get("revision", 0))
 
 
-def patches_of(marker: str) -> int:
-    """Return the patch revision in the text of a `MARKER` file."""
-    revision = re.search(r"^REVISION = (\d+)$", marker, re.MULTILINE)
-    return int(revision.group(1)) if revision else 0
+def installed_horovod_spark() -> str | None:
+    """Return the kind of the installed ``horovod.spark``, without importing Horovod.
+
+    Returns
+    -------
+    str or None
+        ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: the
+        package of 2023; None: Horovod is not installed.
+    """
+    if not is_horovod_installed():
+        return None
+    if not installed_revision():
+        return "frozen"
+    return "compat" if installed_record()["compat"] else "off"
 
 
 def require_patches() -> None:
@@ -185,7 +173,7 @@ def patches_problem() -> str:
 
     Programs that do not use Horovod run without it, so a missing Horovod is no problem.
     """
-    if not is_horovod_installed() or installed_patches() >= REQUIRED_PATCHES:
+    if not is_horovod_installed() or installed_revision() >= REQUIRED_REVISION:
         return ""
     return (
         "The installed Horovod was built without the changes that ranks need to choose the "
@@ -209,7 +197,7 @@ def horovod_problem(framework: str) -> str | None:
     """
     if not is_horovod_installed():
         return "Horovod is not installed"
-    if installed_patches() < REQUIRED_PATCHES:
+    if installed_revision() < REQUIRED_REVISION:
         return "this Horovod was built without the patches that ranks need"
     installed = installed_version(*DISTRIBUTIONS[framework])
     if installed is None:
@@ -240,7 +228,7 @@ def cuda_of(framework: str) -> str | None:
 
 @functools.cache
 def horovod_build() -> str:
-    """Return the identity of the installed Horovod: its record, and a hash of patches and files.
+    """Return the identity of the installed Horovod: its record, and a hash of revision and files.
 
     The result is empty without Horovod.
     """
@@ -248,7 +236,7 @@ def horovod_build() -> str:
     if not folders:
         return ""
     # Ranks with different patches exchange different messages.
-    facts = f"{installed_version('horovod')} {installed_patches()} "
+    facts = f"{installed_version('horovod')} {installed_revision()} "
     digest = hashlib.sha256(facts.encode())
     for folder in folders:
         for path in sorted([*_libraries(folder, "torch"), *_libraries(folder, "tensorflow")]):

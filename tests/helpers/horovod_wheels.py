@@ -1,44 +1,71 @@
-"""Small wheels that stand in for Horovod's, for the tests of its build."""
+"""Small stand-ins for Horovod's source and wheels, for the tests of its build."""
 
 import base64
-import csv
 import hashlib
 import zipfile
 
+import patch_ng
+
+from hvd_estimators.commands.horovod_source import PATCHES, write_build_files
 from hvd_estimators.commands.toolchain import BuildRecipe
 
 RECIPE = BuildRecipe("cp311-cp311-manylinux_2_36_x86_64", torch="2.13.0+cpu", tensorflow="2.21.0")
 WHEEL_NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
 
+PYTHON_PATCHES = PATCHES[-3:]
+"""The patches of Python files. Compiling Horovod, which `make setup` does, shows all others."""
 
-def make_wheel(path, text):
-    """Write a tiny Horovod wheel that pip can install."""
-    files = {
-        "horovod/__init__.py": "",
-        "horovod/torch/__init__.py": text,
-        "horovod/tensorflow/__init__.py": "",
-        "horovod/runner/__init__.py": "",
-        "horovod/spark/__init__.py": "run = 'the frozen one'\n",
-        "horovod/spark/torch.py": "TorchEstimator = 'the frozen one'\n",
-    }
-    return write_wheel(path, "horovod", "0.28.1", files)
-
-
-def make_package(folder, name, version):
-    """Write a wheel that holds one module with a version, and nothing else."""
-    module = {f"{name}/__init__.py": f"__version__ = {version!r}\n"}
-    return write_wheel(folder / f"{name}-{version}-py3-none-any.whl", name, version, module)
+# What the patched files import.
+_SOURCE = {
+    "setup.py": "",
+    "horovod/__init__.py": "",
+    "horovod/common/__init__.py": "",
+    "horovod/common/util.py": "check_extension = lambda *names: None\n",
+    "horovod/runner/__init__.py": "",
+    "horovod/spark/common/__init__.py": "",
+    "horovod/spark/common/_namedtuple_fix.py": "",
+    "horovod/spark/runner.py": "run = run_elastic = 'the frozen one'\n",
+    "horovod/spark/torch.py": "TorchEstimator = 'the frozen one'\n",
+}
 
 
-def write_wheel(path, name, version, files):
+def make_source(folder):
+    """Write a source with the lines that `PYTHON_PATCHES` expect; return the folder."""
+    for name, text in _SOURCE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for patch in PYTHON_PATCHES:
+        for change in patch_ng.fromfile(str(patch)).items:
+            lines = []
+            for hunk in change.hunks:
+                lines += ["#\n"] * (hunk.startsrc - 1 - len(lines))
+                lines += [line[1:].decode() for line in hunk.text if line[:1] in b" -"]
+            path = folder / change.source.decode().removeprefix("a/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(lines))
+    return folder
+
+
+def make_patched_source(folder, recipe):
+    """Write a patched source for a recipe; return the folder."""
+    make_source(folder)
+    for patch in PYTHON_PATCHES:
+        assert patch_ng.fromfile(str(patch)).apply(strip=1, root=str(folder))
+    write_build_files(folder, recipe.record("g++"))
+    return folder
+
+
+def make_package(folder, name, version, files=None, requires=""):
+    """Write a wheel that holds one module with a version, or `files`; return its path."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    files = files or {f"{name}/__init__.py": f"__version__ = {version!r}\n"}
     info = f"{name}-{version}.dist-info"
-    head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     files = {
         **files,
-        f"{info}/METADATA": f"{head}\nText.\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    lines = [f"{file},sha256={urlsafe_sha256(body)},{len(body)}" for file, body in files.items()]
+    lines = [f"{file},sha256={_urlsafe_sha256(body)},{len(body)}" for file, body in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]) + "\n"
     with zipfile.ZipFile(path, "w") as wheel:
         for file, body in files.items():
@@ -46,18 +73,6 @@ def write_wheel(path, name, version, files):
     return path
 
 
-def is_as_recorded(wheel):
-    """Return whether the files match the hashes and sizes in RECORD."""
-    archive = zipfile.ZipFile(wheel)
-    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
-    rows = {file: rest for file, *rest in csv.reader(archive.read(name).decode().splitlines())}
-    for file, (digest, size) in rows.items():
-        content = archive.read(file).decode()
-        if digest and (digest, size) != (f"sha256={urlsafe_sha256(content)}", str(len(content))):
-            return False
-    return rows.keys() == set(archive.namelist())
-
-
-def urlsafe_sha256(text):
+def _urlsafe_sha256(text):
     digest = hashlib.sha256(text.encode()).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")

@@ -16,7 +16,6 @@ from resuming import DataDependent
 from variants import others_in_soak
 
 from hvd_estimators.fitting import restarts
-from hvd_estimators.launch.horovod_build import installed_patches
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE
 from hvd_estimators.store.runs import read_metadata
@@ -41,15 +40,7 @@ class Hangs(DataDependent):
         return super().forward(x)
 
 
-HOROVOD = pytest.param(
-    "horovod",
-    marks=pytest.mark.skipif(
-        installed_patches() < 2, reason="Horovod has to be built anew to notice it"
-    ),
-)
-
-
-@pytest.mark.parametrize("library", others_in_soak(HOROVOD, "torch"))
+@pytest.mark.parametrize("library", others_in_soak("horovod", "torch"))
 def test_a_hanging_rank_is_relaunched_and_the_result_is_unchanged(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:

@@ -41,16 +41,16 @@ class TestRecipe:
             {"tensorflow": "2.20.0"},
             {"tensorflow": None},
             {"cuda": "12.6"},
+            {"compat": True},
             {"horovod": "0.28.2"},
         ],
     )
     def test_key_differs_if_any_field_differs(self, change):
         assert replace(RECIPE, **change).key != RECIPE.key
 
-    @pytest.mark.parametrize("revision", ["RECIPE_REVISION", "PATCHES_REVISION"])
-    def test_key_differs_if_the_recipe_or_a_patch_changes(self, monkeypatch, revision):
+    def test_key_differs_if_the_revision_changes(self, monkeypatch):
         before = RECIPE.key
-        monkeypatch.setattr(toolchain, revision, 1000)
+        monkeypatch.setattr(toolchain, "REVISION", 1000)
         assert RECIPE.key != before
 
     def test_key_is_stable_and_names_one_folder(self):

@@ -21,9 +21,9 @@ from hvd_estimators.commands.doctor import (
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import horovod_build
 from hvd_estimators.launch.horovod_build import (
-    PATCHES_REVISION,
-    REQUIRED_PATCHES,
-    installed_patches,
+    REQUIRED_REVISION,
+    REVISION,
+    installed_revision,
 )
 from hvd_estimators.launch.local_backend import LocalBackend
 
@@ -48,8 +48,12 @@ HEALTHY = Facts(
         "torch": HorovodFacts(("gloo",)),
         "tensorflow": HorovodFacts(("gloo",)),
     },
-    horovod_record={"torch": "2.13.0+cpu", "tensorflow": "2.21.0", "cuda": None},
-    horovod_patches=PATCHES_REVISION,
+    horovod_record={
+        "torch": "2.13.0+cpu",
+        "tensorflow": "2.21.0",
+        "cuda": None,
+        "revision": REVISION,
+    },
     torch_backends=("gloo",),
     allreduce={"Horovod": 2.5, "torch.distributed": 1.5},
 )
@@ -78,16 +82,16 @@ def problems(facts):
 
 
 def test_an_unpatched_horovod_is_a_problem():
-    facts = replace(HEALTHY, horovod_patches=0)
+    facts = replace(HEALTHY, horovod_record={})
 
     assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow"}
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
-def test_a_horovod_with_only_the_required_patches_is_a_warning():
-    facts = replace(HEALTHY, horovod_patches=REQUIRED_PATCHES)
+def test_a_horovod_with_only_the_required_patches_is_a_warning(monkeypatch):
+    monkeypatch.setattr(doctor, "REVISION", REQUIRED_REVISION + 1)
+    facts = replace(HEALTHY, horovod_record={**HEALTHY.horovod_record, "revision": REVISION})
 
-    assert REQUIRED_PATCHES < PATCHES_REVISION
     assert not problems(facts)
     assert row(facts, "Horovod for torch").status is Status.WARNING
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
@@ -100,12 +104,12 @@ def test_the_state_of_horovod_spark_is_reported():
 
 
 def test_launchers_require_a_patched_horovod(tmp_path, monkeypatch):
-    assert installed_patches() >= REQUIRED_PATCHES
+    assert installed_revision() >= REQUIRED_REVISION
 
     as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     (tmp_path / "__init__.py").touch()
     monkeypatch.setattr(horovod_build, "find_spec", lambda name: as_released)
-    assert installed_patches() == 0
+    assert installed_revision() == 0
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
         LocalBackend(1).check_horovod()
 
@@ -117,7 +121,7 @@ def test_a_healthy_machine_exits_with_0(capsys):
 
 
 def test_a_problem_exits_with_1_and_prints_its_remedy(capsys):
-    facts = replace(HEALTHY, horovod_patches=0)
+    facts = replace(HEALTHY, horovod_record={})
 
     assert doctor.main(facts=facts) == 1
     assert "-> hvd-estimators build-horovod" in capsys.readouterr().out
@@ -173,7 +177,7 @@ def test_a_missing_required_component_is_a_problem(name):
 
 
 def test_keras_trains_with_torch_or_horovod():
-    facts = replace(without(HEALTHY, "horovod"), horovod={}, horovod_patches=0)
+    facts = replace(without(HEALTHY, "horovod"), horovod={}, horovod_record={})
 
     assert not problems(facts)
     on_tensorflow, on_torch = "Training, Keras on TensorFlow", "Training, Keras on torch"
@@ -254,7 +258,8 @@ def test_a_framework_that_cannot_be_imported_is_a_problem():
 def test_a_horovod_that_does_not_match_its_framework_must_be_rebuilt(build, record, told):
     facts = replace(HEALTHY, horovod={**HEALTHY.horovod, "torch": build})
     if record:
-        facts = replace(facts, horovod_record={"tensorflow": "2.21.0", **record})
+        others = {"tensorflow": "2.21.0", "revision": REVISION}
+        facts = replace(facts, horovod_record={**others, **record})
 
     assert problems(facts) == {"Horovod for torch"}
     assert told in row(facts, "Horovod for torch").found
@@ -311,10 +316,8 @@ def test_this_environment_is_healthy(capsys):
 
     rows = {row["component"]: row for row in json.loads(capsys.readouterr().out)}
     assert status == 0, rows
-    # A Horovod that lacks only optional patches gets a warning to rebuild it.
-    expected = "ok" if installed_patches() >= PATCHES_REVISION else "warning"
-    assert rows["Horovod for torch"]["status"] == expected
-    assert rows["Horovod for tensorflow"]["status"] == expected
+    assert rows["Horovod for torch"]["status"] == "ok"
+    assert rows["Horovod for tensorflow"]["status"] == "ok"
     assert rows["Allreduce"]["status"] == "ok"
     assert rows["Allreduce"]["found"].count(" s with ") == 2
     assert two_rank_allreduce("horovod.tensorflow", seconds=120) < 120

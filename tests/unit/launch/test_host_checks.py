@@ -101,7 +101,7 @@ def test_a_machine_without_a_usable_horovod_is_named_for_programs_that_use_it(
 ) -> None:
     with_it = machine_facts(task(), JOB, "")
     with monkeypatch.context() as without:
-        without.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
+        without.setattr("hvd_estimators.launch.horovod_build.installed_revision", lambda: 0)
         facts = [with_it, machine_facts(task(), JOB, "")]
 
     assert check("ab", *facts) == [None, None]

@@ -104,7 +104,7 @@ def test_an_unpatched_horovod_is_an_error_only_for_programs_that_use_it(monkeypa
 
         hvd.init()
 
-    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
+    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_revision", lambda: 0)
     backend = LocalBackend(2)
 
     assert backend.run(rank) == [0, 1]
@@ -129,7 +129,7 @@ def test_strangers_cannot_end_ranks_whose_horovod_is_unpatched(monkeypatch):
         time.sleep(1)  # the parent looks for problems every 50 ms
         return answers
 
-    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_patches", lambda: 0)
+    monkeypatch.setattr("hvd_estimators.launch.horovod_build.installed_revision", lambda: 0)
     assert LocalBackend(2).run(work) == [[b"HTTP/1.1 401"] * 2] * 2
 
 

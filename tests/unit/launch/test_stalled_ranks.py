@@ -10,7 +10,6 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.horovod_build import installed_patches
 from hvd_estimators.launch.local_backend import LocalBackend
 
 SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
@@ -59,7 +58,6 @@ def test_a_rank_continued_in_time_does_not_fail():
     assert LocalBackend(1, env=SOON).run(work) == ["done"]
 
 
-@pytest.mark.skipif(installed_patches() < 2, reason="Horovod has to be built anew to notice it")
 def test_a_hanging_rank_is_named_if_the_user_set_a_limit():
     def work():
         import threading

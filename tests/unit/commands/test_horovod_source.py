@@ -1,0 +1,315 @@
+"""Patches and records of Horovod's source, and what imports of a wheel and pip make of them."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+from horovod_wheels import RECIPE, make_package, make_patched_source, make_source
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from hvd_estimators._util.horovod_spark_names import HOMES
+from hvd_estimators.commands.horovod_source import PATCHES, record_module
+from hvd_estimators.commands.toolchain import detect_recipe
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch import horovod_build
+from hvd_estimators.launch.horovod_build import (
+    BUILD_FILE,
+    REVISION,
+    check_builds,
+    describe_build,
+    horovod_problem,
+    installed_horovod_spark,
+    installed_record,
+    read_record,
+)
+from hvd_estimators.launch.rendezvous.client import ADDRESS_VARIABLE, TOKEN_VARIABLE
+
+TORCH_ONLY = replace(RECIPE, tensorflow=None)
+COMPAT = replace(RECIPE, compat=True)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that makes a folder the only one with a Horovod."""
+
+    def pretend(folder):
+        found = folder and SimpleNamespace(submodule_search_locations=[str(folder / "horovod")])
+        monkeypatch.setattr(horovod_build, "find_spec", lambda name: found)
+
+    return pretend
+
+
+def run(code, *path, flags=(), **environment):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **environment}
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, text=True, capture_output=True, env=environment)
+
+
+class TestPatches:
+    def test_each_starts_with_its_reason(self):
+        assert len(PATCHES) == 14
+        for patch in PATCHES:
+            title, blank, reason = patch.read_text().partition("\n--- a/")[0].partition("\n\n")
+            assert title.endswith("."), patch
+            assert blank, patch
+            assert reason.strip(), patch
+
+    def test_they_read_the_variables_that_tasks_set(self):
+        texts = "".join(patch.read_text() for patch in PATCHES)
+
+        assert f'getenv("{ADDRESS_VARIABLE}")' in texts
+        assert f'getenv("{TOKEN_VARIABLE}")' in texts
+
+    def test_the_installed_horovod_has_the_version_and_requirements_of_its_build(self):
+        built = installed_record()
+
+        assert built["revision"] == REVISION
+        assert metadata.version("horovod") == built["version"]
+        requires = {str(Requirement(text)) for text in metadata.requires("horovod")}
+        assert set(built["requires"]) <= requires
+        recipe = detect_recipe(compat=built["compat"])
+        assert recipe.version == built["version"]
+
+
+class TestVersion:
+    def test_it_contains_frameworks_device_and_revision(self):
+        cuda = replace(TORCH_ONLY, torch="2.9.1+cu130", cuda="13.0")
+
+        assert RECIPE.version == f"0.28.1+torch2.13.0.tensorflow2.21.0.cpu.{REVISION}"
+        assert cuda.version == f"0.28.1+torch2.9.1.cu130.{REVISION}"
+
+    def test_it_satisfies_the_release_and_newer_builds_sort_later(self):
+        newer = TORCH_ONLY.version.removesuffix(str(REVISION)) + "100"
+        versions = [COMPAT.version, replace(TORCH_ONLY, torch="2.9.1").version]
+        versions += [TORCH_ONLY.version, newer]
+
+        assert sorted(versions, key=Version) == versions
+        assert all(SpecifierSet("==0.28.1").contains(version) for version in versions)
+        assert min(map(Version, versions)) > Version("0.28.1")
+
+
+class TestRecord:
+    def test_threads_parse_records_one_at_a_time(self, monkeypatch):
+        """Python 3.11.7 raises SystemError in fits of a parallel grid that parse together."""
+        parsing, overlaps = [], []
+        parse = ast.parse
+
+        def parse_slowly(text):
+            parsing.append(text)
+            overlaps.extend(parsing[:-1])
+            time.sleep(0.05)
+            parsing.remove(text)
+            return parse(text)
+
+        monkeypatch.setattr(horovod_build.ast, "parse", parse_slowly)
+        texts = [f"BUILD = {{'torch': '{minor}'}}" for minor in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            records = list(pool.map(read_record, texts))
+
+        assert [record["torch"] for record in records] == ["0", "1", "2", "3"]
+        assert overlaps == []
+        records[3]["torch"] = "changed"
+        assert read_record(texts[3]) == {"torch": "3"}
+
+    def test_the_installed_build_is_compared_without_importing_it(
+        self, tmp_path, monkeypatch, install
+    ):
+        install(make_patched_source(tmp_path, TORCH_ONLY))
+        versions = {"torch": "2.13.0", "tensorflow": "2.21.0"}
+        monkeypatch.setattr(horovod_build, "installed_version", lambda *names: versions[names[0]])
+        monkeypatch.setattr(horovod_build, "cuda_of", lambda framework: None)
+
+        assert installed_record() == TORCH_ONLY.record("g++")
+        assert describe_build(installed_record()) == "torch 2.13.0+cpu, CPU"
+        assert horovod_problem("torch") is None
+        assert horovod_problem("tensorflow") == "this Horovod was built without TensorFlow"
+        versions["torch"] = "2.14.0"
+        assert horovod_problem("torch") == (
+            "this Horovod was built for torch 2.13.0+cpu, installed is 2.14.0"
+        )
+        (tmp_path / BUILD_FILE).unlink()
+        assert "without the patches" in str(horovod_problem("torch"))
+        install(None)
+        assert installed_record() == {}
+        assert horovod_problem("torch") == "Horovod is not installed"
+
+    def test_an_empty_horovod_folder_is_not_an_installation(self, tmp_path, install):
+        (tmp_path / "horovod").mkdir()
+        install(tmp_path)
+
+        assert horovod_problem("torch") == "Horovod is not installed"
+
+    def test_different_builds_on_ranks_are_an_error_that_describes_them(self):
+        builds = [f"{describe_build(recipe.record('g++'))} (1a)" for recipe in (RECIPE, TORCH_ONLY)]
+
+        expected = r"torch 2\.13\.0\+cpu and TensorFlow 2\.21\.0, CPU \(1a\) on a; torch .* on b"
+        with pytest.raises(DependencyError, match=expected):
+            check_builds(["a", "b"], builds)
+
+
+class TestImportOfAFramework:
+    @pytest.fixture
+    def source(self, tmp_path):
+        return make_patched_source(tmp_path / "source", TORCH_ONLY)
+
+    def imported(self, source, framework, version, cuda=None, code="import horovod.{}", path=()):
+        """Import a module of Horovod beside a framework of this version; return the error."""
+        folder = source.parent / "frameworks"
+        (folder / framework).mkdir(parents=True, exist_ok=True)
+        text = f"__version__ = {version!r}\nclass version:\n    cuda = {cuda!r}\n"
+        (folder / framework / "__init__.py").write_text(text)
+        done = run(code.format(framework), source, folder, *path, flags=["-S"])
+        return done.stderr.splitlines()[-1] if done.returncode else "imports"
+
+    def test_it_succeeds_with_the_framework_of_the_build(self, source):
+        assert self.imported(source, "torch", "2.13.0+cpu") == "imports"
+        assert self.imported(source, "torch", "2.13.0", "13.0") == "imports"
+
+    @pytest.mark.parametrize(
+        ("framework", "version", "told"),
+        [
+            ("torch", "2.12.0", "for torch 2.13.0+cpu, installed is 2.12.0. "),
+            ("tensorflow", "2.21.0", "without TensorFlow. "),
+        ],
+    )
+    def test_another_framework_is_named(self, source, framework, version, told):
+        error = self.imported(source, framework, version)
+
+        assert error.startswith(f"ImportError: This Horovod was built {told}")
+        assert error.endswith("hvd-estimators build-horovod")
+
+    def test_public_names_that_need_horovod_raise_the_typed_error(self, source):
+        code = (
+            "from hvd_estimators._util.lazy_imports import lazy_names\n"
+            "lazy_names('hvd_estimators.keras', {{'KerasEstimator': 'horovod.{}'}})[0]"
+            "('KerasEstimator')"
+        )
+
+        error = self.imported(source, "torch", "2.12.0", code=code, path=sys.path)
+
+        start = "hvd_estimators.exceptions.DependencyError: hvd_estimators.keras needs horovod. "
+        assert error.startswith(f"{start}This Horovod was built for torch 2.13.0+cpu, installed is")
+
+    def test_a_cuda_build_names_a_torch_without_cuda(self, tmp_path):
+        recipe = replace(TORCH_ONLY, torch="2.13.0", cuda="13.0")
+        source = make_patched_source(tmp_path / "source", recipe)
+
+        assert self.imported(source, "torch", "2.13.0", "13.2") == "imports"
+        error = self.imported(source, "torch", "2.13.0+cpu")
+        assert "with CUDA 13.0, installed is torch 2.13.0+cpu, built for CPUs" in error
+
+
+class TestImportOfHorovodSpark:
+    @pytest.mark.parametrize(
+        "code", ["import horovod.spark", "from horovod.spark.torch import TorchEstimator"]
+    )
+    def test_the_error_names_the_replacements(self, tmp_path, code):
+        done = run(code, make_patched_source(tmp_path, RECIPE), flags=["-S"])
+
+        assert done.returncode == 1
+        message = done.stderr[done.stderr.index("ImportError:") :]
+        for name in ("hvd_estimators.torch", "hvd_estimators.keras", "hvd_estimators.lightning"):
+            assert name in message
+
+    def test_other_modules_import_and_so_does_the_old_package_on_request(self, tmp_path):
+        source = make_patched_source(tmp_path, RECIPE)
+        code = "from horovod.spark.torch import TorchEstimator; print(TorchEstimator)"
+
+        assert run("import horovod.runner", source, flags=["-S"]).stderr == ""
+        done = run(code, source, flags=["-S"], HVD_ESTIMATORS_HOROVOD_SPARK="1")
+        assert "the frozen" in done.stdout
+
+    def test_compat_finds_this_package_without_setup(self, tmp_path):
+        source = make_patched_source(tmp_path, COMPAT)
+        real = importlib.util.find_spec("horovod").submodule_search_locations[0]
+        code = (
+            f"import horovod; horovod.__path__.append({real!r})  # for horovod.runner\n"
+            "import horovod.spark.common.store as store, horovod.spark, sys\n"
+            "from horovod.spark.common import constants\n"
+            "print(store.Store.__module__, store.__name__, horovod.spark.__name__)\n"
+            "print(horovod.spark is sys.modules['hvd_estimators.compat.spark'], horovod.__file__)"
+        )
+
+        first, second = run(code, source, *sys.path).stdout.splitlines()
+
+        spark = "hvd_estimators.compat.spark"
+        assert first == f"hvd_estimators.store.base {spark}.common.store {spark}"
+        assert second == f"True {source}/horovod/__init__.py"
+
+    def test_compat_replaces_all_modules_of_the_frozen_package(self, tmp_path):
+        source = make_patched_source(tmp_path, COMPAT)
+        files = {
+            str(path.relative_to(source / "horovod/spark")): path.read_text()
+            for path in (source / "horovod/spark").rglob("*.py")
+        }
+
+        packages = {"", "common/", "keras/", "lightning/", "task/", "torch/"}
+        assert {name for name in files if name.endswith("__init__.py")} == {
+            f"{package}__init__.py" for package in packages
+        }
+        assert len(files) == len(HOMES)
+        assert files["torch/__init__.py"].splitlines()[1:] == [
+            "from hvd_estimators.compat.torch import TorchEstimator as TorchEstimator",
+            "from hvd_estimators.torch.model import TorchModel as TorchModel",
+        ]
+        for file, text in files.items():
+            for line in text.splitlines():
+                if line.startswith("from ") and "petastorm" not in line:
+                    exec(compile(line, file, "exec"), {})
+
+    def test_compat_has_no_frozen_package(self, tmp_path):
+        source = make_patched_source(tmp_path, COMPAT)
+
+        done = run("import horovod.spark", source, HVD_ESTIMATORS_HOROVOD_SPARK="1")
+
+        assert "ImportError: HVD_ESTIMATORS_HOROVOD_SPARK=1" in done.stderr
+        assert "--without-compat" in done.stderr
+
+    def test_its_kind_is_detected_without_importing_it(self, tmp_path, install):
+        for kind, recipe in [("off", RECIPE), ("compat", COMPAT)]:
+            install(make_patched_source(tmp_path / kind, recipe))
+            assert installed_horovod_spark() == kind
+        install(make_source(tmp_path / "released"))
+        assert installed_horovod_spark() == "frozen"
+        install(None)
+        assert installed_horovod_spark() is None
+
+
+@pytest.mark.soak
+def test_pip_selects_the_wheel_that_matches_the_frameworks(tmp_path):
+    index = tmp_path / "index"
+    index.mkdir()
+    recipes = [replace(TORCH_ONLY, torch=torch) for torch in ("2.12.0", "2.13.0+cpu")]
+    for recipe in recipes:
+        make_package(index, "torch", recipe.torch)
+        record = recipe.record("g++")
+        requires = "".join(f"Requires-Dist: {text}\n" for text in record["requires"])
+        make_package(
+            index, "horovod", recipe.version, {BUILD_FILE: record_module(record)}, requires
+        )
+
+    # The user's configuration may name further indexes.
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("PIP_")}
+    environment = {**inherited, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+
+    def installed(*requirements):
+        target = tmp_path / f"site {len(list(tmp_path.iterdir()))}"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
+        command += ["--find-links", index, "--target", target, *requirements]
+        done = subprocess.run(command, text=True, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return read_record((target / BUILD_FILE).read_text())["torch"]
+
+    assert installed("horovod==0.28.1", "torch==2.12.0") == "2.12.0"
+    assert installed("horovod==0.28.1", "torch") == "2.13.0+cpu"
+    assert installed(f"horovod=={recipes[0].version}") == "2.12.0"
