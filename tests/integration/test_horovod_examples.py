@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hvd_estimators.commands.finished_wheel import installed_horovod_spark
+
+from hvd_estimators.launch.horovod_build import installed_horovod_spark
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(1900)]
 
