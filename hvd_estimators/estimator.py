@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import secrets
 import time
@@ -38,7 +39,9 @@ from hvd_estimators.fitting.progress import (
 from hvd_estimators.fitting.record import RunRecord, hyperparameters, noted_params, start_note
 from hvd_estimators.fitting.restarts import Launch, Restarts, ending_by_sigterm, warming_up
 from hvd_estimators.fitting.run import ReadOrder, Run, RunResults
+from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.fitting.stores import ParquetFiles, Paths, configured_store, find_files
+from hvd_estimators.fitting.tensorboard import TensorBoardLogger
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS, Trial, try_batches, zeros
 from hvd_estimators.inference.batch import is_scalar
 from hvd_estimators.launch.backend import Backend, as_backend
@@ -47,6 +50,7 @@ from hvd_estimators.launch.cluster.jobs import describing, jobs_on, spark_job, s
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.loading.readers import PlannedDataModule
+from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.model import PREDICTION, HorovodModel
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.prepare.dataframe import prepare_data
@@ -323,11 +327,8 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
 
             def spec_for(num_ranks: int) -> TrainSpec:
                 common = self._common_spec(manifest, num_ranks, run.paths, order)
-                common = replace(
-                    common,
-                    data=common.data.with_min_batch_rows(self._min_batch_rows(tried)),
-                    hyperparameters=hyperparameters(self, self._learning_rates(tried)),
-                )
+                data = common.data.with_min_batch_rows(self._min_batch_rows(tried))
+                common = replace(common, data=data)
                 self._check_spec(common, tried)
                 return self._make_spec(common, tried)
 
@@ -427,7 +428,11 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             if run.checkpoints:
                 handover.delete_others()
             started = time.monotonic()
-            with ending_by_sigterm(), self._record(run, spec) as record, run.without_orphans():
+            with (
+                ending_by_sigterm(),
+                self._record(run, spec, trial) as record,
+                run.without_orphans(),
+            ):
                 with (
                     handover.describing_saved_state(trained=False),
                     show_progress(spec, run.newest) as shown,
@@ -476,12 +481,23 @@ class HorovodEstimator(EstimatorHooks, EstimatorSignatures):
             stopped=results[0].stopped,
         )
 
-    def _record(self, run: Run, spec: TrainSpec) -> RunRecord:
+    def _record(self, run: Run, spec: TrainSpec, trial: Trial) -> RunRecord:
         """Create the record of this fit, which is updated while the ranks train."""
-        document = start_note(self, run, spec)
-        set_params = noted_params(self, only_set=True)
-        tracking = self._make_tracking(run.paths.run_id, set_params)
-        return RunRecord(run, document, tracking)
+        mlflow = self._mlflow_logger(noted_params(self, only_set=True))
+        optional: list[Logger] = [] if mlflow is None else [mlflow]
+        # Lightning has its own loggers.
+        has_loggers, logs = "loggers" in self._declarations, spec.run.logs_path
+        if has_loggers and logs is not None:
+            optional.append(TensorBoardLogger(spec.store, logs, self._has_own_tensorboard()))
+        logged = LoggedRun(
+            run_id=run.paths.run_id,
+            key=hashlib.sha256(run.paths.run_path.encode()).hexdigest()[:40],
+            epoch=run.epochs_done,
+            hyperparameters=hyperparameters(self, self._learning_rates(trial)),
+        )
+        required = self.getOrDefault("loggers") if has_loggers else ()
+        loggers = RunLoggers(logged, required, optional)
+        return RunRecord(run, start_note(self, run, spec), loggers, mlflow)
 
     def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:
         """Create the fitted model from the ranks' results."""

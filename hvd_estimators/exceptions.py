@@ -72,7 +72,7 @@ class LeftOutError(HvdEstimatorsError, ImportError):
 
 
 class LoggerError(HvdEstimatorsError, RuntimeError):
-    """Failure of a logger (``loggers``) to start, on rank 0 of a new run."""
+    """Failure of a logger (``loggers``) to start, before a new run trains."""
 
 
 class SlotsError(HvdEstimatorsError, RuntimeError):

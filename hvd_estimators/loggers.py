@@ -1,14 +1,12 @@
 """Loggers of experiment trackers for TorchEstimator and KerasEstimator (``loggers=[...]``).
 
-Rank 0 calls them. The driver and the other ranks only pickle them, and need no client package.
+The driver calls them. Ranks and executors need no client package and no key.
 """
 
 from __future__ import annotations
 
 import abc
 import importlib
-import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,22 +34,19 @@ class LoggedRun:
         First epoch to log, from 0. A resumed run repeats no epoch of an earlier checkpoint.
     hyperparameters : mapping
         The numbers, strings and booleans among the params that were set, by name.
-    directory : str or None
-        Local directory whose files become part of the run's logs in the store. None if the store
-        does not save runs.
     """
 
     run_id: str
     key: str
     epoch: int
     hyperparameters: Mapping[str, bool | int | float | str]
-    directory: str | None
 
 
 class Logger(abc.ABC):
-    """Base class of loggers. Objects are pickled, so open files and connections only in `start`.
+    """Base class of loggers.
 
-    Rank 0 calls the methods in a thread for each logger. A slow service therefore delays no rank.
+    Each fit calls a copy of the object (`copy.copy`), so open files and connections in `start`. The
+    driver calls the methods in a thread for each logger. A slow service therefore delays no rank.
     If `start` raises or takes more than two minutes, a new run fails before it trains. A run that
     resumes shows a warning instead and continues. Failures of the other methods are also warnings.
     """
@@ -69,7 +64,9 @@ class Logger(abc.ABC):
     def log_metrics(self, metrics: Mapping[str, float], epoch: int) -> None:
         """Log the values of an epoch. Called after each epoch.
 
-        A run that is resumed repeats the epochs after its newest checkpoint, and logs them again.
+        Epochs after the newest checkpoint are repeated if ranks are relaunched or a run is resumed,
+        and logged again. At the end of a fit, an epoch that raised is logged once more. If the
+        ranks cannot reach the driver, all epochs are logged then, without the rates.
 
         Parameters
         ----------
@@ -81,22 +78,21 @@ class Logger(abc.ABC):
         """
 
     def finish(self, status: str) -> None:  # noqa: B027
-        """Close the run. Called once, unless the rank is killed.
+        """Close the run. Called once, unless the driver is killed.
 
         Parameters
         ----------
         status : {"finished", "interrupted", "failed"}
-            The end of training on rank 0: by its last epoch or a callback, by a request to stop,
-            or by an error.
+            The end of the fit: with a model, by a request to stop, or by an error.
         """
 
 
 class WandbLogger(Logger):
-    """Logger to Weights & Biases. Rank 0 needs the package ``wandb``.
+    """Logger to Weights & Biases. The driver needs the package ``wandb``.
 
     The W&B run has the run's name, and a resumed run continues the same W&B run. Charts use the
-    epoch as their step. Set credentials as the environment variable ``WANDB_API_KEY`` of the ranks.
-    With ``mode="offline"``, the files are in the run's logs, for ``wandb sync``.
+    epoch as their step. Set the driver's environment variable ``WANDB_API_KEY``, or run
+    ``wandb login`` there.
 
     Parameters
     ----------
@@ -122,9 +118,6 @@ class WandbLogger(Logger):
             **self._init,
             "config": {**run.hyperparameters, **self._init.get("config", {})},
         }
-        mode = self._init.get("mode") or os.environ.get("WANDB_MODE")
-        if mode == "offline" and run.directory is not None:
-            arguments.setdefault("dir", run.directory)
         self._run = wandb.init(**arguments)
         # W&B's own steps only increase, and a resumed run may log an epoch again.
         self._run.define_metric("*", step_metric="epoch")
@@ -139,10 +132,10 @@ class WandbLogger(Logger):
 
 
 class CometLogger(Logger):
-    """Logger to Comet. Rank 0 needs the package ``comet_ml``.
+    """Logger to Comet. The driver needs the package ``comet_ml``.
 
-    A resumed run continues the same experiment. Set credentials as the environment variable
-    ``COMET_API_KEY`` of the ranks.
+    A resumed run continues the same experiment. Set the driver's environment variable
+    ``COMET_API_KEY``.
 
     Parameters
     ----------
@@ -175,12 +168,12 @@ class CometLogger(Logger):
 
 
 def import_client(package: str, logger: str) -> Any:
-    """Import the client package of a logger. Runs on rank 0.
+    """Import the client package of a logger.
 
     Raises
     ------
     DependencyError
-        If the package is not installed there.
+        If the package is not installed.
     """
     try:
         return importlib.import_module(package)
@@ -188,8 +181,6 @@ def import_client(package: str, logger: str) -> Any:
         if error.name != package:
             raise
         raise DependencyError(
-            f"loggers: {logger} needs the package {package}, which rank 0 cannot import on "
-            f"{socket.gethostname()} ({sys.executable}). Install it for the Python of the ranks, "
-            f"on every machine that may run rank 0: {INSTALL[package]}. The driver does not need "
-            "it."
+            f"loggers: {logger} needs the package {package}, which {sys.executable} cannot import. "
+            f"Install it on the driver: {INSTALL[package]}"
         ) from error

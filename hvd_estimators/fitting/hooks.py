@@ -149,6 +149,10 @@ class EstimatorHooks(
             for function in functions_in(get(name)):
                 check_sendable(name, function)
 
+    def _has_own_tensorboard(self) -> bool:
+        """Return whether a callback of the user writes losses and metrics for TensorBoard."""
+        return False
+
     def _uses_horovod(self) -> bool:
         """Return whether the ranks of this fit use Horovod."""
         return True

@@ -126,7 +126,7 @@ class TrainPlanning(
         module = self.getOrDefault("data_module")
         check_shards(module, order.canonical_shards, num_ranks, run.run_id)
         params = self._params_in(TrainSpec)
-        params |= {key: tuple(params[key]) for key in ("callbacks", "loggers") if key in params}
+        params["callbacks"] = tuple(params["callbacks"])
         params["store"] = self._get_store()
         return TrainSpec(
             **params,

@@ -29,15 +29,22 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.fitting.epoch_feed import EpochFeed
 from hvd_estimators.fitting.fingerprint import as_json, named, reading_identity
-from hvd_estimators.fitting.mlflow import Tracking
+from hvd_estimators.fitting.mlflow import MlflowLogger
 from hvd_estimators.fitting.run import ReadOrder, Run
+from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.launch.horovod_build import installed_version
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.store import Store
 from hvd_estimators.store.redaction import redacted
 from hvd_estimators.store.runs import history_text, read_history, run_file
-from hvd_estimators.training.spec import EpochMetrics, HistoryRow, TrainSpec
+from hvd_estimators.training.spec import (
+    EpochMetrics,
+    HistoryRow,
+    TrainSpec,
+    measured,
+    measured_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +117,18 @@ def end_note(
             # Lost executors, killed ranks and exceptions from user code all have this class.
             details |= {"cause": error.cause, "rank": error.rank, "host": error.host}
             details["error_type"] = error.error_type or None
-        state |= {"state": "interrupted" if is_interrupt(error) else "failed", "error": details}
+        state |= {"state": end_state(error), "error": details}
     *earlier, fit = document["fits"]
     return {**document, **state, "fits": [*earlier, {**fit, **state}]}
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Return whether an error means that the fit was stopped on purpose and did not fail."""
+def end_state(error: BaseException) -> str:
+    """Return ``"interrupted"`` for a fit that was stopped on purpose, else ``"failed"``."""
     if isinstance(error, WorkerFailedError):
-        return error.error_type == TrainingInterruptedError.__name__
-    return isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
+        is_interrupt = error.error_type == TrainingInterruptedError.__name__
+    else:
+        is_interrupt = isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
+    return "interrupted" if is_interrupt else "failed"
 
 
 def _over(fit: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +204,7 @@ def _brief(value: Any) -> Any:
 
 
 class RunRecord:
-    """Context manager that records one fit of a run while the ranks train.
+    """Context manager that records and logs one fit of a run while the ranks train.
 
     ``metadata.json`` contains the state of the fit: running, then how it ended. ``history.json`` is
     updated when ranks report metrics, and completed at the end. After the start, a failed write of
@@ -207,29 +216,39 @@ class RunRecord:
         The run.
     document : mapping
         The record at the start of training, see `start_note`.
-    tracking : Tracking, optional
-        MLflow logger that also gets metrics and model.
+    loggers : RunLoggers
+        The fit's loggers, which get the same metrics.
+    mlflow : MlflowLogger, optional
+        The one among them that gets the model.
     """
 
     def __init__(
-        self, run: Run, document: Mapping[str, Any], tracking: Tracking | None = None
+        self,
+        run: Run,
+        document: Mapping[str, Any],
+        loggers: RunLoggers,
+        mlflow: MlflowLogger | None = None,
     ) -> None:
         self._run = run
         self._store = run.store
         self._document = document
         self._rows: list[HistoryRow] = []
         self._written = ""
-        self._tracking = tracking
+        self._loggers = loggers
+        self._mlflow = mlflow
         self._feed = EpochFeed(self._add, f"history of run {run.paths.run_id!r}")
 
     def __enter__(self) -> Self:
+        self._loggers.start()
         if self._store.saving_runs():
-            self._write("metadata", _json(self._document))
+            try:
+                self._write("metadata", _json(self._document))
+            except BaseException:
+                self._loggers.finish("failed")
+                raise
             if self._run.checkpoints:
                 with self._warned():
                     self._rows = read_history(self._store, self._run.paths.run_path) or []
-        if self._tracking is not None:
-            self._tracking.start()
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
@@ -241,8 +260,7 @@ class RunRecord:
                     self._write_rows(self._rows)
             with self._warned():
                 self._write("metadata", _json(end_note(self._document, exc, self._store)))
-        if self._tracking is not None and exc is not None:
-            self._tracking.fail()
+        self._loggers.finish("finished" if exc is None else end_state(exc))
 
     def handler(self, shown: Handler) -> Handler:
         """Return a handler that records the ranks' metrics and then calls another handler."""
@@ -252,8 +270,7 @@ class RunRecord:
                 rows = [(event.epoch, str(s), str(n), float(v)) for s, n, v in event.rows]
                 if self._store.saving_runs():
                     self._feed.put(rows)
-                if self._tracking is not None:
-                    self._tracking.put(rows)
+                self._loggers.log({event.epoch: {**event.rates, **measured_rows(event.rows)}})
             shown(event)
 
         return handle
@@ -301,8 +318,11 @@ class RunRecord:
             self._feed.close(_CLOSE_SECONDS)
             with self._warned():
                 self._write_rows(metrics)
-        if self._tracking is not None:
-            self._tracking.complete(metrics, model, rows)
+        # Events do not arrive for certain, and a logger may have failed.
+        done = self._run.epochs_done
+        self._loggers.log({r.epoch: measured(r) for r in history[done:]}, again=False)
+        if self._mlflow is not None and self._loggers.wait_for(self._mlflow):
+            self._mlflow.log_model(model, rows, len(history) - 1)
 
     def _add(self, rows: Sequence[HistoryRow]) -> None:
         """Record epochs; retrained epochs replace recorded epochs from the first one on."""

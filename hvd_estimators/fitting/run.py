@@ -31,7 +31,7 @@ from hvd_estimators.fitting.fingerprint import (
     named,
     reading_identity,
 )
-from hvd_estimators.fitting.mlflow import Tracking, TrackingRun, active_run
+from hvd_estimators.fitting.mlflow import MlflowLogger, TrackingRun, active_run
 from hvd_estimators.fitting.stores import default_store
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.model import HorovodModel
@@ -134,6 +134,11 @@ class Run:
     def newest(self) -> Position | None:
         """Newest checkpoint before this fit; None for a new run."""
         return max(self.checkpoints, default=None)
+
+    @property
+    def epochs_done(self) -> int:
+        """Number of epochs that were complete before this fit."""
+        return self.newest.epoch if self.newest is not None else 0
 
     @property
     def row_order(self) -> ReadOrder | None:
@@ -391,14 +396,14 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         self._grid_index, self._grid_tracking = other._grid_index, other._grid_tracking
         self._shared_data = other._shared_data
 
-    def _make_tracking(self, run_id: str, params: Mapping[str, Any]) -> Tracking | None:
+    def _mlflow_logger(self, params: Mapping[str, Any]) -> MlflowLogger | None:
         """Return the MLflow logger of a fit, or None if it is off or has no MLflow run."""
         if not self.getOrDefault("log_to_mlflow"):
             return None
         within = self._grid_tracking or active_run()
         if within is None:
             return None
-        return Tracking(within, run_id, params, own_run=self._grid_tracking is not None)
+        return MlflowLogger(within, params, own_run=self._grid_tracking is not None)
 
 
 class Fits:

@@ -197,6 +197,10 @@ class KerasEstimator(KerasEstimatorSignatures):
     def _learning_rates(self, trial: Any) -> list[float]:
         return learning_rates(trial.dry_run.model)
 
+    def _has_own_tensorboard(self) -> bool:
+        callbacks = self.getOrDefault("callbacks")
+        return any(isinstance(each, keras.callbacks.TensorBoard) for each in callbacks)
+
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None
         identity = model_fingerprint(trial.dry_run.model, other_rate)

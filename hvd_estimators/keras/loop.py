@@ -16,7 +16,6 @@ from hvd_estimators.keras.shard_state import MicroBatches, RandomStreams
 from hvd_estimators.keras.user_callbacks import CallbackStates
 from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 from hvd_estimators.training.step_control import StepControl
@@ -165,8 +164,6 @@ class EpochEnd(keras.callbacks.Callback):
         Epochs of an earlier part of the run.
     states : CallbackStates
         Restores the callbacks of a resumed run.
-    logs : RunLogs
-        Writes the logs.
     progress : Progress
         Reports to the driver.
     save : callable
@@ -189,7 +186,6 @@ class EpochEnd(keras.callbacks.Callback):
         callbacks: Sequence[keras.callbacks.Callback],
         history: Sequence[EpochMetrics],
         states: CallbackStates,
-        logs: RunLogs,
         progress: Progress,
         save: Callable[[], None],
         step_end: StepEnd,
@@ -197,13 +193,9 @@ class EpochEnd(keras.callbacks.Callback):
         super().__init__()
         self.history = list(history)
         self._states = states
-        self._logs = logs
         self._progress = progress
         self._save = save
         self._step_end = step_end
-        self._own_tensorboard = any(
-            isinstance(callback, keras.callbacks.TensorBoard) for callback in callbacks
-        )
         self._learning_rates: list[float] = []
         self.stop = False
         self.stopped = False
@@ -231,10 +223,7 @@ class EpochEnd(keras.callbacks.Callback):
         }
         record = EpochMetrics(epoch, train, validation or None)
         self.history.append(record)
-        self._progress.record(record)
-        self._logs.epoch(
-            record, self._learning_rates, self._progress.rows_per_second, self._own_tensorboard
-        )
+        self._progress.record(record, self._learning_rates)
         stop = float(self.stop or self.model.stop_training)
         (ranks,) = sum_arrays([np.array(stop)], "stop")
         self.model.stop_training = self.stopped = bool(ranks)

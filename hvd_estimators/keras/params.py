@@ -127,7 +127,7 @@ class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEst
     )
 
     _run_settings = (*HorovodEstimator._run_settings, "class_weight")
-    _sent = (*HorovodEstimator._sent, "checkpoint_callback", "loggers")
+    _sent = (*HorovodEstimator._sent, "checkpoint_callback")
     # Keras objects are serialized separately.
     _sent_functions = ("loss", "metrics")
 

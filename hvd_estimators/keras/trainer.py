@@ -61,7 +61,6 @@ from hvd_estimators.loading.spec import DataSpec, open_data_module
 from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import TrainResult, TrainSpec, combined_digest, weight_digest
 from hvd_estimators.training.step_control import (
     StepControl,
@@ -185,7 +184,6 @@ class _Trainer:
             control,
             data,
             self.logs,
-            RunLogs(spec, self.rank, self.logs.path, done, state is not None) as run_logs,
             progress,
             self.checkpoints,
         ):
@@ -201,7 +199,7 @@ class _Trainer:
             step_end = StepEnd(spec, self._save_within, control)
             history = () if state is None else state.history
             end = self.end = EpochEnd(
-                stateful, history, states, run_logs, progress, self._save_epoch, step_end
+                stateful, history, states, progress, self._save_epoch, step_end
             )
             end.stopped = stopped_before(spec, state)
             if done < spec.epochs:

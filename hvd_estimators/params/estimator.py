@@ -641,8 +641,8 @@ class LoggerParams(DeclaredParams):
 
     loggers = param(
         "Loggers of experiment trackers, such as hvd_estimators.loggers.WandbLogger, CometLogger "
-        "and your own subclasses of Logger. Rank 0 logs losses, metrics, learning rate and rows "
-        "per second of each epoch, and the hyperparameters.",
+        "and your own subclasses of Logger. The driver logs losses, metrics, learning rate and "
+        "rows per second of each epoch, and the hyperparameters.",
         default=[],
         convert=_loggers,
     )

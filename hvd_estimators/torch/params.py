@@ -195,8 +195,7 @@ class TorchParams(TorchFiles, ClassWeightParams, CollectivesParams, LoggerParams
 
     _sent = (
         *HorovodEstimator._sent,
-        *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful"),
-        *("lr_scheduler", "loggers"),
+        *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful", "lr_scheduler"),
     )
 
     def _with_objects(self) -> Self:

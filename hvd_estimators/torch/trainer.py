@@ -16,7 +16,6 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import open_data_module
-from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.checkpoint import RunCheckpoints
 from hvd_estimators.torch.collectives import (
     broadcast_tensors,
@@ -49,7 +48,6 @@ from hvd_estimators.torch.tensors import Batch, gpu_memory, tensor_batches
 from hvd_estimators.training.horovod_session import seed_rank
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.row_weights import WeightedBatches
-from hvd_estimators.training.run_logs import RunLogs
 from hvd_estimators.training.spec import (
     EpochMetrics,
     TrainResult,
@@ -234,13 +232,10 @@ class _Trainer:
             epochs=spec.epochs - done,
             memory=gpu_memory(self.device),
         )
-        logs = SyncedDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with (
             # A process that is asked to end gets time until the checkpoint is written.
             self.control,
             data,
-            logs,
-            RunLogs(spec, self.rank, logs.path, done, self.restored is not None) as run_logs,
             self.progress,
             self.checkpoints.writer,
         ):
@@ -255,11 +250,9 @@ class _Trainer:
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
-                self.progress.record(record)
-                run_logs.epoch(record, self.step.learning_rates, self.progress.rows_per_second)
+                self.progress.record(record, self.step.learning_rates)
                 self.step.epoch_ended(record)
                 self.stopped = self._is_stopped_by_callbacks(epoch, record)
-                logs.sync()
                 self._save_checkpoint()
                 if self.stopped:
                     break

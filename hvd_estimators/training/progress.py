@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 from hvd_estimators.launch.rank.graceful_stop import grace_seconds
@@ -266,11 +266,27 @@ class Progress:
         made_progress()
         self._report(self._steps, means, done=True)
 
-    def record(self, record: EpochMetrics) -> None:
-        """Send all metrics of an epoch to the driver, which records and distributes them."""
+    def record(self, record: EpochMetrics, learning_rates: Sequence[float] = ()) -> None:
+        """Send all metrics of an epoch to the driver, which records and logs them.
+
+        Parameters
+        ----------
+        record : EpochMetrics
+            The losses and metrics.
+        learning_rates : sequence of float
+            The optimizer's rates, by parameter group, without the factor for the number of ranks.
+        """
         made_progress()
-        if self._sender is not None:
-            self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()]))
+        if self._sender is None:
+            return
+        names = (
+            ["learning_rate"]
+            if len(learning_rates) == 1
+            else [f"learning_rate_{group}" for group in range(len(learning_rates))]
+        )
+        rates = dict(zip(names, learning_rates, strict=True))
+        rates["rows_per_second"] = self.rows_per_second
+        self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()], rates))
 
     def _warn(self, text: str) -> None:
         notify_driver(text, self._verbose, self._rank)

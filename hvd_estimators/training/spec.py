@@ -11,7 +11,7 @@ import hashlib
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, did_you_mean
 from hvd_estimators.launch.rank.preemption import PreemptionCheck
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.loggers import Logger
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.leases import FencingToken
 
@@ -117,10 +116,6 @@ class TrainSpec:
         The user's function that returns whether this rank's machine is about to go.
     buffer_reduction : mapping
         Buffer name to reduction, see `training.shard_state.find_buffers`.
-    loggers : tuple of Logger
-        The user's loggers, for rank 0.
-    hyperparameters : mapping
-        Params for TensorBoard and loggers, by name.
     """
 
     data: DataSpec
@@ -140,10 +135,6 @@ class TrainSpec:
     terminate_on_nan: bool
     preemption_check: PreemptionCheck | None
     buffer_reduction: Mapping[str, str]
-    loggers: tuple[Logger, ...] = field(default=(), kw_only=True)
-    hyperparameters: Mapping[str, bool | int | float | str] = field(
-        default_factory=dict, kw_only=True
-    )
 
     def steps_done(self, epoch: int, batches: int) -> int:
         """Return the run's optimizer steps after some epochs, and some batches of the next epoch.
@@ -205,10 +196,18 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def measured(record: EpochMetrics) -> dict[str, float]:
-    """Return the metrics of an epoch by name; names of validation metrics begin with ``val_``."""
+    """Return the metrics of an epoch by name; see `measured_rows`."""
+    return measured_rows([row[1:] for row in record.rows()])
+
+
+def measured_rows(rows: Iterable[Sequence[Any]]) -> dict[str, float]:
+    """Return the values of rows of stage, name and value, by name.
+
+    Names of validation metrics begin with ``val_``.
+    """
     return {
         name if stage == "train" else f"{_VALIDATION}{name.removeprefix(_VALIDATION)}": value
-        for _, stage, name, value in record.rows()
+        for stage, name, value in rows
     }
 
 

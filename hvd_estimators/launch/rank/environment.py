@@ -218,7 +218,7 @@ _SETTINGS = re.compile(
     "|(?:TF|XLA|KERAS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|ACCELERATE|TOKENIZERS)_.*"
     "|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE"
     "|PYTHON(?:HASHSEED|WARNINGS|FAULTHANDLER)"
-    # The trackers of `loggers` run on rank 0, and need their keys.
+    # Callbacks and Lightning's loggers run on ranks, and need their keys.
     "|(?:WANDB|MLFLOW|COMET)_.*)"
 )
 _PATHS = re.compile(r"\w*_(?:HOME|DIR|PATH)")

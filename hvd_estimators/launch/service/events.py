@@ -71,6 +71,8 @@ class RankEpoch:
         The epoch, from 0.
     rows : sequence of (str, str, float)
         Stage (``"train"`` or ``"validation"``), name and value of each measurement.
+    rates : mapping of str to float
+        Learning rates, and rows per second of all ranks, for loggers.
     """
 
     kind: ClassVar[str] = "epoch"
@@ -78,6 +80,7 @@ class RankEpoch:
     rank: int
     epoch: int
     rows: Sequence[Sequence[Any]]
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

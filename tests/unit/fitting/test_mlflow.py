@@ -15,11 +15,13 @@ import pyspark
 import pytest
 import torch
 
-from hvd_estimators.fitting import mlflow as tracking
-from hvd_estimators.fitting.mlflow import Tracking, active_run
+from hvd_estimators.fitting import run_loggers
+from hvd_estimators.fitting.mlflow import MlflowLogger, active_run
+from hvd_estimators.fitting.run_loggers import RunLoggers
+from hvd_estimators.loggers import LoggedRun
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
-LOG_MODEL = Tracking._log_model
+LOG_MODEL = MlflowLogger._log_model
 
 
 @pytest.fixture
@@ -38,22 +40,38 @@ def models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record logged models with their active run instead of logging them."""
     logged: list[Any] = []
     monkeypatch.setattr(
-        Tracking, "_log_model", lambda self, model, *_: logged.append((model, self._run_id))
+        MlflowLogger, "_log_model", lambda self, model, *_: logged.append((model, self._run_id))
     )
     return logged
 
 
-def rows(epoch: int, loss: float) -> list[Any]:
-    names = ("top-5 %", "val_auc")
-    return [(epoch, "train", "loss", loss), *((epoch, "validation", n, loss + 1) for n in names)]
+def values(loss: float) -> dict[str, float]:
+    return {"loss": loss, "val_top-5 %": loss + 1, "val_auc": loss + 1}
 
 
-def metrics(client: Any, run_id: str, key: str = "train/loss") -> list[tuple[int, float]]:
+def metrics(client: Any, run_id: str, key: str = "loss") -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in client.get_metric_history(run_id, key)]
 
 
-def complete(tracked: Tracking, history: Any = (), model: Any = "model") -> None:
-    tracked.complete(history, model, lambda: None)
+def fit(
+    name: str,
+    epochs: dict[int, float],
+    *,
+    model: Any = "model",
+    within: Any = None,
+    params: Any = None,
+    own_run: bool = False,
+    status: str = "finished",
+) -> None:
+    """Log a fit as its record does."""
+    entry = MlflowLogger(within or active_run(), params or {}, own_run)
+    loggers = RunLoggers(LoggedRun(name, "0" * 40, min(epochs), {}), (), [entry])
+    loggers.start()
+    for epoch, loss in epochs.items():
+        loggers.log({epoch: values(loss)})
+    if status == "finished" and loggers.wait_for(entry):
+        entry.log_model(model, lambda: None, max(epochs))
+    loggers.finish(status)
 
 
 def test_nothing_is_logged_without_an_active_run(
@@ -77,28 +95,18 @@ def test_params_metrics_and_model_are_logged_to_the_active_run(
     with mlflow.start_run() as run:
         mlflow.log_param("model", "my own")
         params = {"model": "Linear", "batch_size": 8, "list": [1, None], "long": "x" * 900}
-        tracked = Tracking(
-            active_run(),
-            "mine",
-            {**{f"p{n}": n for n in range(120)}, **params},
-            own_run=False,
-        )
-        tracked.start()
-        tracked.put(rows(0, 0.5))
-        tracked.put(rows(1, 0.25))
-        # Epoch 2 was not reported during training.
-        complete(tracked, [*rows(0, 0.5), *rows(1, 0.25), *rows(2, 0.125)])
+        every = {**{f"p{n}": n for n in range(120)}, **params}
+        fit("mine", {0: 0.5, 1: 0.25, 2: 0.125}, params=every)
     found = client.get_run(run.info.run_id)
     assert found.data.params["model"] == "my own"
     assert found.data.params["batch_size"] == "8"
     assert found.data.params["list"] == "[1, null]"
     assert len(found.data.params["long"]) == 500
     assert len(found.data.params) == 125
-    for name in ("loss", "train/loss"):
-        assert metrics(client, run.info.run_id, name) == [(0, 0.5), (1, 0.25), (2, 0.125)]
-    for name in ("val_top-5 _", "validation/top-5 _", "val_auc", "validation/val_auc"):
+    assert metrics(client, run.info.run_id) == [(0, 0.5), (1, 0.25), (2, 0.125)]
+    for name in ("val_top-5 _", "val_auc"):
         assert metrics(client, run.info.run_id, name)[0] == (0, 1.5)
-    assert len(found.data.metrics) == 6
+    assert len(found.data.metrics) == 3
     assert models == [("model", run.info.run_id)]
     assert found.info.status == "FINISHED"
 
@@ -108,30 +116,24 @@ def test_fits_in_threads_use_separate_runs(client: Any, models: list[Any]) -> No
         within = active_run()
         go_on = threading.Barrier(4)
 
-        def fit(number: int) -> None:
+        def fit_one(number: int) -> None:
             assert active_run() is None  # the active run belongs to the thread that started it
-            tracked = Tracking(within, f"fit-{number}", {"number": number}, own_run=True)
-            tracked.start()
-            for epoch in range(5):
-                go_on.wait(30)
-                tracked.put(rows(epoch, number * 100 + epoch))
-            if number:
-                complete(tracked)
-            else:
-                tracked.fail()
+            go_on.wait(30)
+            epochs = {epoch: number * 100.0 + epoch for epoch in range(5)}
+            status = "finished" if number else "failed"
+            params = {"number": number}
+            fit(f"fit-{number}", epochs, within=within, params=params, own_run=True, status=status)
 
-        threads = [threading.Thread(target=fit, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=fit_one, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
         # The best model is fitted again in the run itself; a second such fit gets a child run.
-        complete(Tracking(within, "best", {"number": 9}, own_run=False), rows(0, 9.0), "best")
-        complete(Tracking(within, "second", {"number": 10}, own_run=False), rows(0, 10.0), "second")
+        fit("best", {0: 9.0}, model="best", params={"number": 9})
+        fit("second", {0: 10.0}, model="second", params={"number": 10})
         # The first fit resumes.
-        complete(
-            Tracking(within, "best", {"number": 9}, own_run=False), [*rows(0, 9.0), *rows(1, 8.0)]
-        )
+        fit("best", {1: 8.0}, params={"number": 9})
     runs = {r.data.params["number"]: r for r in client.search_runs([run.info.experiment_id])}
     assert sorted(runs) == ["0", "1", "10", "2", "3", "9"]
     for number in range(4):
@@ -157,13 +159,9 @@ def test_a_failing_server_costs_a_warning(
 
     with caplog.at_level(logging.WARNING), mlflow.start_run():
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail)
-        tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)
-        tracked.start()
-        tracked.put(rows(0, 0.5))
-        complete(tracked)
+        fit("mine", {0: 0.5})
     assert models == []
-    assert caplog.text.count("metrics could not be written (ConnectionError") == 1
-    assert caplog.text.count("lacks metrics of run 'mine'") == 1
+    assert caplog.text.count("start() of MlflowLogger failed: ConnectionError") == 1
     assert "MARKED" not in caplog.text
     assert "https://***@host" in caplog.text
 
@@ -175,39 +173,13 @@ def test_fit_does_not_wait_for_an_unresponsive_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(tracking, "_SECONDS_AT_END", 0.01)
+    monkeypatch.setattr(run_loggers, "FINISH_SECONDS", 0.01)
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: answer.wait(30))
     with caplog.at_level(logging.WARNING), mlflow.start_run():
-        tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)
-        tracked.start()
-        tracked.put(rows(0, 0.5))
-        complete(tracked)
+        fit("mine", {0: 0.5})
         answer.set()
     assert models == []
-    assert "lacks metrics of run 'mine'" in caplog.text
-
-
-def test_epochs_the_server_rejected_are_logged_at_the_end(
-    client: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_batch = mlflow.MlflowClient.log_batch
-    failed = threading.Event()
-
-    def fail_once(*args: Any, **kwargs: Any) -> None:
-        if kwargs.get("metrics") and not failed.is_set():
-            failed.set()
-            raise ConnectionError("no server")
-        log_batch(*args, **kwargs)
-
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail_once)
-    with mlflow.start_run() as run:
-        tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)
-        tracked.put(rows(0, 0.5))
-        assert failed.wait(30)
-        tracked.put(rows(1, 0.25))
-        complete(tracked, [*rows(0, 0.5), *rows(1, 0.25)])
-    assert sorted(metrics(client, run.info.run_id)) == [(0, 0.5), (1, 0.25)]
-    assert [model for model, _ in models] == ["model"]
+    assert "finish() of MlflowLogger failed: no end in 0.01 s" in caplog.text
 
 
 def test_failing_to_log_the_model_costs_a_warning(
@@ -216,9 +188,9 @@ def test_failing_to_log_the_model_costs_a_warning(
     def fail(*_: Any) -> None:
         raise ImportError("no module named mlflow.spark")
 
-    monkeypatch.setattr(Tracking, "_log_model", fail)
+    monkeypatch.setattr(MlflowLogger, "_log_model", fail)
     with caplog.at_level(logging.WARNING), mlflow.start_run() as run:
-        complete(Tracking(active_run(), "mine", {}, own_run=False), rows(0, 0.5))
+        fit("mine", {0: 0.5})
     assert metrics(client, run.info.run_id) == [(0, 0.5)]
     assert "the model was not logged (ImportError: no module named mlflow.spark)" in caplog.text
     assert 'Run: pip install "<clone or wheel of hvd_estimators>[mlflow]"' in caplog.text
@@ -234,10 +206,10 @@ def test_models_of_users_classes_are_logged_as_spark_models(
     spark = types.ModuleType("mlflow.spark")
     spark.log_model = lambda model, **options: logged.append({"model": model, **options})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlflow.spark", spark)
-    monkeypatch.setattr(Tracking, "_log_model", LOG_MODEL)
+    monkeypatch.setattr(MlflowLogger, "_log_model", LOG_MODEL)
     model = MyModel(model=torch.nn.Linear(1, 1), feature_columns=["x"], label_columns=["y"])
     with mlflow.start_run():
-        complete(Tracking(active_run(), "mine", {}, own_run=False), rows(0, 0.5), model)
+        fit("mine", {0: 0.5}, model=model)
     (options,) = logged
     assert options["model"].stages == [model]
     assert options["artifact_path"] == "hvd_estimators_model"
@@ -247,10 +219,10 @@ def test_models_of_users_classes_are_logged_as_spark_models(
 
 
 class Told(TorchEstimator):
-    """Estimator whose fit only returns its tracking."""
+    """Estimator whose fit only returns its logger."""
 
     def fit(self, dataset: Any, params: Any = None) -> Any:
-        return self._make_tracking("mine", {})
+        return self._mlflow_logger({})
 
 
 def test_fits_of_a_grid_are_children_of_the_active_run(client: Any) -> None:

@@ -21,10 +21,12 @@ from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
 from hvd_estimators.fitting.run import Run
+from hvd_estimators.fitting.run_loggers import RunLoggers
 from hvd_estimators.launch.service.events import RankEpoch, RankOutput
 from hvd_estimators.launch.service.output_sinks import print_event
 from hvd_estimators.loading.plan import RowRange, ShardPlan
 from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.loggers import LoggedRun, Logger
 from hvd_estimators.store import FilesystemStore, LocalStore
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.leases import Lease
@@ -50,7 +52,8 @@ def record(store: Any, run_id: str = "mine", before: Any = None, **params: Any) 
         *(4, 4, 1, 0, 7, None),
     )
     spec: Any = SimpleNamespace(data=data, checkpoints=CheckpointOptions("torch"))
-    return RunRecord(run, start_note(estimator, run, spec))
+    loggers = RunLoggers(LoggedRun(run.paths.run_id, "0" * 40, run.epochs_done, {}))
+    return RunRecord(run, start_note(estimator, run, spec), loggers)
 
 
 def epoch(number: int, loss: float, val_loss: float | None = None) -> RankEpoch:
@@ -296,3 +299,41 @@ def test_checkpoints_provide_epochs_without_a_history(store: Any) -> None:
         (2, "train", "loss", 1 / 3),
         (2, "validation", "loss", math.inf),
     ]
+
+
+def test_loggers_get_each_epoch_at_the_end_if_not_before_and_mlflow_the_model(store: Any) -> None:
+    class Recorder(Logger):
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def log_metrics(self, metrics: Any, epoch: int) -> None:
+            self.calls.append((epoch, dict(metrics)))
+
+        def finish(self, status: str) -> None:
+            self.calls.append(status)
+
+        def log_model(self, *arguments: Any) -> None:
+            self.calls.append(arguments)
+
+    history = [EpochMetrics(n, {"loss": 1.0 / (n + 1)}, {"mae": 2.0}) for n in range(3)]
+    noted = record(store)
+    run, document = noted._run, noted._document
+    logged, user = LoggedRun("first", "0" * 40, 0, {}), Recorder()
+    mlflow: Any = Recorder()
+    with RunRecord(run, document, RunLoggers(logged, [user], [mlflow]), mlflow) as noted:
+        handle = noted.handler(lambda event: None)
+        for each in history[:2]:
+            rows = [row[1:] for row in each.rows()]
+            handle(RankEpoch(0, each.epoch, rows, {"learning_rate": 0.1}))
+        # The last epoch's event is lost.
+        noted.complete(history, "model", rows=len)  # type: ignore[arg-type]
+    values = [{"loss": 1.0 / (n + 1), "val_mae": 2.0} for n in range(3)]
+    epochs = [(n, {"learning_rate": 0.1, **values[n]}) for n in range(2)] + [(2, values[2])]
+    assert user.calls == [*epochs, "finished"]
+    assert mlflow.calls == [*epochs, ("model", len, 2), "finished"]
+
+    interrupted = Recorder()
+    loggers = RunLoggers(logged, [interrupted])
+    with pytest.raises(KeyboardInterrupt), RunRecord(run, document, loggers):
+        raise KeyboardInterrupt
+    assert interrupted.calls == ["interrupted"]

@@ -37,7 +37,7 @@ def imported(*statements):
         ("hvd_estimators.loading.petastorm", FRAMEWORKS | SPARK),
         ("hvd_estimators.training.progress", FRAMEWORKS | SPARK),
         ("hvd_estimators.training.horovod_session", FRAMEWORKS | SPARK),
-        ("hvd_estimators.training.tensorboard", FRAMEWORKS | SPARK),
+        ("hvd_estimators.fitting.tensorboard", FRAMEWORKS),
         ("hvd_estimators.training.row_weights", FRAMEWORKS | SPARK),
         ("hvd_estimators.torch.trainer", FRAMEWORKS - {"torch", "horovod"} | SPARK),
         ("hvd_estimators.lightning.trainer", {"keras", "tensorflow"} | SPARK),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError
@@ -15,7 +15,7 @@ from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.loggers import CometLogger, LoggedRun, Logger, WandbLogger
 from hvd_estimators.torch import TorchEstimator
 
-RUN = LoggedRun("first", "0123456789" * 4, 0, {"batch_size": 8, "loss": "mse"}, "/run/logs")
+RUN = LoggedRun("first", "0123456789" * 4, 0, {"batch_size": 8, "loss": "mse"})
 
 
 class WandbRun:
@@ -81,21 +81,18 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     module: Any = ModuleType("wandb")
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
     return calls
 
 
 def run_through(logger: Logger, run: LoggedRun = RUN, status: str = "finished") -> None:
-    """Call a copy of a logger as rank 0 does."""
-    copy: Logger = cloudpickle.loads(cloudpickle.dumps(logger))
-    copy.start(run)
-    copy.log_metrics({"loss": 0.5, "val_loss": 0.75}, 3)
-    copy.finish(status)
+    """Call a copy of a logger as a fit does."""
+    copied = copy.copy(logger)
+    copied.start(run)
+    copied.log_metrics({"loss": 0.5, "val_loss": 0.75}, 3)
+    copied.finish(status)
 
 
-def test_wandb_continues_the_run_of_the_same_name(
-    wandb: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_continues_the_run_of_the_same_name(wandb: list[Any]) -> None:
     run_through(WandbLogger(project="prices", tags=["small"], config={"note": "mine"}))
     assert wandb == [
         (
@@ -117,11 +114,7 @@ def test_wandb_continues_the_run_of_the_same_name(
     wandb.clear()
     run_through(WandbLogger(id="mine", mode="offline"), status="failed")
     assert wandb[0][1]["id"] == "mine"
-    assert wandb[0][1]["dir"] == "/run/logs"
     assert wandb[-1] == ("finish", 1)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run_through(WandbLogger(dir="/elsewhere"))
-    assert wandb[4][1]["dir"] == "/elsewhere"
 
 
 class CometExperiment:
@@ -193,13 +186,12 @@ def test_comet_continues_the_experiment_with_the_run_key(monkeypatch: pytest.Mon
 def test_a_missing_client_names_the_place_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for logger, package in ((WandbLogger(), "wandb"), (CometLogger(), "comet_ml")):
         monkeypatch.setitem(sys.modules, package, None)
-        expected = rf"{package}, which rank 0 cannot import on .*{sys.executable}.*pip install"
+        expected = rf"{package}, which {sys.executable} cannot import.*on the driver: pip install"
         with pytest.raises(DependencyError, match=expected):
             logger.start(RUN)
 
 
 def test_loggers_are_objects_of_torch_and_keras_estimators() -> None:
-    # The driver needs no client.
     assert TorchEstimator(loggers=[WandbLogger("prices")]).getLoggers()[0]._init["project"]
     for given in (WandbLogger, "wandb"):
         with pytest.raises(ParamError, match=r"loggers: expected objects of subclasses of .*Set "):
