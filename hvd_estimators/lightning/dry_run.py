@@ -111,15 +111,13 @@ def compare_halves(
     """
     rows = min(map(len, batch.values()))
     half, parts = rows // 2, (slice(None), slice(None), slice(rows // 2), slice(rows // 2, None))
-    parameters = list(inspect.signature(module.training_step).parameters)
     losses = []
     try:
-        precision = precision_of(trainer_args, flavor_of(module) or default_flavor())
-        with torch_traceless(), torch.no_grad(), precision.train_step_context():
-            trial = precision.convert_module(copied(module)).eval()
+        step = _TrialStep(module, trainer_args)
+        trial = copied(module).eval()
+        with torch_traceless():
             for part in parts:
-                given = precision.convert_input({n: value[part] for n, value in batch.items()})
-                output = trial.training_step(*[given, 0][: max(len(parameters), 1)])
+                output = step(trial, step.batch({n: value[part] for n, value in batch.items()}))
                 loss, stated = as_stated(output, "training_step")
                 loss = loss["loss"] if isinstance(loss, Mapping) else loss
                 if stated is not None or loss is None or not half:
@@ -134,6 +132,25 @@ def compare_halves(
     tolerance = 0.25 if is_random else 1e-3
     reduction = reduction_of(whole, (halves[0], halves[1]), (half, rows - half), tolerance)
     return reduction or ("mean" if is_random else "other")
+
+
+class _TrialStep:
+    """Training step in the precision of a Trainer with these arguments."""
+
+    def __init__(self, module: LightningModule, trainer_args: Mapping[str, Any]) -> None:
+        self._precision = precision_of(trainer_args, flavor_of(module) or default_flavor())
+        takes = inspect.signature(module.training_step).parameters
+        self._arguments = max(len(takes), 1)
+
+    def batch(self, columns: Mapping[str, Any]) -> Any:
+        """Return a batch in the step's precision."""
+        return self._precision.convert_input(columns)
+
+    def __call__(self, module: Any, batch: Any) -> Any:
+        """Run a copied module's step, and return its output."""
+        converted = self._precision.convert_module(module)
+        with self._precision.train_step_context():
+            return converted.training_step(*[batch, 0][: self._arguments])
 
 
 def check_loss(loss_of_halves: str) -> None:
@@ -185,21 +202,20 @@ def check_step(
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
         return None
-    parameters = list(inspect.signature(module.training_step).parameters)
     trial = _trial_copy(module)
-    if trial is None or "dataloader_iter" in parameters:
+    if trial is None or "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return None
 
     try:
-        precision = precision_of(trainer_args or {}, flavor)
-        batch = precision.convert_input(batch)
+        run = _TrialStep(module, trainer_args or {})
+        batch = run.batch(batch)
     except Exception as error:  # Only the ranks may have the packages and devices.
         log_untried(error)
         return None
 
     def step(module: Any, given: Mapping[str, Any]) -> None:
-        with torch.enable_grad(), precision.train_step_context():
-            precision.convert_module(module).training_step(*[given, 0][: max(len(parameters), 1)])
+        with torch.enable_grad():
+            run(module, given)
 
     watched = WatchedBatch(batch)
     try:

@@ -30,7 +30,7 @@ from hvd_estimators.torch.lookups import failed_lookup
 from hvd_estimators.torch.loss import Evaluation, Loss
 from hvd_estimators.torch.loss_weights import StepWeights, WeightedLoss
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
-from hvd_estimators.torch.objective import JointLoss, Objective
+from hvd_estimators.torch.objective import JointLoss, Objective, RankObjective
 from hvd_estimators.torch.optimizer_step import set_optimizer_mode
 from hvd_estimators.torch.serialization import copied, plain_module
 from hvd_estimators.torch.stateful import StatefulObjects, is_loadable
@@ -244,20 +244,29 @@ def check_fit(
         if outputs and labels differ in number, or the loss or a metric cannot take them.
     """
     batch = _batch(tensors, columns)
+    given = metrics or Metrics([], tensors.label_cols)
     try:
-        module = _copy(module)
+        # Loss modules may have state, functions may count in global variables, and both may refer
+        # to the module. Compiling it would take longer than running a few rows.
+        module, loss, given = copied((plain_module(module), loss, given))
     except Exception as error:
         log_untried(error)
         return []
+    objective = RankObjective(tensors, loss, given)
+    is_joint = isinstance(loss, JointLoss)
     shapes = []
     with _called_in("evaluation"):
         for raw in _try_call(module.eval(), tensors, batch):
-            in_evaluation = loss if validates or not isinstance(loss, JointLoss) else None
-            shapes = _check_outputs(raw, in_evaluation, tensors, batch, metrics, declares_state)
-    if shapes and isinstance(loss, JointLoss):
+            shapes = _check_outputs(raw, tensors, batch)
+            if validates or not is_joint:
+                _check_loss(objective, raw, batch, declares_state, None if is_joint else module)
+            if given.names != []:
+                aligned = tensors.align(raw, batch.labels)
+                _check_metrics(given, Evaluation(torch.zeros(()), *aligned, batch.rows))
+    if shapes and is_joint:
         with _called_in("training"):
             for raw in _try_call(module.train(), tensors, batch):
-                _check_joint_loss(loss, raw, batch, tensors, declares_state, module)
+                _check_loss(objective, raw, batch, declares_state, module)
     return shapes
 
 
@@ -282,15 +291,8 @@ def _try_call(module: torch.nn.Module, tensors: TensorSpec, batch: Batch) -> lis
         raise ShapeError(_not_taken(error, module, tensors, batch.inputs)) from error
 
 
-def _check_outputs(
-    raw: Any,
-    loss: Loss | JointLoss | None,
-    tensors: TensorSpec,
-    batch: Batch,
-    metrics: Metrics | None,
-    declares_state: bool,
-) -> list[tuple[int, ...]]:
-    """Check what a model returned; see `check_fit`."""
+def _check_outputs(raw: Any, tensors: TensorSpec, batch: Batch) -> list[tuple[int, ...]]:
+    """Check what a model returned, and return the shape of one row of each output."""
     outputs = require_tensors(tensors.select(raw), raw)
     labels = tensors.label_cols
     if tensors.pairs and len(outputs) != len(labels):
@@ -312,13 +314,6 @@ def _check_outputs(
             )
         if output.is_complex():
             logger.warning("model: training works, but %s", NO_COMPLEX_COLUMN)
-    if isinstance(loss, JointLoss):
-        _check_joint_loss(loss, raw, batch, tensors, declares_state)
-    elif loss is not None:
-        _check_loss(loss, outputs, batch, tensors, declares_state)
-    if metrics is not None and metrics.names != []:
-        aligned = tensors.align(raw, batch.labels)
-        _check_metrics(metrics, Evaluation(torch.zeros(()), *aligned, batch.rows))
     return [tuple(output.shape[1:]) for output in outputs]
 
 
@@ -561,56 +556,65 @@ def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
         ) from error
 
 
-def _check_joint_loss(
-    loss: JointLoss,
+def _check_loss(
+    objective: RankObjective,
     raw: Any,
     batch: Batch,
-    tensors: TensorSpec,
     declares_state: bool,
-    module: torch.nn.Module | None = None,
+    module: torch.nn.Module | None,
 ) -> None:
-    """Check a joint loss on what a model returned; with ``module``, also on halves of the rows."""
-    trial = copied(loss)
+    """Try a loss on what a model returned; with ``module``, also on halves of the rows.
 
-    def parts(outputs: Any, rows: Batch) -> list[WeightedLoss]:
-        return trial.parts(
-            rows.rows,
-            outputs=outputs,
-            labels=rows.labels,
-            inputs=tensors.arguments(rows.inputs),
-            sample_weights=rows.weights,
-        )
-
-    def call() -> Any:
-        (part,) = parts(raw, batch)
-        return part.mean
-
-    def message(error: str) -> str:
-        return (
-            f"The joint loss failed with {error}. The model returned {_shapes_of(raw)}, for a "
-            f"batch of {_tensors_of(batch, tensors)}. Set label_cols, label_shapes or "
-            "column_dtypes to what the loss expects."
-        )
-
-    if not _try_loss(call, message) or module is None:
+    Raises
+    ------
+    ShapeError
+        If the loss fails.
+    ParamError
+        If the loss returns more than one number, or sums over the rows.
+    DataError
+        If a label is no class of the model.
+    """
+    tensors, loss = objective.tensors, objective.loss
+    if loss is None:
         return
-    if _depends_on_calls(call, trial, declares_state):
+
+    def call() -> float:
+        return float(objective.evaluated(raw, batch).loss)
+
+    try:
+        with torch_traceless():
+            # Training on labels that only broadcast to the output is almost always a mistake.
+            warnings.filterwarnings("error", message="Using a target size")
+            call()
+    except (ParamError, DataError):
+        raise
+    except Exception as error:
+        if leave_to_ranks(error):
+            return
+        text = f"{type(error).__name__}: {error}"
+        joint = isinstance(loss, JointLoss)
+        failed = _joint_failed if joint else _pairs_failed
+        raise ShapeError(failed(text, raw, batch, tensors)) from error
+    if module is None or _depends_on_calls(call, loss, declares_state):
         return
+    outputs, labels = objective.arranged(raw, batch.labels)
     is_of_rows = True
     try:
-        _rows_of(raw, slice(1), batch.rows)
+        _rows_of(outputs, slice(1), batch.rows)
     except TypeError:  # The model returned its losses.
         is_of_rows = False
 
     def parts_of(rows: slice) -> list[WeightedLoss]:
         weights = None if batch.weights is None else batch.weights[rows]
-        some = Batch([x[rows] for x in batch.inputs], [y[rows] for y in batch.labels], weights)
+        some = Batch([x[rows] for x in batch.inputs], [y[rows] for y in labels], weights)
+        of_some = outputs
         if is_of_rows:
-            return parts(_rows_of(raw, rows, batch.rows), some)
-        return parts(tensors.call(module, some.inputs), some)
+            of_some = _rows_of(outputs, rows, batch.rows)
+        else:
+            of_some = tensors.call(module, some.inputs)
+        return objective.parts(of_some, some.labels, weights, some)
 
-    remedy = "set its attribute reduction='sum' if it is a module"
-    _check_reduction(batch.rows, parts_of, ["the joint loss"], remedy, warns=is_of_rows)
+    _check_reduction(loss, batch.rows, parts_of, tensors.label_cols, warns=is_of_rows)
 
 
 def _rows_of(raw: Any, rows: slice, count: int) -> Any:
@@ -628,43 +632,9 @@ def _rows_of(raw: Any, rows: slice, count: int) -> Any:
         for name, value in raw.items():
             some[name] = _rows_of(value, rows, count)
         return some
-    if type(raw) in (list, tuple):
+    if type(raw) in (list, tuple, Selected):
         return type(raw)(_rows_of(value, rows, count) for value in raw)
     raise TypeError
-
-
-def _try_loss(call: Callable[[], Any], message: Callable[[str], str]) -> bool:
-    """Call a loss, and return whether it can run here.
-
-    Parameters
-    ----------
-    call : callable
-        Calls the loss.
-    message : callable
-        Returns the error message, from the text of the loss's error.
-
-    Raises
-    ------
-    ShapeError
-        If the loss fails, or does not return a number.
-    DataError
-        If a label is no class of the model.
-    """
-    try:
-        with torch_traceless():
-            # Training on labels that only broadcast to the output is almost always a mistake.
-            warnings.filterwarnings("error", message="Using a target size")
-            value = call()
-    except (ParamError, DataError):
-        raise
-    except Exception as error:
-        if leave_to_ranks(error):
-            return False
-        raise ShapeError(message(f"{type(error).__name__}: {error}")) from error
-    if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        form = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ShapeError(f"The loss must return a number, found {form}.")
-    return True
 
 
 def _shapes_of(raw: Any) -> str:
@@ -678,55 +648,41 @@ def _shapes_of(raw: Any) -> str:
     return type(raw).__name__
 
 
-def _check_loss(
-    loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec, declares_state: bool
-) -> None:
-    aligned, targets = tensors.align(outputs, batch.labels)
-    # Loss modules may have state, and functions may count in global variables.
-    loss = copied(loss)
+def _joint_failed(error: str, raw: Any, batch: Batch, tensors: TensorSpec) -> str:
+    return (
+        f"The joint loss failed with {error}. The model returned {_shapes_of(raw)}, for a "
+        f"batch of {_tensors_of(batch, tensors)}. Set label_cols, label_shapes or "
+        "column_dtypes to what the loss expects."
+    )
 
-    def message(error: str) -> str:
-        shapes = "; ".join(
-            f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
-            for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
-        )
-        reshaped = [
-            f"{name} from {tuple(label.shape)}"
-            for name, label, target in zip(tensors.label_cols, batch.labels, targets, strict=True)
-            if label.shape != target.shape
-        ]
-        hint = ""
-        if reshaped:
-            hint = (
-                f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
-                "loss can rely on that, and need not index the output (output[:, 0])."
-            )
-        return (
-            f"The loss cannot take outputs and labels ({shapes}): {error}. "
-            "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
-            f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
-        )
 
-    def call() -> Any:
-        try:
-            return loss(aligned, targets, batch.weights)
-        except (IndexError, RuntimeError):
-            loss.check_targets(tensors.label_cols, aligned, targets)
-            raise
-
-    is_tried = _try_loss(call, message) and not _depends_on_calls(call, loss, declares_state)
-    if is_tried and batch.weights is None:
-        _check_reduction(
-            batch.rows,
-            lambda rows: loss.parts([o[rows] for o in aligned], [y[rows] for y in targets]),
-            [f"label {name!r}" for name in tensors.label_cols],
-            "give a loss of torch with reduction='sum', such as functools.partial("
-            "torch.nn.functional.mse_loss, reduction='sum')",
+def _pairs_failed(error: str, raw: Any, batch: Batch, tensors: TensorSpec) -> str:
+    names = tensors.label_cols
+    aligned, targets = tensors.align(raw, batch.labels)
+    shapes = "; ".join(
+        f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
+        for name, output, target in zip(names, aligned, targets, strict=True)
+    )
+    reshaped = [
+        f"{name} from {tuple(label.shape)}"
+        for name, label, target in zip(names, batch.labels, targets, strict=True)
+        if label.shape != target.shape
+    ]
+    hint = ""
+    if reshaped:
+        hint = (
+            f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
+            "loss can rely on that, and need not index the output (output[:, 0])."
         )
+    return (
+        f"The loss cannot take outputs and labels ({shapes}): {error}. "
+        "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
+        f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
+    )
 
 
 def _depends_on_calls(
-    call: Callable[[], Any], loss: Loss | JointLoss, declares_state: bool
+    call: Callable[[], float], loss: Loss | JointLoss, declares_state: bool
 ) -> bool:
     """Return whether a loss has state or is random; warn if checkpoints may lack its state."""
     values = []
@@ -734,7 +690,7 @@ def _depends_on_calls(
         for seed in (0, 0, 1):
             with torch_traceless():
                 torch.manual_seed(seed)
-                values.append(float(call()))
+                values.append(call())
     except Exception:
         return False  # Training calls it with other values, so this is not an error.
     first, *others = values
@@ -754,11 +710,13 @@ def _depends_on_calls(
 
 
 def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
-    try:
-        metrics = copied(metrics)
-    except Exception as error:
-        log_untried(error)
-        return
+    """Try metrics, which this changes.
+
+    Raises
+    ------
+    ParamError, ShapeError
+        If a metric fails, or returns more than one number.
+    """
     for name, metric in metrics.each():
         try:
             with torch_traceless():
@@ -783,24 +741,24 @@ def _check_metrics(metrics: Metrics, evaluation: Evaluation) -> None:
 
 
 def _check_reduction(
+    loss: Loss | JointLoss,
     rows: int,
     parts_of: Callable[[slice], list[WeightedLoss]],
-    names: Sequence[str],
-    remedy: str,
+    labels: Sequence[str],
     warns: bool = True,
 ) -> None:
     """Compare each loss that counts as a mean over rows with the losses of both halves.
 
     Parameters
     ----------
+    loss : Loss or JointLoss
+        The losses.
     rows : int
         Rows of the trial.
     parts_of : callable
         Returns the losses of some of the rows.
-    names : sequence of str
-        What the losses are of, for messages.
-    remedy : str
-        What to do, other than returning a mean, if a loss is a sum.
+    labels : sequence of str
+        The label columns.
     warns : bool
         Whether to warn of a loss that is neither; not useful if the model draws random numbers.
 
@@ -809,6 +767,13 @@ def _check_reduction(
     ParamError
         If a loss is the sum of the losses of the halves.
     """
+    names = [f"label {name!r}" for name in labels]
+    remedy = (
+        "give a loss of torch with reduction='sum', such as functools.partial("
+        "torch.nn.functional.mse_loss, reduction='sum')"
+    )
+    if isinstance(loss, JointLoss):
+        names, remedy = ["the joint loss"], "set its attribute reduction='sum' if it is a module"
     half = rows // 2
     if not half:
         return

@@ -170,15 +170,16 @@ class LossParts:
         return torch.stack([part.counted(coefficient) for part, coefficient in pairs], dim=1)
 
 
-def _as_scalar(value: torch.Tensor) -> torch.Tensor:
-    if value.dim() == 0:
-        return value
-    if value.numel() != 1:
+def _as_scalar(value: Any) -> torch.Tensor:
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if is_tensor else f"{value!r:.80}"
         raise ParamError(
-            f"loss: expected one number per batch, found shape {tuple(value.shape)}. Return a mean "
-            "over rows, such as losses.mean()."
+            f"loss: expected one number per batch, found {found}. Return a mean over rows, such as "
+            "losses.mean()."
         )
-    return value.reshape(())
+    scalar: torch.Tensor = value if value.dim() == 0 else value.reshape(())
+    return scalar
 
 
 class Loss(LossParts):

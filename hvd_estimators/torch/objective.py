@@ -206,35 +206,51 @@ class Objective:
                 check_weightable(losses, "loss_constructors")
             if not self.joint and self.tensors.sample_weight_col is None:
                 check_reduced(losses, "loss_constructors")
-        if losses is None:
-            return RankObjective(self, None, device)
-        on_device = [
-            loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
-        ]
-        if self.joint:
-            return RankObjective(self, JointLoss(on_device[0]), device)
-        return RankObjective(self, Loss(on_device, self.loss_weights), device)
+        loss: Loss | JointLoss | None = None
+        if losses is not None:
+            on_device = [
+                loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
+            ]
+            is_joint, weights = self.joint, self.loss_weights
+            loss = JointLoss(on_device[0]) if is_joint else Loss(on_device, weights)
+        own_step, class_weight = self.train_minibatch_fn, self.class_weight
+        metrics = self.named_metrics
+        return RankObjective(self.tensors, loss, metrics, device, own_step, class_weight)
 
 
 class RankObjective:
-    """Objective with its losses on a rank's device. Runs on the rank.
+    """Objective with its losses on a rank's device. Runs on the rank, and in the dry run.
 
-    Attributes
+    Parameters
     ----------
+    tensors : TensorSpec
+        Conversion of columns to tensors.
+    loss : Loss, JointLoss or None
+        The loss; None if ``train_minibatch_fn`` computes its own.
     metrics : Metrics
         The metrics.
+    device : torch.device
+        The rank's device.
+    train_minibatch_fn, class_weight
+        See `Objective`.
     """
 
     def __init__(
-        self, objective: Objective, loss: Loss | JointLoss | None, device: torch.device
+        self,
+        tensors: TensorSpec,
+        loss: Loss | JointLoss | None,
+        metrics: Metrics,
+        device: torch.device | None = None,
+        train_minibatch_fn: Callable[..., Any] | None = None,
+        class_weight: Mapping[int, float] | None = None,
     ) -> None:
-        self._tensors = objective.tensors
-        self._loss = loss
-        self._device = device
-        self._train_minibatch_fn = objective.train_minibatch_fn
-        self._class_weight = objective.class_weight
+        self.tensors = tensors
+        self.loss = loss
+        self._device = device or torch.device("cpu")
+        self._train_minibatch_fn = train_minibatch_fn
+        self._class_weight = class_weight
         self._step_loss: StepLoss | None = None
-        self.metrics = objective.named_metrics
+        self.metrics = metrics
 
     @property
     def has_own_step(self) -> bool:
@@ -244,15 +260,15 @@ class RankObjective:
     @property
     def users_objects(self) -> dict[str, Any]:
         """User objects that may have state to resume from, by param name."""
-        losses = [] if self._loss is None else self._loss.functions
+        losses = [] if self.loss is None else self.loss.functions
         return {"train_minibatch_fn": self._train_minibatch_fn, "loss": losses}
 
     @property
     def loss_parts(self) -> int:
         """Number of columns of `Evaluation.counted`."""
-        if self._loss is None or self._loss.has_one_denominator:
+        if self.loss is None or self.loss.has_one_denominator:
             return 1
-        return len(self._loss.functions)
+        return len(self.loss.functions)
 
     def totals(
         self, window: Sequence[Mapping[str, torch.Tensor]]
@@ -271,8 +287,8 @@ class RankObjective:
         callable or None
             Returns one denominator per label; None if none is needed, as for a mean over rows.
         """
-        tensors = self._tensors
-        loss = self._loss
+        tensors = self.tensors
+        loss = self.loss
         if (
             self.has_own_step
             or not isinstance(loss, Loss)
@@ -295,25 +311,29 @@ class RankObjective:
         if weights is not None:
             batch = self._with_class_weights(batch)
         try:
-            raw = self._tensors.call(module, batch.inputs)
+            raw = self.tensors.call(module, batch.inputs)
         except (IndexError, RuntimeError) as error:
-            columns = dict(zip(self._tensors.feature_cols, batch.inputs, strict=True))
-            reason = failed_lookup(lambda: self._tensors.call(module, batch.inputs), columns)
+            columns = dict(zip(self.tensors.feature_cols, batch.inputs, strict=True))
+            reason = failed_lookup(lambda: self.tensors.call(module, batch.inputs), columns)
             if reason is None:
                 raise
             raise DataError(reason) from error
+        return self.evaluated(raw, batch, weights)
+
+    def evaluated(self, raw: Any, batch: Batch, weights: StepWeights | None = None) -> Evaluation:
+        """Return the evaluation of what the module returned for a batch; see `evaluate`."""
         outputs, labels = self._predictions(raw, batch.labels)
         given: tuple[Any, Any] = (outputs, labels)
-        if isinstance(self._loss, JointLoss):
+        if isinstance(self.loss, JointLoss):
             given = raw, batch.labels
-        parts = self._parts(*given, batch.weights, batch)
-        assert self._loss is not None
+        parts = self.parts(*given, batch.weights, batch)
+        assert self.loss is not None
         is_mean = all(part.kind == "rows" for part in parts)
         step_loss = None
         if weights is not None:
-            step_loss = _step_loss(self._loss, parts, weights.of_step(parts), outputs)
-        counted = None if is_mean and self.loss_parts == 1 else self._loss.counted(parts)
-        return Evaluation(self._loss.mean(parts), outputs, labels, batch.rows, counted, step_loss)
+            step_loss = _step_loss(self.loss, parts, weights.of_step(parts), outputs)
+        counted = None if is_mean and self.loss_parts == 1 else self.loss.counted(parts)
+        return Evaluation(self.loss.mean(parts), outputs, labels, batch.rows, counted, step_loss)
 
     def run_minibatch(
         self,
@@ -336,16 +356,16 @@ class RankObjective:
         index : int
             Number of the batch in its epoch.
         """
-        loss_fn = StepLoss(self._loss, functools.partial(self._parts, batch=batch), weights)
+        loss_fn = StepLoss(self.loss, functools.partial(self.parts, batch=batch), weights)
         self._step_loss = loss_fn
         assert self._train_minibatch_fn is not None
         raw, returned = call_with_leading(
             self._train_minibatch_fn,
             module,
             optimizer,
-            self._arranged,
+            self.arranged,
             loss_fn,
-            self._tensors.arguments(batch.inputs),
+            self.tensors.arguments(batch.inputs),
             batch.labels,
             batch.weights,
             weights.passes,
@@ -389,36 +409,36 @@ class RankObjective:
     def _predictions(self, raw: Any, labels: Any) -> tuple[Any, Any]:
         """Return predictions and labels for metrics; none if a module returned only its losses."""
         try:
-            return self._tensors.align(require_tensors(self._tensors.select(raw), raw), labels)
+            return self.tensors.align(require_tensors(self.tensors.select(raw), raw), labels)
         except ShapeError:
-            takes_all = self.has_own_step or isinstance(self._loss, JointLoss)
+            takes_all = self.has_own_step or isinstance(self.loss, JointLoss)
             if self.metrics.names != [] or not takes_all:
                 raise
             return [], labels
 
-    def _arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
+    def arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
         """Return outputs and labels in the form that the loss takes."""
-        if isinstance(self._loss, JointLoss):
+        if isinstance(self.loss, JointLoss):
             return raw, labels
-        return self._tensors.align(raw, labels)
+        return self.tensors.align(raw, labels)
 
-    def _parts(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> list[WeightedLoss]:
+    def parts(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> list[WeightedLoss]:
         """Return the loss parts of arranged outputs and labels."""
-        if self._loss is None:
+        if self.loss is None:
             raise ParamError(
                 "loss is not set, and train_minibatch_fn calls loss_fn. Set loss, or let "
                 "train_minibatch_fn compute its own."
             )
-        if isinstance(self._loss, JointLoss):
-            inputs = self._tensors.arguments(batch.inputs)
-            return self._loss.parts(
+        if isinstance(self.loss, JointLoss):
+            inputs = self.tensors.arguments(batch.inputs)
+            return self.loss.parts(
                 batch.rows, outputs=outputs, labels=labels, inputs=inputs, sample_weights=weights
             )
         try:
-            return self._loss.parts(outputs, labels, weights)
+            return self.loss.parts(outputs, labels, weights)
         except (IndexError, RuntimeError):
             if isinstance(outputs, (list, tuple)):
-                self._loss.check_targets(self._tensors.label_cols, outputs, labels)
+                self.loss.check_targets(self.tensors.label_cols, outputs, labels)
             raise
 
 

@@ -144,7 +144,7 @@ def test_the_dry_run_explains_how_to_omit_outputs() -> None:
     assert check_fit(net, JointLoss(loss), chosen, COLUMNS) == [(1,)]
     with pytest.raises(ShapeError, match=r"joint loss failed with IndexError.*\(3, 1\), \(\)"):
         check_fit(net, JointLoss(lambda outputs: outputs[5]), chosen, COLUMNS)
-    with pytest.raises(ShapeError, match=r"must return a number, found shape \(3, 1\)"):
+    with pytest.raises(ParamError, match=r"^loss: expected one number .*found shape \(3, 1\)"):
         check_fit(net, JointLoss(lambda outputs: outputs[0]), chosen, COLUMNS)
 
 
