@@ -19,6 +19,7 @@ from hvd_estimators.lightning.trainer_args import precision_of
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.dry_run import (
     check_sync_batch_norm,
+    output_shapes,
     takes_one_row,
     torch_traceless,
 )
@@ -113,11 +114,11 @@ def compare_halves(
     half, parts = rows // 2, (slice(None), slice(None), slice(rows // 2), slice(rows // 2, None))
     losses = []
     try:
-        step = _TrialStep(module, trainer_args)
+        convert, step = _trial_step(module, trainer_args)
         trial = copied(module).eval()
         with torch_traceless():
             for part in parts:
-                output = step(trial, step.batch({n: value[part] for n, value in batch.items()}))
+                output = step(trial, convert({n: value[part] for n, value in batch.items()}))
                 loss, stated = as_stated(output, "training_step")
                 loss = loss["loss"] if isinstance(loss, Mapping) else loss
                 if stated is not None or loss is None or not half:
@@ -134,23 +135,18 @@ def compare_halves(
     return reduction or ("mean" if is_random else "other")
 
 
-class _TrialStep:
-    """Training step in the precision of a Trainer with these arguments."""
+def _trial_step(
+    module: LightningModule, trainer_args: Mapping[str, Any]
+) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    """Return functions that convert a batch to the Trainer's precision, and that run a step."""
+    precision = precision_of(trainer_args, flavor_of(module) or default_flavor())
+    count = max(len(inspect.signature(module.training_step).parameters), 1)
 
-    def __init__(self, module: LightningModule, trainer_args: Mapping[str, Any]) -> None:
-        self._precision = precision_of(trainer_args, flavor_of(module) or default_flavor())
-        takes = inspect.signature(module.training_step).parameters
-        self._arguments = max(len(takes), 1)
+    def step(trial: Any, batch: Any) -> Any:
+        with precision.train_step_context():
+            return precision.convert_module(trial).training_step(*[batch, 0][:count])
 
-    def batch(self, columns: Mapping[str, Any]) -> Any:
-        """Return a batch in the step's precision."""
-        return self._precision.convert_input(columns)
-
-    def __call__(self, module: Any, batch: Any) -> Any:
-        """Run a copied module's step, and return its output."""
-        converted = self._precision.convert_module(module)
-        with self._precision.train_step_context():
-            return converted.training_step(*[batch, 0][: self._arguments])
+    return precision.convert_input, step
 
 
 def check_loss(loss_of_halves: str) -> None:
@@ -207,8 +203,8 @@ def check_step(
         return None
 
     try:
-        run = _TrialStep(module, trainer_args or {})
-        batch = run.batch(batch)
+        convert, run = _trial_step(module, trainer_args or {})
+        batch = convert(batch)
     except Exception as error:  # Only the ranks may have the packages and devices.
         log_untried(error)
         return None
@@ -291,21 +287,11 @@ def row_shapes(
 
     A LightningModule can train without a ``forward`` that takes its features.
     """
-    trial: Any = _trial_copy(module)
-    if trial is None:
-        return None
     try:
-        with torch_traceless():
-            trial.eval()
-            outputs: list[Any] = spec.select(spec.call(trial, inputs))
-    except Exception as error:
+        return output_shapes(module, spec, inputs)
+    except ShapeError as error:
         logger.info("forward() does not take the feature columns (%s)", error)
         return None
-    rows = len(inputs[0])
-    for output in outputs:
-        if not isinstance(output, torch.Tensor) or output.dim() == 0 or len(output) != rows:
-            return None
-    return [tuple(output.shape[1:]) for output in outputs]
 
 
 def _trial_copy(module: torch.nn.Module) -> Any:

@@ -145,7 +145,7 @@ def output_shapes(
     Raises
     ------
     ShapeError
-        If the module cannot take the inputs.
+        If the module cannot take the inputs, or an output does not have one entry per row.
     """
     try:
         module = _copy(module)
@@ -157,7 +157,28 @@ def output_shapes(
             f"{_not_taken(error, module, tensors, inputs)} If it cannot run on the driver, set "
             "output_shapes, such as [[1]] for a model with one output of one number."
         ) from error
-    return [tuple(output.shape[1:]) for output in tensors.select(raw)]
+    return _row_shapes(require_tensors(tensors.select(raw), raw), tensors, len(inputs[0]))
+
+
+def _row_shapes(
+    outputs: Sequence[torch.Tensor], tensors: TensorSpec, rows: int
+) -> list[tuple[int, ...]]:
+    """Return the shape of one row of each output.
+
+    Raises
+    ------
+    ShapeError
+        If an output does not have one entry per row.
+    """
+    for position, output in enumerate(outputs):
+        if output.dim() == 0 or len(output) != rows:
+            paired = tensors.label_cols[position:] if tensors.pairs else ()
+            which = f"for label {paired[0]!r}" if paired else f"at position {position}"
+            raise ShapeError(
+                f"The model's output {which} has shape {tuple(output.shape)} for {rows} rows. Its "
+                "first dimension must count the rows; outputs can leave out others."
+            )
+    return [tuple(output.shape[1:]) for output in outputs]
 
 
 def _not_taken(
@@ -303,18 +324,9 @@ def _check_outputs(raw: Any, tensors: TensorSpec, batch: Batch) -> list[tuple[in
         )
     if not outputs:
         raise ShapeError(f"outputs: the model returns {type(raw).__name__} without a tensor.")
-    for position, output in enumerate(outputs):
-        if output.dim() == 0 or len(output) != batch.rows:
-            which = (
-                f"for label {labels[position]!r}" if tensors.pairs else f"at position {position}"
-            )
-            raise ShapeError(
-                f"The model's output {which} has shape {tuple(output.shape)} for {batch.rows} "
-                "rows. Its first dimension must count the rows; outputs can leave out others."
-            )
-        if output.is_complex():
-            logger.warning("model: training works, but %s", NO_COMPLEX_COLUMN)
-    return [tuple(output.shape[1:]) for output in outputs]
+    if any(output.is_complex() for output in outputs):
+        logger.warning("model: training works, but %s", NO_COMPLEX_COLUMN)
+    return _row_shapes(outputs, tensors, batch.rows)
 
 
 def check_own_step(
