@@ -139,43 +139,6 @@ def further_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return [optimizer for optimizer in model_optimizers(model) if optimizer is not own]
 
 
-def optimizer_positions(
-    model: keras.Model, variables: Sequence[keras.Variable] | None = None
-) -> list[list[int]]:
-    """Return the positions that `build_optimizers` takes for another copy of a model.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model.
-    variables : sequence of keras.Variable, optional
-        The model's variables in the order of the copy. Default: the model's own order.
-
-    Returns
-    -------
-    list of list of int
-        For each of `further_optimizers`, the positions of the variables that it trains. Empty if
-        the optimizer is not built.
-    """
-    all_variables = model.variables if variables is None else variables
-    positions = {id(variable): number for number, variable in enumerate(all_variables)}
-    return [
-        # An optimizer of variables outside of the model stays without a state in copies.
-        [positions[id(v)] for v in optimizer._trainable_variables if id(v) in positions]
-        if optimizer.built
-        else []
-        for optimizer in further_optimizers(model)
-    ]
-
-
-def build_optimizers(model: keras.Model, positions: Sequence[Sequence[int]]) -> None:
-    """Build the optimizers in a model's attributes, so that their states can be loaded."""
-    variables = model.variables
-    for optimizer, of_optimizer in zip(further_optimizers(model), positions, strict=False):
-        if of_optimizer and not optimizer.built:
-            optimizer.build([variables[number] for number in of_optimizer])
-
-
 def set_random_seed(seed: int) -> None:
     """Seed all generators as `keras.utils.set_random_seed`, without an import of TensorFlow."""
     if on_tensorflow():
