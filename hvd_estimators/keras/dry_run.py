@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import dis
 import functools
 import logging
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +15,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.inputs import matrix_hint
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.trial import leave_to_ranks, traceless
+from hvd_estimators.fitting.trial import causes, leave_to_ranks, traceless
 from hvd_estimators.keras.backend import (
     CPU,
     SHAPE_KINDS,
@@ -91,30 +88,6 @@ def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: st
                 f"{end} for it has {field.shape}. Set columns in the order of the model's "
                 f"{end}s, with as many elements as these."
             )
-
-
-def check_lambdas(model: keras.Model) -> None:
-    """Reject a copied model if a Lambda layer's function uses undefined names.
-
-    Raises
-    ------
-    ParamError
-        If a name is not defined. The call would fail on the ranks, too.
-    """
-    for layer in all_layers(model):
-        function = getattr(layer, "function", None)
-        if not isinstance(layer, keras.layers.Lambda):
-            continue
-        if not isinstance(function, types.FunctionType):
-            continue
-        for instruction in dis.get_instructions(function.__code__):
-            name = instruction.argval
-            is_global = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-            if is_global and name not in function.__globals__ and not hasattr(builtins, name):
-                raise ParamError(
-                    f"model: the layer {layer.name!r} fails on the ranks (NameError: name "
-                    f"{name!r} is not defined). {LAMBDA_REMEDY}"
-                )
 
 
 def check_batches(model: keras.Model, data: DataSpec) -> None:
@@ -328,8 +301,9 @@ class DryRun:
                     return
                 if isinstance(called, str):
                     if isinstance(error, NameError):
+                        *_, first = causes(error)  # Keras repeats the message with the arguments.
                         raise ParamError(
-                            f"model: its call fails on the ranks, too (NameError: {error}). "
+                            f"model: its call fails on the ranks, too (NameError: {first}). "
                             f"{LAMBDA_REMEDY}"
                         ) from error
                     remedy = text_remedy(columns, self._inputs)

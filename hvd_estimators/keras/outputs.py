@@ -16,7 +16,7 @@ from hvd_estimators.keras.backend import num_dimensions, on_tensorflow
 def symbolic(model: keras.Model, side: str) -> Any:
     """Return the symbolic "input" or "output" of a model in its structure, or None."""
     if isinstance(model, keras.Sequential):
-        tensors = getattr(model, f"{side}s") if model.built else None
+        tensors = getattr(model, f"{side}s", None)
         return tensors[0] if tensors else None
     try:
         return getattr(model, side)

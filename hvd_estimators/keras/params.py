@@ -26,7 +26,7 @@ from hvd_estimators.keras.backend import (
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, losses
 from hvd_estimators.keras.custom_objects import UnequalCopyError
-from hvd_estimators.keras.dry_run import LAMBDA_REMEDY, check_lambdas
+from hvd_estimators.keras.dry_run import LAMBDA_REMEDY
 from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
@@ -289,7 +289,6 @@ class KerasParams(ClassWeightParams, CollectivesParams, LoggerParams, HorovodEst
                     "its name. Leave out of attributes what belongs to this process, such as "
                     "open files, locks and datasets."
                 ) from error
-        check_lambdas(copy)
         return copy
 
     def _told_by_loss(self, shape: tuple[int | None, ...] | None) -> str | None:
