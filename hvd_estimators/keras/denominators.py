@@ -31,6 +31,8 @@ class LossDenominators:
 
     Parameters
     ----------
+    model : keras.Model
+        The model.
     averagers : sequence of GradientAverager
         Average the model's gradients.
     passes : int
@@ -48,6 +50,7 @@ class LossDenominators:
 
     def __init__(
         self,
+        model: keras.Model,
         averagers: Sequence[GradientAverager],
         passes: int,
         full: int,
@@ -61,8 +64,7 @@ class LossDenominators:
         self._passes = passes
         self._full = full
         self._by_samples = by_samples
-        self._model: keras.Model | None = None
-        self._trackers: list[Any] = []
+        self._model: Any = model
         self._is_single = True
         self._weight: Any = None
         self._rows: Any = None
@@ -73,50 +75,53 @@ class LossDenominators:
         self._denominator: Any = None
 
     @contextlib.contextmanager
-    def patched(self, model: keras.Model) -> Iterator[None]:
-        """Scale losses until the block ends. Patches Keras in this process, which trains."""
+    def _scaling_losses(self) -> Iterator[None]:
+        """Scale all losses that the block calls, also those that a step of the user's makes.
+
+        The class is changed, because Python looks up ``__call__`` there. On TensorFlow, the block
+        runs only while the step is traced.
+        """
         kind: Any = keras.losses.Loss
         original = kind.__call__
 
         def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            if self._weight is None:
-                return original(loss, y_true, y_pred, sample_weight)
             return self._scaled(original, loss, y_true, y_pred, sample_weight)
 
         kind.__call__ = call
-        self._model = model
         try:
             yield
         finally:
             kind.__call__ = original
-            self._model = None
-            for tracker in self._trackers:
-                vars(tracker).pop("update_state")
-            self._trackers.clear()
 
-    def _weight_trackers(self) -> None:
+    @contextlib.contextmanager
+    def _weighting_trackers(self) -> Iterator[None]:
         """Weight the means of losses that Keras logs: of all, and of each output.
 
         Other metrics are changed only so that they ignore batches without rows.
         """
-        model: Any = self._model
-        if model is None:
-            return
+        model, changed = self._model, []
         totals = [m for m in model.metrics if m.name == "loss" and type(m) is keras.metrics.Mean]
         # Exist when the model was called with labels.
         of_outputs = getattr(model._compile_loss, "metrics", ())
         weighted = [*totals[:1], *of_outputs]
-        others = [m for m in model.metrics if m not in weighted] if self.may_be_empty else []
-        for metric in (*weighted, *others):
-            if metric in self._trackers:
-                continue
+        # A metric that is not built yet has no values to keep.
+        others = [m for m in model.metrics if m not in weighted and m.variables]
+        for metric in (*weighted, *(others if self.may_be_empty else ())):
             update = metric.update_state
             if metric in weighted:
                 update = functools.partial(self._update, update, metric in totals)
             if self.may_be_empty:
                 update = functools.partial(self._ignore_empty, metric, update)
-            vars(metric)["update_state"] = update
-            self._trackers.append(metric)
+            attributes = vars(metric)
+            own = {name: attributes[name] for name in ("update_state",) if name in attributes}
+            changed.append((attributes, own))
+            attributes["update_state"] = update
+        try:
+            yield
+        finally:
+            for attributes, own in changed:
+                del attributes["update_state"]
+                attributes.update(own)
 
     def _ignore_empty(self, metric: Any, update: Any, *args: Any, **kwargs: Any) -> Any:
         before = [snapshot(variable.value) for variable in metric.variables]
@@ -156,9 +161,9 @@ class LossDenominators:
                 averager.weight = self._weight / self._full
         self._calls = self._other_sums = 0
         self._after, self._denominator = [], None
-        self._weight_trackers()
         try:
-            yield
+            with self._weighting_trackers(), self._scaling_losses():
+                yield
         finally:
             self._weight = self._rows = self._denominator = None
             self._after = []

@@ -66,7 +66,9 @@ class EvaluationSteps:
                 self.model.compile(**arguments)
         keep_rows(self.model, shapes)
         weights = tensors.sample_weight_col is not None and weights_by_samples(self.model.loss)
-        self._denominators = LossDenominators([], 1, 1, weights, lambda tensor, name: tensor)
+        self._denominators = LossDenominators(
+            self.model, [], 1, 1, weights, lambda tensor, name: tensor
+        )
         self._is_built = False
         step = self._step
         self._traced = step if self.model.run_eagerly and on_tensorflow() else traced(step)
@@ -78,20 +80,15 @@ class EvaluationSteps:
     def reset(self, columns: Mapping[str, Array]) -> None:
         """Reset the metrics, after they were built from the first of some rows."""
         if not self._is_built:
-            with self._patched():
+            with keras.device(self._device):
                 self._step(self._tensors.arrays({n: a[:1] for n, a in columns.items()}))
             self._is_built = True
         self.model.reset_metrics()
 
     def run(self, columns: Mapping[str, Array]) -> None:
         """Add a batch to the metrics."""
-        with naming_inputs(lambda: described(columns)), self._patched():
+        with naming_inputs(lambda: described(columns)), keras.device(self._device):
             self._traced(self._tensors.arrays(columns))
-
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        with keras.device(self._device), self._denominators.patched(self.model):
-            yield
 
     def _step(self, batch: Any) -> Any:
         with self._denominators.in_step(batch, False):

@@ -307,30 +307,29 @@ class _Trainer:
             chosen += [ProgressReports(progress, self.batches)]
         # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
-        with self.denominators.patched(model):
-            # Not a model's own fit(): keras-hub's prepares data, and takes no reader of torch.
-            keras.Model.fit(
+        # Not a model's own fit(): keras-hub's prepares data, and takes no reader of torch.
+        keras.Model.fit(
+            model,
+            datasets.train(0 if resumed is None else resumed.batches),
+            epochs=spec.epochs,
+            initial_epoch=done,
+            steps_per_epoch=steps * passes,
+            validation_data=validation if has_validation else None,
+            # The data module shuffles.
+            shuffle=False,
+            callbacks=RankCallbacks(
+                chosen,
+                self.end,
                 model,
-                datasets.train(0 if resumed is None else resumed.batches),
-                epochs=spec.epochs,
-                initial_epoch=done,
-                steps_per_epoch=steps * passes,
-                validation_data=validation if has_validation else None,
-                # The data module shuffles.
-                shuffle=False,
-                callbacks=RankCallbacks(
-                    chosen,
-                    self.end,
-                    model,
-                    spec.epochs,
-                    steps,
-                    micro_batches,
-                    statistics,
-                    step_end,
-                    resumed,
-                ),
-                verbose=0,
-            )
+                spec.epochs,
+                steps,
+                micro_batches,
+                statistics,
+                step_end,
+                resumed,
+            ),
+            verbose=0,
+        )
 
     def _save_epoch(self) -> None:
         """Save the run after its newest epoch. Called by all ranks."""
@@ -346,6 +345,7 @@ class _Trainer:
         data = self.spec.data
         synchronized = SynchronizedMoments(self.model, self.averagers[0])
         self.denominators = denominators = LossDenominators(
+            self.model,
             self.averagers,
             self.spec.backward_passes_per_step * data.passes_per_batch,
             data.batch_size,

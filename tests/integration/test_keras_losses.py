@@ -166,17 +166,14 @@ class Trained:
         optimizer = keras.optimizers.SGD(0.5)
         distribute(optimizer, averager, passes)
         self.model.compile(optimizer, loss, run_eagerly=True)
-        self.denominators = LossDenominators([averager], passes, 4, False, sum_tensors)
+        self.denominators = LossDenominators(self.model, [averager], passes, 4, False, sum_tensors)
         self.steps = self.model.train_step, self.model.test_step
 
     def run(self, batches: Sequence[Any], is_training: bool) -> float:
         self.model.reset_metrics()
         for batch in batches:
             tensors = keras.tree.map_structure(tf.constant, batch)
-            with (
-                self.denominators.patched(self.model),
-                self.denominators.in_step(tensors, is_training),
-            ):
+            with self.denominators.in_step(tensors, is_training):
                 self.steps[not is_training](tensors)
         return float(self.model.metrics[0].total), float(self.model.metrics[0].count)
 
