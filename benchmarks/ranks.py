@@ -37,6 +37,7 @@ from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.rendezvous.client import RemoteRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import GlooKeys
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
+from hvd_estimators.launch.service.events import receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer, unpacked
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 
@@ -222,7 +223,8 @@ def exchange_once(task: int, tasks: int, address: str, message: str) -> None:
     """Take part in an exchange as one task, and check the answer in one task per process."""
     sent = {**json.loads(message), "task": task}
     with connect_to_driver(address) as channel:
-        request = {"kind": "exchange", "number": 0, "task": task}
+        channel.send({"kind": "events"})
+        request = {"kind": "exchange", "task": task, "host": "host"}
         channel.send(request, json.dumps(sent).encode())
         reply, body = channel.receive(LIMIT)
     assert reply["complete"]
@@ -237,9 +239,11 @@ def exchange(tasks: int) -> float:
         "versions": {name: "1.2.3" for name in ("horovod", "torch", "tensorflow", "pyarrow")},
         "gpus": ["GPU-5f0a7a52-1b7c-4c4a-9b0e-000000000000"],
     }
+    server = ExchangeServer(tasks, "application", lambda stage: None)
     with (
         DriverService("127.0.0.1", tasks) as service,
-        ExchangeServer(service, tasks, "application"),
+        receive_events(service, print, {"exchange": server.answer}),
+        server,
     ):
         arguments = tasks, service.address, json.dumps(message)
         return Simulation(exchange_once, tasks, *arguments).seconds()

@@ -255,7 +255,7 @@ SEQUENCES: Mapping[str, MessageSequence] = {
             (DRIVER, TASK, "barrier job: the call, a secret, an address", "spark_backend.py"),
             (TASK, DRIVER, "facts: addresses, GPUs, versions", "service/exchange.py"),
             (DRIVER, TASK, "facts of all tasks", "service/exchange.py"),
-            (TASK, TASK_0, "try and agree on addresses", "task/addresses.py"),
+            (TASK, TASK, "choose addresses", "task/addresses.py"),
             (TASK_0, TASK_0, "listen for the other tasks", "rendezvous/server.py"),
             (TASK, TASK_0, "connect; heartbeat each second", "rendezvous/client.py"),
             (TASK, RANK, "start it, and its guardian", "rank/process.py"),

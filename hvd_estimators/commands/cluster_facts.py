@@ -35,7 +35,7 @@ from hvd_estimators.launch.cluster.capacity import ask_for_executors
 from hvd_estimators.launch.cluster.connect import current_cluster
 from hvd_estimators.launch.cluster.jobs import spark_job
 from hvd_estimators.launch.cluster.spark_errors import failed_on
-from hvd_estimators.launch.task.addresses import HostCandidates, choose
+from hvd_estimators.launch.task.addresses import NICS_HINT, HostAddresses, choose_addresses
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.validation import interface_names, whole_number
 from hvd_estimators.store.base import as_store
@@ -336,7 +336,7 @@ def _late(cluster: Cluster, tag: str | None, seconds: float) -> _Answer:
     hosts: list[str] = []
     if tag is not None:
         try:
-            hosts = [task.host for task in cluster.running_tasks(tag)]
+            hosts = [*cluster.running_tasks(tag).values()]
             cluster.cancel(tag)
         except Exception:
             hosts = []  # the context has been stopped
@@ -391,14 +391,20 @@ def _unreached(
 def _network_error(
     listeners: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> str:
-    hosts = {identity: HostCandidates(**given) for identity, given in listeners.items()}
+    hosts = [HostAddresses(**given["host"]) for given in listeners.values()]
     if len(hosts) < 2:
         return ""
     try:
-        choose(hosts, reports)
+        names, chosen = choose_addresses(hosts)
     except UnreachableError as error:
-        return " ".join(str(error).splitlines())
-    return ""
+        return str(error)
+    lines = [
+        f"{name} does not reach {other} at {address}, which ranks would use."
+        for name, host in zip(names, hosts, strict=True)
+        for other, address, there in zip(names, chosen, hosts, strict=True)
+        if host is not there and address not in reports[host.identity].get(there.identity, ())
+    ]
+    return " ".join([*lines, NICS_HINT]) if lines else ""
 
 
 def _store_problems(

@@ -7,7 +7,6 @@ needs. Each probe that needs this package runs in another process, with a time l
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import hashlib
@@ -239,15 +238,17 @@ def listen() -> None:
     """Answer at this host's addresses until the check has ended. The program of `survey`."""
     from dataclasses import asdict
 
+    from hvd_estimators.commands.reachability import listening
     from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE
-    from hvd_estimators.launch.task.addresses import ProbeListener, route_address
+    from hvd_estimators.launch.task.addresses import this_host
 
     given = json.load(sys.stdin)
     variable = os.environ.get(INTERFACE_VARIABLE)
     nics = given["nics"] or ([variable] if variable else [])
     setting = "nics" if given["nics"] else INTERFACE_VARIABLE
-    with ProbeListener.on_this_host(route_address(given["driver"]), nics, setting) as listener:
-        print(json.dumps(asdict(listener.candidates())), flush=True)
+    host = this_host("", given["driver"], nics, setting)
+    with listening(host.addresses) as places:
+        print(json.dumps({"host": asdict(host), "error": host.error, **places}), flush=True)
         deadline = time.monotonic() + _LISTENER_SECONDS
         while os.path.exists(given["folder"]) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -257,10 +258,9 @@ def listen() -> None:
 
 def print_reached() -> None:
     """Print the addresses of each host that answered. A program of `verify`."""
-    from hvd_estimators.launch.task.addresses import HostCandidates, reached_addresses
+    from hvd_estimators.commands.reachability import reached_addresses
 
-    hosts = {host: HostCandidates(**given) for host, given in json.load(sys.stdin).items()}
-    print(json.dumps(asyncio.run(reached_addresses(hosts, REACH_SECONDS))))
+    print(json.dumps(reached_addresses(json.load(sys.stdin), REACH_SECONDS)))
 
 
 def print_installation() -> None:

@@ -346,7 +346,7 @@ class _Display:
         self._lock = threading.Lock()
         with _shown_lock:
             _shown.add(self)
-        self._start_launch(LaunchState(spec.data.num_ranks, Stage.TASK_SLOT, 0))
+        self._start_launch(LaunchState(spec.data.num_ranks, Stage.WAITING, 0))
 
     def close(self) -> None:
         """Remove all rows that change."""

@@ -175,7 +175,7 @@ class LocalBackend(Backend):
                     LocalRendezvousClient(store, slot.rank),
                     rank_gpus([], [], slot.local_rank, slot.local_size, given),
                     (log.tee(on_lines), on_error_lines and log.tee(on_error_lines)),
-                    on_stage=functools.partial(watch.record_rank, slot.rank),
+                    on_called=functools.partial(watch.record_rank, slot.rank),
                 )
                 return stack.enter_context(rank)
 

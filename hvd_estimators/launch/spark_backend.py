@@ -34,8 +34,8 @@ from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.launch.rank.rank_logs import current_rank_logs
 from hvd_estimators.launch.rendezvous.channel import new_secret
-from hvd_estimators.launch.service.events import Handler, RankStage, receive_events
-from hvd_estimators.launch.service.exchange import ExchangeServer
+from hvd_estimators.launch.service.events import Handler, receive_events
+from hvd_estimators.launch.service.exchange import EXCHANGE, ExchangeServer
 from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.service.server import DriverService
@@ -100,8 +100,8 @@ class SparkBackend(Backend):
         Names of the network interfaces through which ranks on several hosts may connect, such as
         ``"eth1"`` or ``["eth1", "ib0"]``. A host needs one of them. Ranks on one host always
         connect through its loopback interface. Default: the interface in the ranks'
-        ``HOROVOD_GLOO_IFACE``. Without that variable, hosts probe each other for an interface that
-        all of them can reach.
+        ``HOROVOD_GLOO_IFACE``. Without that variable, the addresses by which Spark knows the
+        hosts.
     resource_profile : pyspark.resource.ResourceProfile, optional
         Resources that the ranks' tasks request, so that ranks get GPUs that other stages of the
         application do not hold. Supported on Standalone, YARN, Kubernetes and ``local-cluster``,
@@ -298,8 +298,10 @@ class SparkBackend(Backend):
             service = stack.enter_context(DriverService(host, num_proc))
             if commits is not None:
                 stack.enter_context(commits.serve(service))
-            ask_to_stop = stack.enter_context(receive_events(service, handler))
-            exchange = stack.enter_context(ExchangeServer(service, num_proc, cluster.application))
+            exchange = ExchangeServer(num_proc, cluster.application, watch.record)
+            requests = {EXCHANGE: exchange.answer}
+            ask_to_stop = stack.enter_context(receive_events(service, handler, requests))
+            stack.enter_context(exchange)
             job = replace(
                 self._job(cluster, modules, env),
                 call=call,
@@ -363,7 +365,7 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         """Run a function in barrier tasks and return the rows that it yields."""
 
-        def running_tasks() -> list[RankStage] | None:
+        def running_tasks() -> dict[int, str] | None:
             tasks = cluster.running_tasks(tag)
             return None if not tasks and waits_its_turn(cluster, tag, num_proc) else tasks
 

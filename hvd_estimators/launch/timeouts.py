@@ -57,16 +57,12 @@ LISTENER_DRAIN_POLL = 0.01
 # Connection, proof of the secret, and first message.
 SERVICE_CONNECT = 10.0
 
-# A task's attempt to connect to the driver, or to complete a message.
-EXCHANGE_ATTEMPT = 3.0
-# Wait for the first messages of all tasks, from the first task's on, because Python may start late.
-EXCHANGE_FIRST = 8.0
-# Wait for later messages: tasks may probe each other's hosts for a minute between two exchanges.
-EXCHANGE_LATER = 150.0
+# Wait for the messages of all tasks, from the first message on, because Python may start late.
+EXCHANGE = 8.0
+# The same wait in a task, whose driver may be slow.
+EXCHANGE_WAIT = 15.0
 # Transfer of the messages of all tasks, about 100 MB to 1,000 tasks.
 EXCHANGE_ANSWER = 20.0
-# Pause between two attempts of a task.
-EXCHANGE_PAUSE = 0.2
 
 # A rank does not wait longer for a driver that may be unreachable.
 EVENT_CONNECT = 5.0
@@ -97,9 +93,7 @@ STAGE_WARNING = 10.0
 STAGE_WARNING_IF_BUSY = 20.0
 # Interval at which the driver looks at the stages.
 STAGE_POLL = 0.5
-# Pause of a task before it tries again to connect to the driver.
-STAGE_RETRY = 1.0
-# Sending of a task's last stage.
+# Sending of a task's last stage, at the end of its rank.
 STAGE_CLOSE = 1.0
 
 # Preemption (`hvd_estimators.launch.rank.preemption`, `hvd_estimators.launch.cluster`)
@@ -118,16 +112,6 @@ RENDEZVOUS_KEY = 0.5
 RENDEZVOUS_IDLE = 120.0
 # Request of a rank's Horovod on the loopback interface.
 GLOO_REQUEST = 5.0
-
-# Addresses of hosts (`hvd_estimators.launch.task.addresses`)
-
-# Attempt to connect to an address, and the pause before the next one.
-PROBE_ATTEMPT = 3.0
-PROBE_PAUSE = 0.5
-# Probes of all addresses. A link may be down for a while.
-PROBES = 60.0
-# Further probes of other addresses, once each host was reached at one address.
-PROBES_AFTER_SUCCESS = 0.5
 
 # Spark jobs (`hvd_estimators.launch.cluster`)
 

@@ -24,7 +24,7 @@ from hvd_estimators.exceptions import CollectiveError, ParamError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.gpus import gpu_index, own_gpu
 from hvd_estimators.launch.rank.hang_detection import hold_up_limits
-from hvd_estimators.launch.rendezvous.client import JOINED, RankClient
+from hvd_estimators.launch.rendezvous.client import RankClient
 from hvd_estimators.torch.operations import MOST_SECONDS, Collectives, Places, naming_lost_ranks
 from hvd_estimators.torch.rendezvous_store import RendezvousStore
 from hvd_estimators.training.collectives_choice import require_horovod
@@ -145,8 +145,6 @@ def _connect(kind: str, use_gpu: bool = True) -> Collectives:
         uses_nccl = "nccl" in dist.get_backend()
         group = dist.group.WORLD
         collectives = Collectives(group, places, "torch.distributed", uses_nccl, store)
-        if client is not None:
-            client.request(JOINED)
     # Without this reference, C++ code would not find the methods of a Python store.
     collectives.base_store = base_store
     return collectives

@@ -24,8 +24,6 @@ from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
-from hvd_estimators.launch.service.events import RankStage
-from hvd_estimators.launch.service.launch_watch import started_task
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import broadcast
 
@@ -402,9 +400,9 @@ class Cluster:
             }
         )
 
-    def running_tasks(self, tag: str) -> list[RankStage]:
-        """Return the tasks that run in the jobs with a tag."""
-        return [started_task(task.index(), task.host()) for task in self._tasks(tag, "RUNNING")]
+    def running_tasks(self, tag: str) -> dict[int, str]:
+        """Return the hosts of the tasks that run in the jobs with a tag, by the tasks' numbers."""
+        return {task.index(): task.host() for task in self._tasks(tag, "RUNNING")}
 
     def _tasks(self, tag: str, status: str) -> Iterator[Any]:
         """Yield Spark's data about the tasks with a status in the jobs with a tag."""

@@ -29,8 +29,6 @@ from hvd_estimators.launch.cluster.application import (
     expected_executors,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
-from hvd_estimators.launch.service.events import RankStage
-from hvd_estimators.launch.service.launch_watch import started_task
 from hvd_estimators.launch.task.addresses import route_address
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile
@@ -261,10 +259,10 @@ class ConnectCluster(Cluster):
     def failed_tasks(self, tag: str) -> None:
         """Return None: the machines of failed tasks are unknown, and stay so."""
 
-    def running_tasks(self, tag: str) -> list[RankStage]:
+    def running_tasks(self, tag: str) -> dict[int, str]:
         """Return the tasks that have started in the job with a tag, on unknown machines."""
         # A barrier job starts all of its tasks at once.
-        return [started_task(task, "") for task in range(self.started_tasks(tag))]
+        return dict.fromkeys(range(self.started_tasks(tag)), "")
 
     def _server(self) -> str:
         return str(self._session.client.host)

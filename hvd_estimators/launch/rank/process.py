@@ -38,7 +38,6 @@ from hvd_estimators.launch.rank.hang_detection import (
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import LineHandler, OutputReader, log_filter
 from hvd_estimators.launch.rank.worker import CALLED_FILE, OUTCOME_FILE
-from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 _EXIT_SECONDS = 3.0
@@ -105,9 +104,9 @@ class RankProcess:
         lines of both pipes is unknown. Default: standard error goes to `on_lines`, too.
     warm : WarmStart, optional
         Fork the process from this warm process, if possible. Default: start a fresh process.
-    on_stage : callable
-        Called with each stage that the process enters: by `poll` with RANK_PROCESS and FUNCTION,
-        and by `outcome` with ENDED.
+    on_called : callable
+        Called by `poll` once the process has called its function, or by `outcome` once it has
+        ended.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class RankProcess:
         executable: str | None = None,
         on_error_lines: LineHandler | None = None,
         warm: WarmStart | None = None,
-        on_stage: Callable[[Stage], None] = lambda stage: None,
+        on_called: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.host = host
@@ -133,8 +132,8 @@ class RankProcess:
         self._on_error_lines = on_error_lines
         self._executable = executable or sys.executable
         self._warm = warm
-        self._stage_files = {PID_FILE: Stage.RANK_PROCESS, CALLED_FILE: Stage.FUNCTION}
-        self._on_stage = on_stage
+        self._is_called = False
+        self._on_called = on_called
 
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
@@ -165,14 +164,13 @@ class RankProcess:
         return self._process is not None and self._process.poll() is None
 
     def poll(self) -> str | None:
-        """Report new stages; return an error message if the process has stalled. Call it often."""
+        """Return an error message if the process has stalled. Call it often."""
         now = time.monotonic()
         if self._process is None or now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
-        for name in [*self._stage_files]:
-            if Path(self._directory, name).exists():
-                self._on_stage(self._stage_files.pop(name))
+        if Path(self._directory, CALLED_FILE).exists():
+            self._report_call()
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
@@ -207,7 +205,7 @@ class RankProcess:
             return self._failure(NOT_STARTED, self._start_error)
         status = self._process.wait()
         ended_at = time.time()
-        self._on_stage(Stage.ENDED)
+        self._report_call()
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():
@@ -218,6 +216,11 @@ class RankProcess:
             failure = self._failure(value.error_type, value.full_traceback, path.stat().st_mtime)
             return replace(failure, report=value)
         return RankOutcome(self.rank, self.host, value, ended_at=ended_at)
+
+    def _report_call(self) -> None:
+        if not self._is_called:
+            self._is_called = True
+            self._on_called()
 
     def _start(self, lifeline: int, call: IO[bytes]) -> None:
         handlers = {"output": self._on_lines}

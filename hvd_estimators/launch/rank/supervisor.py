@@ -7,7 +7,6 @@ job fails.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,12 @@ from hvd_estimators.launch.rank.process import RankProcess
 from hvd_estimators.launch.rank.worker import HOROVOD_PROBLEM_VARIABLE
 from hvd_estimators.launch.rendezvous.channel import ranks_key
 from hvd_estimators.launch.rendezvous.client import RendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy, listening_environment
+from hvd_estimators.launch.rendezvous.gloo_http import (
+    NCCL_INTERFACE_VARIABLE,
+    GlooProxy,
+    listening_environment,
+)
 from hvd_estimators.launch.rendezvous.server import Failure
-from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.warm.client import WarmStart
 
 _POLL_SECONDS = 0.05
@@ -76,7 +78,7 @@ class RankLauncher:
         gpus: Mapping[str, str],
         line_handlers: tuple[LineHandler | None, LineHandler | None],
         *,
-        on_stage: Callable[[Stage], None],
+        on_called: Callable[[], None],
     ) -> Iterator[RankProcess]:
         """Start one rank, and end it and its descendants when the block ends.
 
@@ -92,23 +94,21 @@ class RankLauncher:
             The variables that restrict the rank to its GPUs.
         line_handlers : (callable or None, callable or None)
             Handlers of the rank's output; see ``on_lines`` and ``on_error_lines`` of `RankProcess`.
-        on_stage : callable
-            Called, from any thread, with each `hvd_estimators.launch.stage.Stage` that the process
-            enters, once or more often.
+        on_called : callable
+            Called once the process has called its function, or has ended.
         """
-        with GlooProxy(
-            client,
-            slot.size,
-            functools.partial(on_stage, Stage.HOROVOD_INIT),
-            functools.partial(on_stage, Stage.HOROVOD_JOINED),
-        ) as proxy:
+        with GlooProxy(client, slot.size) as proxy:
             # The user's variables may show a rank other GPUs, too.
-            visible = self.environment(gpus).get(VISIBLE_VARIABLE)
+            given = self.environment(gpus)
+            visible = given.get(VISIBLE_VARIABLE)
             has_own_gpus = bool(visible) and visible == gpus.get(VISIBLE_VARIABLE)
+            listening = listening_environment(address)
+            if NCCL_INTERFACE_VARIABLE in given:
+                del listening[NCCL_INTERFACE_VARIABLE]
             env = self.environment(
                 rank_environment(slot),
                 torchrun_environment(slot, self.master, has_own_gpus),
-                listening_environment(address),
+                listening,
                 proxy.environment(),
                 ranks_key(self.secret),
                 {HOROVOD_PROBLEM_VARIABLE: self.horovod_problem or None},
@@ -120,7 +120,7 @@ class RankLauncher:
                 executable=self.executable,
                 on_error_lines=on_error_lines,
                 warm=self.warm,
-                on_stage=on_stage,
+                on_called=on_called,
             ) as process:
                 yield process
 

@@ -45,9 +45,6 @@ ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 KEYS_SCOPE = "keys"
 """First part of the path of each request of `RankClient`."""
 
-JOINED = "joined"
-"""Kind of the request that reports that the rank is connected to the others."""
-
 # These messages change nothing, so repetitions need no number.
 _READS = ("get", "get_all", "get_parts", "wait", "count", "alive")
 # The port has no listener, or another program's.

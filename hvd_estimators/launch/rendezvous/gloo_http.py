@@ -30,7 +30,6 @@ from hvd_estimators.launch.rendezvous.channel import (
 )
 from hvd_estimators.launch.rendezvous.client import (
     ADDRESS_VARIABLE,
-    JOINED,
     KEYS_SCOPE,
     PROXY_ADDRESS_VARIABLE,
     PROXY_PORT_VARIABLE,
@@ -47,6 +46,9 @@ INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
 TORCH_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable of torch: the network interface that its Gloo uses."""
 
+NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
+"""Environment variable of NCCL: the network interfaces that it uses; ``=`` means an exact name."""
+
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
 _END_OF_HEAD = b"\r\n\r\n"
@@ -56,9 +58,6 @@ _PATH = re.compile(r"/([^/]+)/([^/]+)")
 _KEYS_KINDS = ("set", "get", "get_all", "add", "append", "compare_set", "wait", "delete", "count")
 # The scope that connects all ranks. Horovod connects it first.
 _GLOBAL_SCOPE = "global_"
-# hvd.init() connects the ranks of several scopes, and deletes its keys of each of them. The last
-# one connects ranks of the default process set across hosts.
-_LAST_SCOPE = re.compile("cross_.*_process_set_")
 
 _OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404, 503
 
@@ -74,23 +73,11 @@ class GlooProxy:
         The client to which requests are forwarded.
     size : int
         Number of ranks of the job.
-    on_init : callable
-        Called with each request of a rank that connects to the others.
-    on_joined : callable
-        Called when the rank is connected.
     """
 
-    def __init__(
-        self,
-        client: RendezvousClient,
-        size: int,
-        on_init: Callable[[], None] = lambda: None,
-        on_joined: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, client: RendezvousClient, size: int) -> None:
         self._client = client
         self._gloo_keys = GlooKeys(client, size)
-        self._on_init = on_init
-        self._on_joined = on_joined
         self._token = secrets.token_hex(32)
         self._listener = Listener(LOOPBACK, self._serve)
 
@@ -138,9 +125,6 @@ class GlooProxy:
 
     def _answer_keys(self, kind: str, content: bytes) -> tuple[int, bytes]:
         """Answer a request of `RankClient`: JSON values and bytes, separated by a line break."""
-        if kind == JOINED:
-            self._on_joined()
-            return _OK, b"{}\n"
         if kind not in _KEYS_KINDS:
             return _BAD_REQUEST, b""
         values, _, body = content.partition(b"\n")
@@ -148,7 +132,6 @@ class GlooProxy:
             arguments = {**json.loads(values), "scope": KEYS_SCOPE}
             if not arguments.keys().isdisjoint(("kind", "rank", "body", "number", "oldest")):
                 raise ValueError(f"values {sorted(arguments)}")
-        self._on_init()
         answer, body = self._client.request(kind, body, **arguments)
         return _OK, json.dumps(answer).encode() + b"\n" + body
 
@@ -161,11 +144,7 @@ class GlooProxy:
         scope, key = named.groups()
         if scope == KEYS_SCOPE:
             return _BAD_REQUEST, b""
-        self._on_init()
-        status, body = self._gloo_keys.request(method, scope, key, content)
-        if method == "DELETE" and _LAST_SCOPE.match(scope):
-            self._on_joined()
-        return status, body
+        return self._gloo_keys.request(method, scope, key, content)
 
 
 def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str], bytes]:
@@ -191,14 +170,15 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[st
 
 
 def listening_environment(address: str) -> dict[str, str]:
-    """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
+    """Return the variables with the address, and its interface, on which a rank listens."""
     # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
-    # The last is for torch's Gloo, which has no variable for an address.
+    # The third is for torch's Gloo, which has no variable for an address.
     interface = _interface_of(address)
     return {
         ADDRESS_VARIABLE: address,
         INTERFACE_VARIABLE: interface,
         TORCH_INTERFACE_VARIABLE: interface,
+        NCCL_INTERFACE_VARIABLE: f"={interface}",
     }
 
 

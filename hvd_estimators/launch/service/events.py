@@ -19,6 +19,7 @@ from hvd_estimators.launch.rendezvous.channel import Channel
 from hvd_estimators.launch.service.server import (
     SERVICE_VARIABLE,
     DriverService,
+    RequestHandler,
     connect_to_driver,
 )
 
@@ -227,7 +228,9 @@ def serialized(handler: Handler) -> Handler:
 
 
 @contextlib.contextmanager
-def receive_events(service: DriverService, handler: Handler) -> Iterator[Callable[[], None]]:
+def receive_events(
+    service: DriverService, handler: Handler, requests: Mapping[str, RequestHandler] | None = None
+) -> Iterator[Callable[[], None]]:
     """Call a handler for every event until the block ends. Runs on the driver.
 
     If an error or an interrupt ends the block, waits for ranks that have requested time. Yields a
@@ -239,6 +242,8 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[Callabl
         The launch's service.
     handler : callable
         Called with one event at a time, from another thread.
+    requests : mapping, optional
+        Handlers of other messages on the same connections, by their kinds.
     """
     lock = threading.Lock()
     finished = threading.Event()
@@ -260,8 +265,11 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[Callabl
     def receive(channel: Channel, *request: Any) -> None:
         try:
             while not finished.is_set():
-                message, _ = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
-                if message.get("kind") == _AWAITED:
+                message, body = channel.receive(timeouts.EVENT_IDLE, timeouts.EVENT_COMPLETE)
+                kind = str(message.get("kind"))
+                if requests is not None and kind in requests:
+                    requests[kind](channel, message, body)
+                elif kind == _AWAITED:
                     awaited.add(channel, message["seconds"])
                 else:
                     handle(message)
@@ -303,27 +311,29 @@ def receive_events(service: DriverService, handler: Handler) -> Iterator[Callabl
 class EventSender:
     """Sender of events to the driver; does nothing if no receiver is configured.
 
-    Runs in ranks and their tasks. The first error ends the sending; it never ends the training.
+    Runs in ranks and their tasks, in any thread. The first error ends the sending; it never ends
+    the training. A task exchanges its facts on the same connection, see `ask`.
 
     Parameters
     ----------
     address : str, optional
-        Address of the driver's service. Default: the value of `SERVICE_VARIABLE`.
+        Address of the driver's service; empty for none. Default: the value of `SERVICE_VARIABLE`.
     patience : float
         Seconds that the driver may take for one event.
     """
 
     def __init__(self, address: str | None = None, patience: float = timeouts.EVENT_SEND) -> None:
         self._patience = patience
+        self._lock = threading.Lock()
         self._channel: Channel | None = None
-        address = address or os.environ.get(SERVICE_VARIABLE)
+        address = os.environ.get(SERVICE_VARIABLE) if address is None else address
         if not address:
             return
         try:
             self._channel = connect_to_driver(address, timeouts.EVENT_CONNECT)
         except (OSError, ValueError) as error:
             location = address.rpartition(":")[0]
-            logger.info("No progress on the driver: cannot reach it at %s (%s)", location, error)
+            logger.info("The driver is not reached at %s (%s)", location, error)
         self._send({"kind": _KIND})
 
     @property
@@ -338,6 +348,27 @@ class EventSender:
     def send_all(self, events: Sequence[Event]) -> None:
         """Send several events at once."""
         self._send({"kind": _SEVERAL, "events": [encoded(event) for event in events]})
+
+    def ask(
+        self, message: Mapping[str, Any], body: bytes, seconds: float
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request, and return its answer within a time limit.
+
+        Raises
+        ------
+        OSError
+            If there is no answer. The connection is closed then.
+        """
+        channel = self._channel
+        if channel is None:
+            raise ConnectionError("The driver is not connected.")
+        try:
+            with self._lock:
+                channel.send(message, body, self._patience)
+                return channel.receive(seconds, timeouts.EXCHANGE_ANSWER)
+        except OSError:
+            self.close()
+            raise
 
     def ask_to_wait(self, seconds: float) -> None:
         """Ask the driver to wait for this sender to close if the driver is interrupted.
@@ -366,7 +397,8 @@ class EventSender:
         if channel is None:
             return
         try:
-            channel.send(message, seconds=self._patience)
+            with self._lock:
+                channel.send(message, seconds=self._patience)
         except OSError:
             self.close()
 

@@ -1,8 +1,7 @@
-"""Reports of launch stages by tasks, and the driver's warnings about ranks that stay in a stage.
+"""The driver's warnings about ranks that stay in a stage of their launch.
 
-A task reports each stage that it enters, and writes it to its log. The driver warns if a rank stays
-in a stage for long, and names the stage, the rank and the host. Before a task's Python reports, the
-driver asks Spark where the task runs. Imports little, because tasks import it before anything else.
+Each rank's task reports the stages, and the warning names the stage, the ranks and their hosts. The
+driver asks Spark about tasks that have not reported.
 """
 
 from __future__ import annotations
@@ -10,112 +9,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.service.events import Event, EventSender, Handler, RankStage
-from hvd_estimators.launch.stage import EXPLANATIONS, Stage
+from hvd_estimators.launch.service.events import Event, Handler, RankStage
+from hvd_estimators.launch.stage import EXPLANATIONS, STARTED_BY_SPARK, Stage
 
 logger = logging.getLogger(__name__)
 
 # Each further warning about the same ranks waits this many times longer than the one before.
 _REPEAT_FACTOR = 8
 _MOST_NAMED_RANKS = 8
-
-
-class StageReporter:
-    """Reporter of one task's stages. Runs in the task.
-
-    Stages are sent from another thread, so that no task waits for an unreachable driver. If several
-    stages wait to be sent, only the last of them is sent.
-
-    Parameters
-    ----------
-    task : int
-        The task's number.
-    host : str
-        Name of the task's machine.
-    address : str
-        Address of the driver's service. Without it, stages are only logged.
-    writes_log : bool
-        Whether stages go to standard error, which is the log of a remote executor.
-    """
-
-    def __init__(self, task: int, host: str, address: str, writes_log: bool) -> None:
-        self._address = address
-        self._writes_log = writes_log
-        self._changed = threading.Condition()
-        self._current = RankStage(-1, task, host, Stage.PYTHON_START)
-        self._sent: int = Stage.PYTHON_START
-        self._is_connected = self._is_closed = False
-        self._thread = threading.Thread(target=self._send_changes, daemon=True)
-        if address:
-            self._thread.start()
-
-    def enter(self, stage: Stage, rank: int = -1) -> None:
-        """Report a stage; do nothing if the task has already entered it or a later one.
-
-        Parameters
-        ----------
-        stage : Stage
-            The stage.
-        rank : int
-            The task's rank. Default: the rank of the previous call.
-        """
-        with self._changed:
-            before = self._current
-            if stage <= before.stage:
-                return
-            rank = before.rank if rank < 0 else rank
-            self._current = RankStage(rank, before.task, before.host, stage)
-            self._changed.notify_all()
-        if stage < Stage.ENDED:
-            self._log(f"{_title(self._current)}: launch stage '{stage.label}'")
-
-    def close(self) -> None:
-        """Report the end of the task and close the connection."""
-        self.enter(Stage.ENDED)
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._is_connected:
-            self._thread.join(timeouts.STAGE_CLOSE)
-
-    def _log(self, line: str) -> None:
-        # Spark's Python workers configure no logging, and so drop INFO lines.
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", line)
-        elif self._writes_log:
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')} INFO {line}\n")
-
-    def _send_changes(self) -> None:
-        """Send each new stage until the rank has joined the others or the task ends."""
-        sender: EventSender | None = None
-        while self._sent < Stage.HOROVOD_JOINED:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._current.stage > self._sent)
-                current = self._current
-            if current.stage <= self._sent:
-                break
-            if sender is None or not sender.is_connected:
-                sender = EventSender(self._address)
-            sender.send(current)
-            self._is_connected = sender.is_connected
-            if self._is_connected:
-                self._sent = current.stage
-                continue
-            with self._changed:
-                if self._changed.wait_for(lambda: self._is_closed, timeouts.STAGE_RETRY):
-                    break
-        if sender is not None:
-            sender.close()
 
 
 @dataclass(frozen=True)
@@ -156,19 +65,12 @@ def observing_launches(observe: Callable[[LaunchState], None]) -> Iterator[None]
         _observer.reset(token)
 
 
-def started_task(task: int, host: str) -> RankStage:
-    """Return the stage of a task that Spark has started; the host is empty if unknown."""
-    return RankStage(-1, task, host, Stage.PYTHON_START)
-
-
 class LaunchWatch:
     """Watch over the stages of a launch. Runs on the driver; used as a context manager.
 
-    A thread warns if tasks stay in the earliest stage of all tasks for 10 seconds, or for 20 if the
-    driver's machine is busy. It warns again if the stage or the tasks change, and otherwise rarely.
-    It ends when all ranks have joined. There
-    is no warning while all ranks run their function or have ended, because a function need not call
-    ``hvd.init()``.
+    A thread warns if ranks stay in the earliest stage of all ranks for 10 seconds, or for 20 if the
+    driver's machine is busy. It warns again if the stage or the ranks change, and otherwise rarely.
+    It ends when all ranks are in their function.
 
     Parameters
     ----------
@@ -180,27 +82,26 @@ class LaunchWatch:
     """
 
     def __init__(self, num_ranks: int, host: str = "") -> None:
-        self._running_tasks: Callable[[], Sequence[RankStage] | None] | None = None
+        self._running_tasks: Callable[[], Mapping[int, str] | None] = dict
         self._host = host
         self._lock = threading.Lock()
-        first = Stage.PROCESS_START if host else Stage.TASK_SLOT
-        now = time.monotonic()
+        first = Stage.CONNECTED if host else Stage.WAITING
         self._stages = {
-            number: (RankStage(number if host else -1, number, host, first), now)
+            number: RankStage(number if host else -1, number, host, first)
             for number in range(num_ranks)
         }
-        self._counts = Counter(at.stage for at, _ in self._stages.values())
-        self._warned: list[RankStage] = []
+        self._since = dict.fromkeys(self._stages, time.monotonic())
+        self._warned: tuple[Stage, list[int]] | None = None
         self._pause = self._next_warning = 0.0
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._observer = _observer.get()
         self._observe()
 
-    def with_running_tasks(self, running_tasks: Callable[[], Sequence[RankStage] | None]) -> Self:
-        """Set the function that returns the tasks that Spark has started, see `started_task`.
+    def with_running_tasks(self, running_tasks: Callable[[], Mapping[int, str] | None]) -> Self:
+        """Set the function that returns the hosts of the tasks that Spark has started.
 
-        It finds tasks whose Python has not reported. It returns None while the launch waits its
+        It is asked about tasks that have not reported. It returns None while the launch waits its
         turn, because other launches of this package hold the task slots.
         """
         self._running_tasks = running_tasks
@@ -225,20 +126,18 @@ class LaunchWatch:
         ValueError
             If a task reports a stage that this version does not have.
         """
-        Stage(event.stage)
+        stage = Stage(event.stage)
         with self._lock:
-            before, _ = self._stages.get(event.task, (event, 0.0))
-            if event.stage > before.stage:
-                self._stages[event.task] = event, time.monotonic()
-                self._counts[before.stage] -= 1
-                self._counts[event.stage] += 1
-                self._observe()
-                if event.stage < Stage.ENDED:
-                    logger.info("%s: launch stage '%s'", _title(event), Stage(event.stage).label)
+            if event.task not in self._stages or stage <= self._stages[event.task].stage:
+                return
+            self._stages[event.task] = event
+            self._since[event.task] = time.monotonic()
+            self._observe()
+        logger.info("%s is %s", _title(event), stage.label)
 
-    def record_rank(self, rank: int, stage: Stage) -> None:
-        """Record the stage of a rank that this process has started."""
-        self.record(RankStage(rank, rank, self._host, stage))
+    def record_rank(self, rank: int) -> None:
+        """Record that a rank that this process has started is in its function."""
+        self.record(RankStage(rank, rank, self._host, Stage.FUNCTION))
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -250,63 +149,50 @@ class LaunchWatch:
 
     def _observe(self) -> None:
         if self._observer is not None:
-            earliest = min(stage for stage, number in self._counts.items() if number)
-            number = self._counts[earliest]
-            self._observer(LaunchState(len(self._stages), Stage(earliest), number))
+            stages = [at.stage for at in self._stages.values()]
+            earliest = min(stages)
+            self._observer(LaunchState(len(stages), Stage(earliest), stages.count(earliest)))
 
     def _watch(self) -> None:
         while not self._finished.wait(timeouts.STAGE_POLL):
-            if self._is_complete():
-                return
-            self._ask_spark()
-            self._warn(time.monotonic())
-
-    def _is_complete(self) -> bool:
-        with self._lock:
-            return all(at.stage >= Stage.HOROVOD_JOINED for at, _ in self._stages.values())
-
-    def _ask_spark(self) -> None:
-        """Record the tasks that Spark has started, and whose Python has not reported."""
-        with self._lock:
-            is_waiting = any(at.stage == Stage.TASK_SLOT for at, _ in self._stages.values())
-        if not is_waiting or self._running_tasks is None:
-            return
-        try:
-            running = self._running_tasks()
-        except Exception:
-            logger.debug("Spark does not answer which tasks run", exc_info=True)
-            return
-        for task in running or ():
-            self.record(task)
-        if running is None:
-            now = time.monotonic()
+            limit = timeouts.STAGE_WARNING_IF_BUSY if is_busy() else timeouts.STAGE_WARNING
             with self._lock:
-                for number, (at, _) in self._stages.items():
-                    if at.stage == Stage.TASK_SLOT:
-                        self._stages[number] = at, now
-
-    def _warn(self, now: float) -> None:
-        with self._lock:
-            reached = {at.stage for at, _ in self._stages.values()}
-            stage = min(reached)
-            if stage == Stage.FUNCTION and reached <= {stage, Stage.ENDED}:
+                stage = Stage(min(at.stage for at in self._stages.values()))
+                since = {t: self._since[t] for t, at in self._stages.items() if at.stage == stage}
+            if stage == Stage.FUNCTION:
                 return
-            waiting = [
-                (at, now - since) for at, since in self._stages.values() if at.stage == stage
-            ]
-        limit = timeouts.STAGE_WARNING_IF_BUSY if is_busy() else timeouts.STAGE_WARNING
-        late = [at for at, seconds in waiting if seconds >= limit]
-        if not late or stage >= Stage.HOROVOD_JOINED:
-            return
-        is_new = late != self._warned
-        if not is_new and now < self._next_warning:
-            return
+            now = time.monotonic()
+            late = [task for task, moment in since.items() if now - moment >= limit]
+            if late and ((stage, late) != self._warned or now >= self._next_warning):
+                self._warn(stage, late, now, limit)
+
+    def _warn(self, stage: Stage, late: list[int], now: float, limit: float) -> None:
+        explanation = EXPLANATIONS[stage]
+        hosts: Mapping[int, str] = {}
+        if stage == Stage.WAITING:
+            try:
+                running = self._running_tasks()
+            except Exception:
+                logger.debug("Spark does not answer which tasks run", exc_info=True)
+                running = {}
+            if running is None:
+                with self._lock:
+                    self._since.update(dict.fromkeys(late, now))
+                return
+            hosts = running
+            explanation = STARTED_BY_SPARK if hosts else explanation
+        is_new, self._warned = (stage, late) != self._warned, (stage, late)
         self._pause = _REPEAT_FACTOR * (limit if is_new else self._pause)
-        self._warned, self._next_warning = late, now + self._pause
+        self._next_warning = now + self._pause
+        with self._lock:
+            ranks = [self._stages[task] for task in late]
+            seconds = now - min(self._since[task] for task in late)
         logger.warning(
             "The launch waits for %s, in stage '%s' for %.0f s: %s.",
-            *(_titles(late), Stage(stage).label, max(seconds for _, seconds in waiting)),
-            EXPLANATIONS[Stage(stage)],
+            _titles([replace(at, host=at.host or hosts.get(at.task, "")) for at in ranks]),
+            stage.label,
+            seconds,
+            explanation,
         )
 
 

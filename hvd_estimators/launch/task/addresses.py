@@ -1,36 +1,33 @@
-"""Address discovery: find an address of each host that all other hosts of a job can reach.
+"""Addresses of hosts: each task offers its host's addresses, and all tasks choose the same ones.
 
 Host names are not sufficient. Two hosts can have the same name, and a host often resolves its own
-name to an address that no other host reaches. So a task offers all addresses at which its host
-might be reachable. Every host connects to the addresses of every other host, and one that answered
-to all of them is chosen. An answer identifies its host, because an address such as Docker's
-``172.17.0.1`` leads every host to itself. Runs in the tasks.
+name to an address that no other host reaches. So a host's first address is the one by which Spark
+knows it. If this is no address of the machine, the first one is on the route to the driver. Each
+task then proves it, by connecting to the task of rank 0. Runs in the tasks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import os
 import re
-import secrets
-import selectors
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import psutil
 
 from hvd_estimators._util.process_identity import boot_id, namespace_id
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import BACKLOG, bound_socket
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
 
-_NONCE_BYTES = 16
+NICS_HINT = (
+    "Open all TCP ports between these hosts, or name the interfaces that lead to them: "
+    f"SparkBackend(nics='eth1'), or {INTERFACE_VARIABLE}=eth1 in each executor's environment."
+)
+"""Remedy for hosts that do not reach each other."""
 
 
 def host_identity() -> str:
@@ -66,7 +63,7 @@ def route_address(host: str) -> str:
 
 
 def candidate_addresses(
-    preferred: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
+    preferred: str = "", driver: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
 ) -> list[str]:
     """Return the addresses at which other machines may reach this one, the likeliest first.
 
@@ -77,6 +74,8 @@ def candidate_addresses(
     preferred : str
         The name or address by which the cluster knows this machine. Its addresses come first, if
         they are addresses of this machine.
+    driver : str
+        A host whose route is used if `preferred` names no address of this machine.
     interfaces : sequence of str
         The names of the network interfaces to use; names that this machine does not have are
         ignored. Default: all interfaces that are up.
@@ -112,7 +111,7 @@ def candidate_addresses(
             f"others: expected an interface{selection} that is up and has an address other than a "
             f"loopback or a link-local one; found {existing or 'none'}."
         )
-    first = _resolved(preferred)
+    first = _resolved(preferred) & set(addresses) or {route_address(driver)}
     return sorted(dict.fromkeys(addresses), key=lambda a: (a not in first, _rank(a)))
 
 
@@ -139,8 +138,8 @@ def _resolved(name: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class HostCandidates:
-    """Identity and candidate addresses of a task's host, as sent to the other tasks.
+class HostAddresses:
+    """Identity and addresses of a task's host, as sent to the other tasks.
 
     Attributes
     ----------
@@ -148,275 +147,90 @@ class HostCandidates:
         Equal for two tasks if and only if they reach each other at the loopback address.
     name : str
         The host's name, for messages.
-    endpoints : list of (str, int)
-        Numeric addresses at which the host might be reachable, and the ports that answer there.
-    nonce : str
-        The content of the answers.
-    error : str
-        Reason if there are no addresses; empty otherwise.
     executor : str
         Equal for two tasks of a host if and only if they belong to the same executor.
+    addresses : list of str
+        Numeric addresses at which the host may be reachable, the likeliest first.
+    error : str
+        Reason if there are no addresses; empty otherwise.
     """
 
     identity: str
     name: str
-    endpoints: list[tuple[str, int]]
-    nonce: str
+    executor: str
+    addresses: list[str]
     error: str = ""
-    executor: str = ""
-
-    def addresses(self) -> list[str]:
-        """Return the addresses without the ports."""
-        return [address for address, _ in self.endpoints]
 
 
-class ProbeListener:
-    """Listener that answers connections to this host's addresses until the block ends.
-
-    Parameters
-    ----------
-    addresses : sequence of str
-        Addresses to listen on; those that cannot be bound are left out.
-    error : str
-        Reason for missing addresses.
-    """
-
-    def __init__(self, addresses: Sequence[str], error: str = "") -> None:
-        self._error = error
-        self._nonce = secrets.token_hex(_NONCE_BYTES)
-        self._sockets: list[socket.socket] = []
-        for address in addresses:
-            with contextlib.suppress(OSError):
-                listening = bound_socket(address)
-                listening.listen(BACKLOG)
-                listening.setblocking(False)
-                self._sockets.append(listening)
-        self._stop, self._stopped = socket.socketpair()
-        self._thread = threading.Thread(target=self._answer, daemon=True)
-
-    @classmethod
-    def on_this_host(cls, preferred: str, interfaces: Sequence[str], setting: str) -> Self:
-        """Return a listener on this host's `candidate_addresses`."""
-        try:
-            return cls(candidate_addresses(preferred, interfaces, setting))
-        except UnreachableError as error:
-            # This is not an error if all tasks run on one host.
-            return cls([], str(error))
-
-    def candidates(self) -> HostCandidates:
-        """Return the candidates to send to the other tasks."""
-        endpoints = [s.getsockname()[:2] for s in self._sockets]
-        name, executor = socket.gethostname(), executor_identity()
-        return HostCandidates(host_identity(), name, endpoints, self._nonce, self._error, executor)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stop.close()
-        self._thread.join()
-        for listening in [*self._sockets, self._stopped]:
-            listening.close()
-
-    def _answer(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for listening in [*self._sockets, self._stopped]:
-                selector.register(listening, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._stopped:
-                        return
-                    # The client may have disconnected already.
-                    with contextlib.suppress(OSError):
-                        connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                        with connection:
-                            connection.setblocking(False)
-                            connection.send(self._nonce.encode())
+def this_host(
+    preferred: str, driver: str, interfaces: Sequence[str], setting: str
+) -> HostAddresses:
+    """Return this host's `candidate_addresses`, or the error, with its identity."""
+    addresses, problem = [], ""
+    try:
+        addresses = candidate_addresses(preferred, driver, interfaces, setting)
+    except UnreachableError as error:
+        # This is not an error if all tasks run on one host.
+        problem = str(error)
+    return HostAddresses(
+        host_identity(), socket.gethostname(), executor_identity(), addresses, problem
+    )
 
 
-def agree(
-    candidates: Sequence[HostCandidates],
-    task: int,
-    exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
-) -> tuple[list[str], list[str]]:
-    """Agree with all other tasks on the addresses at which the tasks are reached.
+def choose_addresses(hosts: Sequence[HostAddresses]) -> tuple[list[str], list[str]]:
+    """Choose an address of each task's host. All tasks make the same choice.
 
     Parameters
     ----------
-    candidates : sequence of HostCandidates
-        Candidates of each task, in task order, with their listeners running.
-    task : int
-        The number of this task.
-    exchange : callable
-        All-gathers one message per task, in task order. Called only if there are several hosts.
+    hosts : sequence of HostAddresses
+        The host of each task, in task order.
 
     Returns
     -------
     list of str
         Name of each task's host, unique for each host.
     list of str
-        Numeric address at which all others reach each task's host. All addresses are IPv4, or all
-        are IPv6. If there is only one host, this is the loopback address.
+        Numeric address of each task's host. All addresses are IPv4, or all are IPv6, because Gloo
+        only connects addresses of one kind. If there is only one host, this is the loopback
+        address.
 
     Raises
     ------
     UnreachableError
-        In all tasks, if a host cannot reach another host.
+        If there are no such addresses.
     """
-    # The first task of each host probes for all tasks of that host.
-    first_tasks: dict[str, int] = {}
-    for number, host in enumerate(candidates):
-        first_tasks.setdefault(host.identity, number)
-    hosts = {identity: candidates[first] for identity, first in first_tasks.items()}
-    if len(hosts) == 1:
-        count = len(candidates)
-        return [_url_safe(candidates[0].name)] * count, [LOOPBACK] * count
-    errors = [host.error for host in hosts.values() if host.error]
+    distinct = {host.identity: host for host in reversed(hosts)}
+    if len(distinct) == 1:
+        return [_url_safe(hosts[0].name)] * len(hosts), [LOOPBACK] * len(hosts)
+    errors = [host.error for host in distinct.values() if host.error]
     if errors:
         raise UnreachableError(" ".join(errors))
-    own = candidates[task].identity
-    other_hosts = {identity: host for identity, host in hosts.items() if identity != own}
-    reports = exchange(
-        asyncio.run(reached_addresses(other_hosts if first_tasks[own] == task else {}))
-    )
-    chosen = choose(hosts, {identity: reports[first] for identity, first in first_tasks.items()})
-    names = [_url_safe(host.name) for host in hosts.values()]
-    labels = {
-        identity: name if names.count(name) == 1 else _url_safe(f"{name}-{chosen[identity]}")
-        for identity, name in zip(hosts, names, strict=True)
-    }
-    identities = [host.identity for host in candidates]
-    return [labels[each] for each in identities], [chosen[each] for each in identities]
-
-
-def choose(
-    hosts: Mapping[str, HostCandidates], reports: Mapping[str, Mapping[str, Sequence[str]]]
-) -> dict[str, str]:
-    """Choose an address for each host.
-
-    Parameters
-    ----------
-    hosts : mapping of str to HostCandidates
-        Candidates of each host, by its identity.
-    reports : mapping
-        For each host, the addresses that it reached of each other host.
-
-    Raises
-    ------
-    UnreachableError
-        If a host has no address that all others reached. Gloo only connects addresses of the same
-        kind, so all of them must be IPv4, or all IPv6.
-    """
-    common = {
-        host: [
-            address
-            for address in candidates.addresses()
-            if all(address in reports[other].get(host, ()) for other in hosts if other != host)
-        ]
-        for host, candidates in hosts.items()
-    }
-    for version in (4, 6):
-        # The first address of the version is the last one that is set.
-        chosen = {
-            host: address
-            for host, addresses in common.items()
-            for address in addresses[::-1]
-            if ipaddress.ip_address(address).version == version
-        }
-        if len(chosen) == len(hosts):
-            return chosen
-    raise UnreachableError(_describe_failure(hosts, reports, common))
-
-
-def _describe_failure(
-    hosts: Mapping[str, HostCandidates],
-    reports: Mapping[str, Mapping[str, Sequence[str]]],
-    common: Mapping[str, Sequence[str]],
-) -> str:
-    titles = {
-        host: f"{candidates.name} ({', '.join(candidates.addresses())})"
-        for host, candidates in hosts.items()
-    }
-    lines = []
-    for host, addresses in common.items():
-        if addresses:
-            lines.append(f"{titles[host]} is reached by all others at {', '.join(addresses)}.")
-            continue
-        for other in hosts:
-            if other != host:
-                reached = reports[other].get(host, ())
-                where = f"at {', '.join(reached)} only" if reached else "nowhere"
-                lines.append(f"{titles[other]} reaches {titles[host]} {where}.")
-    return (
-        "Ranks connect to each other at any TCP port, and have to listen on addresses of one kind "
-        "(IPv4 or IPv6) at which all other hosts reach them. There are none:\n"
-        + "\n".join(lines)
-        + "\nOpen the network between these hosts, or name the interfaces that lead to it: "
-        f"SparkBackend(nics='eth1'), or {INTERFACE_VARIABLE}=eth1 in each executor's environment"
-    )
-
-
-async def reached_addresses(
-    hosts: Mapping[str, HostCandidates], seconds: float | None = None
-) -> dict[str, list[str]]:
-    """Return for each host the addresses that answered.
-
-    Parameters
-    ----------
-    hosts : mapping of str to HostCandidates
-        The hosts, by identity.
-    seconds : float, optional
-        Time limit. Default: the one of launches.
-    """
-    clock, ended = asyncio.get_running_loop().time, asyncio.Event()
-    attempts = {
-        asyncio.ensure_future(_reach(address, port, candidates.nonce, ended)): (host, address)
-        for host, candidates in hosts.items()
-        for address, port in candidates.endpoints
-    }
-    reached: dict[str, list[str]] = {host: [] for host in hosts}
-    deadline = clock() + (timeouts.PROBES if seconds is None else seconds)
-    is_shorter = False
-    waiting = set(attempts)
-    while waiting and clock() < deadline:
-        done, waiting = await asyncio.wait(
-            waiting, timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED
+    # An address of several hosts, such as Docker's 172.17.0.1, leads each of them to itself.
+    count = Counter(address for host in distinct.values() for address in host.addresses)
+    chosen: dict[str, str] = {}
+    for is_ipv6 in sorted((False, True), key=lambda kind: kind != (":" in hosts[0].addresses[0])):
+        for host in distinct.values():
+            of_kind = [a for a in host.addresses if (":" in a) == is_ipv6 and count[a] == 1]
+            if of_kind:
+                chosen.setdefault(host.identity, of_kind[0])
+        if len(chosen) == len(distinct):
+            break
+        chosen.clear()
+    if not chosen:
+        found = "; ".join(
+            f"{host.name} ({', '.join(host.addresses)})" for host in distinct.values()
         )
-        for attempt in done:
-            host, address = attempts[attempt]
-            if attempt.result():
-                reached[host].append(address)
-        if not is_shorter and all(reached.values()):
-            is_shorter, deadline = True, min(deadline, clock() + timeouts.PROBES_AFTER_SUCCESS)
-    # Before Python 3.12, wait_for() loses a cancellation that arrives as the awaited task ends.
-    ended.set()
-    for attempt in waiting:
-        attempt.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    return reached
-
-
-async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> bool:
-    """Return whether the host with a nonce answers; retry until it does, or ``ended`` is set."""
-    while not ended.is_set():
-        try:
-            answer = await asyncio.wait_for(_answer_of(address, port), timeouts.PROBE_ATTEMPT)
-            return answer == nonce.encode()
-        except ConnectionRefusedError:
-            # The listener existed before its address was sent, so this is another host.
-            return False
-        except (TimeoutError, OSError):
-            await asyncio.sleep(timeouts.PROBE_PAUSE)
-    return False
-
-
-async def _answer_of(address: str, port: int) -> bytes:
-    reader, writer = await asyncio.open_connection(address, port)
-    try:
-        return await reader.read(2 * _NONCE_BYTES)
-    finally:
-        writer.close()
+        raise UnreachableError(
+            "Ranks on several hosts connect to each other at addresses of one kind (IPv4 or IPv6) "
+            f"that no other host has. There are none: found {found}. {NICS_HINT}"
+        )
+    names = Counter(_url_safe(host.name) for host in distinct.values())
+    labels = {
+        identity: name if names[name] == 1 else _url_safe(f"{name}-{chosen[identity]}")
+        for identity, name in ((i, _url_safe(host.name)) for i, host in distinct.items())
+    }
+    identities = [host.identity for host in hosts]
+    return [labels[each] for each in identities], [chosen[each] for each in identities]
 
 
 def _url_safe(name: str) -> str:

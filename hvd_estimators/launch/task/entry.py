@@ -6,15 +6,10 @@ task's own imports, which take some tenths of a second.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pyspark import TaskContext
-
-from hvd_estimators.launch.service.launch_watch import StageReporter
-from hvd_estimators.launch.stage import Stage
 from hvd_estimators.launch.task.job import Job, task_environment, warm_start
 
 if TYPE_CHECKING:
@@ -25,22 +20,10 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
     for _ in batches:
         pass
-    context = TaskContext.get()
-    assert context is not None
-    stages = StageReporter(
-        context.partitionId(),
-        socket.gethostname(),
-        job.service,
-        writes_log=not job.one_machine,
-    )
-    try:
-        stages.enter(Stage.IMPORTS)
-        _prepare_warm_start(job)
-        from hvd_estimators.launch.task.run import run_rank
+    _prepare_warm_start(job)
+    from hvd_estimators.launch.task.run import run_rank
 
-        yield from run_rank(job, stages)
-    finally:
-        stages.close()
+    yield from run_rank(job)
 
 
 def import_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:

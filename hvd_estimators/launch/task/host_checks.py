@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
     from hvd_estimators.launch.rank.environment import SlotInfo
-    from hvd_estimators.launch.task.addresses import HostCandidates
+    from hvd_estimators.launch.task.addresses import HostAddresses
     from hvd_estimators.launch.task.job import Job
 
 _PACKAGES = (
@@ -77,34 +77,26 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
     return facts
 
 
-def check_machines(
-    task: int, hosts: Sequence[HostCandidates], facts: Sequence[Mapping[str, Any]]
-) -> str | None:
-    """Check that the ranks can be started on all machines.
+def check_machines(hosts: Sequence[HostAddresses], facts: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the ranks can be started on all machines. All tasks raise the same error.
 
     Parameters
     ----------
-    task : int
-        This task.
-    hosts : sequence of HostCandidates
+    hosts : sequence of HostAddresses
         The host of each task.
     facts : sequence of mapping
         The facts of each task; see `machine_facts`.
 
-    Returns
-    -------
-    str or None
-        The problem of this task's machine; empty if only other machines have problems. None without
-        problems.
-
     Raises
     ------
+    DependencyError
+        If a machine has other packages than the driver.
     GpuError
         If two tasks were assigned the same GPU, or one that its executor does not see.
     """
-    problems = [of_task.get("problem") for of_task in facts]
-    if any(problems):
-        return problems[task] or ""
+    for task, (host, of_task) in enumerate(zip(hosts, facts, strict=True)):
+        if "problem" in of_task:
+            raise DependencyError(f"Rank {task} on {host.name} {of_task['problem']}")
     for of_task in facts:
         if "gpu_problem" in of_task:
             raise GpuError(of_task["gpu_problem"])
@@ -115,7 +107,6 @@ def check_machines(
         for host, of_task in zip(hosts, facts, strict=True)
     ]
     check_assignment(gpu_places, [of_task.get("gpus", []) for of_task in facts])
-    return None
 
 
 def horovod_problem(hosts: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> str:

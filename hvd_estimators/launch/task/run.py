@@ -10,22 +10,19 @@ import functools
 import os
 import pickle
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rank.environment import Master, SlotInfo, assign_ranks, reserved_port
-from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
-from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
-from hvd_estimators.launch.rank.rank_logs import RankLog
+from hvd_estimators.launch.rank.environment import Master, assign_ranks, reserved_port
+from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
@@ -35,11 +32,17 @@ from hvd_estimators.launch.rendezvous.client import (
 )
 from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
-from hvd_estimators.launch.service.events import EventSender, RankOutput
-from hvd_estimators.launch.service.exchange import Exchange
-from hvd_estimators.launch.service.launch_watch import StageReporter
+from hvd_estimators.launch.service.events import EventSender, RankStage
+from hvd_estimators.launch.service.exchange import exchange
 from hvd_estimators.launch.stage import Stage
-from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
+from hvd_estimators.launch.task.addresses import (
+    NICS_HINT,
+    HostAddresses,
+    choose_addresses,
+    executor_identity,
+    host_identity,
+    this_host,
+)
 from hvd_estimators.launch.task.host_checks import (
     check_machines,
     gpu_variables,
@@ -47,104 +50,10 @@ from hvd_estimators.launch.task.host_checks import (
     machine_facts,
 )
 from hvd_estimators.launch.task.job import Job, task_environment, warm_start
+from hvd_estimators.launch.task.output import TaskOutput
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
-
-# Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
-_LOG_CHARS = 2**26
-_LOG_CHARS_PER_SECOND = 2**20 / 60
-_LOG_AGAIN_CHARS = 2**16
-
-
-class TaskOutput:
-    """Context manager around a rank's process that forwards the lines of its output.
-
-    All lines go to the executor's log: 64 MiB per rank, and 1 MiB per minute above that. A line
-    reports how many lines were dropped. Streams that the job requests also go to the driver. Both
-    ends of the output go to the job's `RankLogs`, if it has them.
-
-    Parameters
-    ----------
-    rank : int
-        The rank.
-    job : Job
-        The driver's settings for every task.
-    """
-
-    def __init__(self, rank: int, job: Job) -> None:
-        self._rank = rank
-        self._job = job
-        self._rank_log = RankLog(job.rank_logs, rank)
-        self._log_limiter = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
-        self._num_dropped = 0
-
-    def __enter__(self) -> Self:
-        job = self._job
-        self._rank_log.__enter__()
-        self._sender = EventSender(job.service, timeouts.OUTPUT_SEND) if job.streams else None
-        self._relay = Relay(self._send) if self._sender is not None else None
-        self.on_lines = self._line_handler("stdout" if self._job.separate_streams else "")
-        """Handler of standard output lines, or of both streams' lines."""
-        self.on_error_lines = self._line_handler("stderr") if self._job.separate_streams else None
-        """Handler of standard error lines; None if one handler gets both streams."""
-        return self
-
-    def log_error(self, outcome: RankOutcome) -> None:
-        """Write the full traceback of a rank's exception to its log, and a remote executor's."""
-        self._rank_log.add_outcome(outcome)
-        if outcome.report is not None and not self._job.one_machine:
-            self._log(outcome.report.full_traceback.splitlines(keepends=True))
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._relay is not None:
-            self._relay.close()
-        if self._sender is not None:
-            self._sender.close()
-        self._log_dropped_count()
-        self._rank_log.__exit__()
-
-    def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
-        is_sent = stream in self._job.streams
-
-        def handle(lines: list[str]) -> None:
-            self._rank_log.add(lines)
-            if is_sent and self._relay is not None:
-                self._relay.put(stream, lines)
-            if self._is_logged(is_sent):
-                self._log(lines)
-
-        return handle
-
-    def _is_logged(self, is_sent: bool) -> bool:
-        """Return whether lines go to the executor's log.
-
-        On one machine, this log is the driver's standard error. There, lines would be shown twice,
-        or nothing should be shown.
-        """
-        if not self._job.one_machine:
-            return True
-        is_shown = is_sent and self._sender is not None and self._sender.is_connected
-        return self._job.verbose > 0 and not is_shown
-
-    def _log(self, lines: list[str]) -> None:
-        text = "".join(f"[{self._rank}] {line}" for line in lines)
-        if self._log_limiter.left() < (_LOG_AGAIN_CHARS if self._num_dropped else 1):
-            self._num_dropped += len(lines)
-            return
-        self._log_dropped_count()
-        self._log_limiter.use(len(text))
-        sys.stderr.write(text)
-
-    def _log_dropped_count(self) -> None:
-        if self._num_dropped:
-            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._num_dropped)}")
-            self._num_dropped = 0
-
-    def _send(self, lines: Sequence[tuple[str, str]]) -> None:
-        assert self._sender is not None
-        self._sender.send_all([RankOutput(self._rank, line, stream) for stream, line in lines])
-
 
 OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
 """Columns of the rows that `run_rank` yields, as a Spark DDL string."""
@@ -209,9 +118,14 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
     return outcomes
 
 
-def run_rank(job: Job, stages: StageReporter) -> Iterator[pa.RecordBatch]:
+def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
-    outcome = _run_rank(BarrierTaskContext.get(), job, stages)
+    context = BarrierTaskContext.get()
+    try:
+        outcome = _run_rank(context, job)
+    except (DependencyError, GpuError, UnreachableError) as error:
+        kind, task = type(error).__name__, context.partitionId()
+        outcome = _not_run(task, socket.gethostname(), kind, str(error))
     document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
@@ -226,62 +140,83 @@ def run_rank(job: Job, stages: StageReporter) -> Iterator[pa.RecordBatch]:
         )
 
 
-def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> RankOutcome:
+def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
+    """Run one rank: facts, exchange, connection to the task of rank 0, process, outcome."""
     task, num_tasks = context.partitionId(), len(context.getTaskInfos())
-    stages.enter(Stage.HOST_CHECKS)
     with contextlib.ExitStack() as stack:
-        with _probe_listener(context, job) as probes:
-            host = probes.candidates()
-            message = {"host": asdict(host), **machine_facts(context, job, host.executor)}
-            server = None
-            if task == 0:
-                listening = [LOOPBACK, *host.addresses()]
-                server = stack.enter_context(
-                    RendezvousServer(job.secret, listening, num_clients=num_tasks)
-                )
-                port = stack.enter_context(reserved_port())
-                message["endpoints"] = server.endpoints
-                message["master"] = {"port": port, "run_id": uuid.uuid4().hex}
-            # On one host, this is the only exchange.
-            exchange = Exchange(context, job, lambda: stages.enter(Stage.EXCHANGE))
-            peers = exchange(message)
-            candidates = [HostCandidates(**peer["host"]) for peer in peers]
-            try:
-                problem = check_machines(task, candidates, peers)
-                if problem is not None:
-                    return _not_run(task, host.name, NOT_STARTED if problem else ABORTED, problem)
-                stages.enter(Stage.ADDRESSES)
-                names, addresses = agree(candidates, task, exchange)
-            except (DependencyError, GpuError, UnreachableError) as error:
-                return _not_run(task, host.name, type(error).__name__, str(error))
+        # Facts
+        here = _this_host(context, job)
+        facts = {"host": asdict(here), **machine_facts(context, job, here.executor)}
+        server = None
+        if task == 0:
+            listening = [LOOPBACK, *here.addresses]
+            server = stack.enter_context(
+                RendezvousServer(job.secret, listening, num_clients=num_tasks)
+            )
+            port = stack.enter_context(reserved_port())
+            facts["endpoints"] = server.endpoints
+            facts["master"] = {"port": port, "run_id": uuid.uuid4().hex}
+
+        # Exchange
+        is_used = job.exchanges_over_driver
+        address = job.service if is_used or job.streams else ""
+        driver = stack.enter_context(contextlib.closing(EventSender(address, timeouts.OUTPUT_SEND)))
+        peers = exchange(context, driver if is_used else None, facts)
+        hosts = [HostAddresses(**peer["host"]) for peer in peers]
+        check_machines(hosts, peers)
+        names, addresses = choose_addresses(hosts)
         # Task 0 has rank 0.
-        slots = assign_ranks(names, [peer.executor for peer in candidates])
-        slot = slots[task]
-        server_address = addresses[0]
-        master = Master(server_address, **peers[0]["master"])
-        stages.enter(Stage.RENDEZVOUS, slot.rank)
-        hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
+        slots = assign_ranks(names, [host.executor for host in hosts])
+        slot, first = slots[task], slots[0]
+
+        # Connection to the task of rank 0
         client: RendezvousClient
         if server is not None:
             client = LocalRendezvousClient(server.store, slot.rank)
-            server.store.expect(hosts)
-            server.listen(server_address)
+            server.store.expect([s.hostname for s in sorted(slots, key=lambda s: s.rank)])
+            server.listen(addresses[0])
         else:
             # If the server could not bind a port, connections to port 0 are refused.
-            endpoint = (server_address, dict(peers[0]["endpoints"]).get(server_address, 0))
+            endpoint = (addresses[0], dict(peers[0]["endpoints"]).get(addresses[0], 0))
             client = stack.enter_context(
-                RemoteRendezvousClient(endpoint, job.secret, slot.rank, hosts[0])
+                RemoteRendezvousClient(endpoint, job.secret, slot.rank, first.hostname)
             )
+        try:
+            client.request("alive")
+        except PeerLostError as error:
+            hint = "" if addresses[task] == LOOPBACK else f" {NICS_HINT}"
+            raise UnreachableError(
+                f"{slot.hostname} ({addresses[task]}) does not reach the task of rank 0 on "
+                f"{first.hostname}: {error}.{hint}"
+            ) from error
+        report = functools.partial(RankStage, slot.rank, task, slot.hostname)
+        driver.send(report(Stage.CONNECTED))
+
+        # Process
         launcher = RankLauncher(
             job.call if isinstance(job.call, bytes) else job.call.value,
             job.secret,
             functools.partial(task_environment, job),
-            master,
-            horovod_problem([candidate.name for candidate in candidates], peers),
+            Master(addresses[0], **peers[0]["master"]),
+            horovod_problem([host.name for host in hosts], peers),
             job.executable,
             warm_start(job),
         )
-        outcome = _run_process(context, job, launcher, slot, addresses[task], client, stages)
+        with (
+            TaskOutput(slot.rank, job, driver) as output,
+            launcher.start(
+                slot,
+                addresses[task],
+                client,
+                gpu_variables(context, job, slot),
+                (output.on_lines, output.on_error_lines),
+                on_called=functools.partial(output.report, report(Stage.FUNCTION)),
+            ) as process,
+        ):
+            (outcome,) = supervise([process], client.failure)
+            output.log_error(outcome)
+
+        # Outcome
         if outcome.failed:
             client.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
         client.notify("done")
@@ -290,48 +225,16 @@ def _run_rank(context: BarrierTaskContext, job: Job, stages: StageReporter) -> R
     return outcome
 
 
-def _run_process(
-    context: BarrierTaskContext,
-    job: Job,
-    launcher: RankLauncher,
-    slot: SlotInfo,
-    address: str,
-    client: RendezvousClient,
-    stages: StageReporter,
-) -> RankOutcome:
-    """Run the rank's process, and end it if another rank fails."""
-    try:
-        # Without this request, only the rank's hvd.init() would find that rank 0 is unreachable.
-        client.request("alive")
-    except PeerLostError as error:
-        outcome = _not_run(slot.rank, slot.hostname, "lost", f"Not started because {error}.")
-        return replace(outcome, lost=(error.failure.rank, error.failure.host))
-    stages.enter(Stage.PROCESS_START)
-    with (
-        TaskOutput(slot.rank, job) as output,
-        launcher.start(
-            slot,
-            address,
-            client,
-            gpu_variables(context, job, slot),
-            (output.on_lines, output.on_error_lines),
-            on_stage=stages.enter,
-        ) as process,
-    ):
-        (outcome,) = supervise([process], client.failure)
-        output.log_error(outcome)
-    return outcome
-
-
-def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
+def _this_host(context: BarrierTaskContext, job: Job) -> HostAddresses:
     if job.one_machine:
-        return ProbeListener([])
-    spark_address = context.getTaskInfos()[context.partitionId()].address
-    preferred = spark_address.rpartition(":")[0].strip("[]")
-    if job.nics:
-        return ProbeListener.on_this_host(preferred, job.nics, "nics")
+        return HostAddresses(host_identity(), socket.gethostname(), executor_identity(), [])
+    preferred = context.getTaskInfos()[context.partitionId()].address
+    preferred = preferred.rpartition(":")[0].strip("[]")
+    driver = job.service.rsplit(":", 2)[0]
     variable = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
-    return ProbeListener.on_this_host(preferred, [variable] if variable else [], INTERFACE_VARIABLE)
+    if job.nics or not variable:
+        return this_host(preferred, driver, job.nics, "nics")
+    return this_host(preferred, driver, [variable], INTERFACE_VARIABLE)
 
 
 def _not_run(rank: int, host: str, error_type: str, error: str) -> RankOutcome:

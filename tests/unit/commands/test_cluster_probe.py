@@ -10,14 +10,14 @@ import pickle
 import subprocess
 import sys
 import sysconfig
-from dataclasses import asdict
 
 import cloudpickle
 import pytest
 
 from hvd_estimators.commands import cluster_probe
+from hvd_estimators.commands.reachability import listening
 from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
-from hvd_estimators.launch.task.addresses import ProbeListener, host_identity
+from hvd_estimators.launch.task.addresses import host_identity
 
 # Runs a pickled task in a Python with the installed packages, except for this one.
 WITHOUT_THIS_PACKAGE = """
@@ -60,8 +60,7 @@ def test_hosts_are_identified_as_by_the_ranks_tasks():
 
 
 def test_addresses_that_answer_are_reached_and_others_are_not(monkeypatch):
-    with ProbeListener([LOOPBACK]) as listening, ProbeListener([LOOPBACK]) as another:
-        right, other = asdict(listening.candidates()), asdict(another.candidates())
+    with listening([LOOPBACK]) as right, listening([LOOPBACK]) as other:
         # A port at which another host answers.
         wrong = {**right, "endpoints": other["endpoints"]}
 

@@ -298,13 +298,11 @@ def test_launches_show_their_stage_and_relaunches_begin_again(
             for num_ranks, processes in ((2, "2 processes"), (1, "1 process")):
                 watch = LaunchWatch(num_ranks, "host")
                 wait_for(f"Starting {processes}")
-                watch.record(RankStage(0, 0, "host", Stage.HOROVOD_INIT))
+                watch.record(RankStage(0, 0, "host", Stage.FUNCTION))
                 if num_ranks == 2:
-                    wait_for(f"{PHASES[Stage.PROCESS_START]} (1 of 2)")
-                    watch.record(RankStage(1, 1, "host", Stage.HOROVOD_INIT))
-                wait_for(f"{processes}: {PHASES[Stage.HOROVOD_INIT]}")
-                for rank in range(num_ranks):
-                    watch.record(RankStage(rank, rank, "host", Stage.ENDED))
+                    wait_for(f"{PHASES[Stage.CONNECTED]} (1 of 2)")
+                    watch.record(RankStage(1, 1, "host", Stage.FUNCTION))
+                wait_for(f"{processes}: {PHASES[Stage.FUNCTION]}")
             handle(progress(0, 4, epochs=1))
 
         assert shown().count("Started 2 processes in") == 0
@@ -327,7 +325,7 @@ def test_nothing_is_shown_without_verbosity_before_training() -> None:
         with StageRow("Writing", verbose=0) as stage:
             stage.finish("Wrote 3 rows.")
         with show_progress(spec(verbose=0)):
-            LaunchWatch(2, "host").record(RankStage(0, 0, "host", Stage.ENDED))
+            LaunchWatch(2, "host").record(RankStage(0, 0, "host", Stage.FUNCTION))
         assert not shown()
 
 

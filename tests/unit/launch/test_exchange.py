@@ -18,26 +18,28 @@ from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service import exchange as module
-from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch.service.events import EventSender, receive_events
+from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(timeouts, "EXCHANGE_ATTEMPT", 0.5)
-    monkeypatch.setattr(timeouts, "EXCHANGE_FIRST", 1.0)
-    monkeypatch.setattr(timeouts, "EXCHANGE_LATER", 2.0)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "EVENT_CONNECT", 0.5)
+    monkeypatch.setattr(timeouts, "EXCHANGE", 1.0)
     monkeypatch.setattr(module, "_UNREACHABLE_FROM", set())
 
 
 @contextlib.contextmanager
 def served(tasks: int = 3, application: str = "app") -> Iterator[str]:
     """Serve the exchange; yield the service's address, or an empty string if it is not used."""
+    server = ExchangeServer(tasks, application, lambda stage: None)
     with (
         DriverService("127.0.0.1") as service,
-        ExchangeServer(service, tasks, application) as server,
+        receive_events(service, print, {"exchange": server.answer}),
+        server,
     ):
         yield service.address if server.is_used else ""
 
@@ -62,29 +64,26 @@ class Tasks:
 
         return SimpleNamespace(partitionId=lambda: task, allGather=gather)
 
-    def run(self, work: Callable[[int, Exchange], Any], addresses: list[str]) -> list[Any]:
+    def run(self, work: Callable[[int, Any, EventSender], Any], addresses: list[str]) -> list[Any]:
         def task(number: int) -> Any:
-            address = addresses[number]
-            job: Any = SimpleNamespace(service=address, exchanges_over_driver=bool(address))
-            return work(number, Exchange(self.context(number), job))
+            with contextlib.closing(EventSender(addresses[number])) as driver:
+                return work(number, self.context(number), driver)
 
         with ThreadPoolExecutor(self.number) as pool:
             return list(pool.map(task, range(self.number)))
 
 
-def twice(number: int, exchange: Exchange) -> Any:
-    return exchange({"of": number}), exchange({"again": [number, "größe"]})
+def once(number: int, context: Any, driver: EventSender) -> Any:
+    return exchange(context, driver, {"of": number, "größe": number})
 
 
-EXPECTED = [
-    ([{"of": n} for n in range(3)], [{"again": [n, "größe"]} for n in range(3)]),
-] * 3
+EXPECTED = [[{"of": n, "größe": n} for n in range(3)]] * 3
 
 
 def test_all_tasks_gather_all_messages_in_task_order() -> None:
     tasks = Tasks(3)
     with served() as address:
-        assert tasks.run(twice, [address] * 3) == EXPECTED
+        assert tasks.run(once, [address] * 3) == EXPECTED
     assert tasks.gathered == 0
     assert not module._UNREACHABLE_FROM
 
@@ -102,38 +101,39 @@ def test_all_tasks_use_spark_if_one_cannot_reach_the_driver(how: str) -> None:
         wrong = f"{host}:{port}:{'00' * 32}"
         with served() as address:
             started = time.monotonic()
-            assert tasks.run(twice, [address, wrong, address]) == EXPECTED
+            assert tasks.run(once, [address, wrong, address]) == EXPECTED
             assert time.monotonic() - started < 10
-    assert tasks.gathered == 2
+    assert tasks.gathered == 1
     # The next job of the application does not try again; a job of another application does.
     with served() as address:
         assert address == ""
-        assert tasks.run(twice, [address] * 3) == EXPECTED
-    assert tasks.gathered == 4
+        assert tasks.run(once, [address] * 3) == EXPECTED
+    assert tasks.gathered == 2
     with served(application="another") as address:
         assert address
 
 
 def test_a_late_task_does_not_affect_later_jobs() -> None:
-    def work(number: int, exchange: Exchange) -> Any:
+    def work(number: int, *given: Any) -> Any:
         if number == 1:
             time.sleep(1.5)
-        return twice(number, exchange)
+        return once(number, *given)
 
     tasks = Tasks(3)
     with served() as address:
         assert tasks.run(work, [address] * 3) == EXPECTED
-    assert tasks.gathered == 2
+    assert tasks.gathered == 1
     assert not module._UNREACHABLE_FROM
 
 
 def test_a_failed_job_is_not_evidence_of_an_unreachable_driver() -> None:
-    def leave(number: int, exchange: Exchange) -> Any:
-        return exchange._over_driver({}) if number == 0 else None
+    def leave(number: int, context: Any, driver: EventSender) -> Any:
+        spark = SimpleNamespace(partitionId=context.partitionId, allGather=lambda text: [text])
+        return exchange(spark, driver, {}) if number == 0 else None  # type: ignore[arg-type]
 
     def fail() -> None:
         with served(2) as address:
-            assert Tasks(2).run(leave, [address] * 2) == [None, None]
+            assert Tasks(2).run(leave, [address] * 2) == [[{}], None]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -185,30 +185,21 @@ class Cut:
             end.close()
 
 
-def test_a_lost_answer_is_requested_again() -> None:
-    tasks = Tasks(3)
-    with served() as address:
-        link = Cut(address, cuts=2)
-        assert tasks.run(twice, [address, link.address, address]) == EXPECTED
-        link.close()
-    assert tasks.gathered == 0
-
-
 def test_a_task_whose_message_arrived_does_not_fall_back_to_spark() -> None:
     """If the others have the answer, a fallback would deadlock: tasks would await each other."""
 
-    def work(number: int, exchange: Exchange) -> Any:
+    def work(number: int, *given: Any) -> Any:
         try:
-            return exchange({"of": number})
+            return once(number, *given)
         except UnreachableError as error:
             return str(error)
 
     tasks = Tasks(3)
     with served() as address:
-        link = Cut(address, cuts=1000)
+        link = Cut(address, cuts=1)
         found = tasks.run(work, [address, link.address, address])
         link.close()
-    assert found[0] == found[2] == EXPECTED[0][0]
+    assert found[0] == found[2] == EXPECTED[0]
     assert "has lost the connection to the driver" in found[1]
     assert tasks.gathered == 0
 
@@ -217,7 +208,7 @@ def test_strangers_are_rejected_and_change_nothing() -> None:
     def knock(address: str, secret: bytes) -> None:
         place = address.rpartition(":")[0]
         with connect_to_driver(f"{place}:{secret.hex()}", 5) as channel:
-            request = {"kind": "exchange", "number": 0, "task": 0}
+            request = {"kind": "exchange", "task": 0, "host": "there"}
             channel.send(request, json.dumps({"of": "a stranger"}).encode())
             channel.receive(0.3)
 
@@ -225,4 +216,4 @@ def test_strangers_are_rejected_and_change_nothing() -> None:
         for secret in (new_secret(), b""):
             with pytest.raises((ConnectionError, TimeoutError)):
                 knock(address, secret)
-        assert Tasks(3).run(twice, [address] * 3) == EXPECTED
+        assert Tasks(3).run(once, [address] * 3) == EXPECTED

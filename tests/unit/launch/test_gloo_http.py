@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import http.client
 import os
 import socket
@@ -248,19 +247,6 @@ def test_a_lost_link_is_reported_as_503():
 
     with GlooProxy(Lost(JobStore(60.0), 0), size=2) as proxy:
         assert ask(proxy, "GET", "/global/0") == (503, b"")
-
-
-def test_requests_of_hvd_init_report_its_start_and_end(store):
-    stages = []
-    link = LocalRendezvousClient(store, 0)
-    on_init, on_joined = (functools.partial(stages.append, name) for name in ("init", "joined"))
-    with GlooProxy(link, 2, on_init, on_joined) as proxy:
-        ask(proxy, "PUT", "/global/0")
-        ask(proxy, "DELETE", "/cross_0/0")
-        assert "joined" not in stages
-        ask(proxy, "DELETE", "/cross_0_process_set_hash_1/0")
-    assert stages[0] == "init"
-    assert stages.count("joined") == 1
 
 
 _STRANGER = """

@@ -16,7 +16,7 @@ import pytest
 from hvd_estimators.launch.rendezvous.channel import AuthenticationError, new_secret, retry
 from hvd_estimators.launch.service.elastic_state import CommitStore, commit, fetch
 from hvd_estimators.launch.service.events import EventSender, RankMessage, receive_events
-from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,19 +25,19 @@ pytestmark = pytest.mark.timeout(60)
 def test_events_exchanges_and_commits_share_a_port_and_a_secret() -> None:
     received: queue.Queue[Any] = queue.Queue()
     before = len(listening_ports())
+    server = ExchangeServer(1, "application", lambda stage: None)
     with (
         CommitStore() as commits,
         DriverService("127.0.0.1") as service,
         commits.serve(service),
-        receive_events(service, received.put),
-        ExchangeServer(service, 1, "application") as exchange,
+        receive_events(service, received.put, {"exchange": server.answer}),
+        server,
     ):
         assert len(listening_ports()) == before + 1
         context: Any = SimpleNamespace(partitionId=lambda: 0)
-        job: Any = SimpleNamespace(service=service.address, exchanges_over_driver=exchange.is_used)
         with contextlib.closing(EventSender(service.address)) as sender:
             sender.send(RankMessage(0, "before"))
-            assert Exchange(context, job)({"rank": 0}) == [{"rank": 0}]
+            assert exchange(context, sender, {"rank": 0}) == [{"rank": 0}]
             commit(service.address, 0, "state")
             assert fetch(service.address, 0) is None
             sender.send(RankMessage(0, "after"))

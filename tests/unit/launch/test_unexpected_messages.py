@@ -26,8 +26,13 @@ from hvd_estimators.launch.rendezvous.client import (
 )
 from hvd_estimators.launch.rendezvous.gloo_http import GlooKeys, GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore, RendezvousServer
-from hvd_estimators.launch.service.events import RankMessage, RankStage
-from hvd_estimators.launch.service.exchange import Exchange, ExchangeServer
+from hvd_estimators.launch.service.events import (
+    EventSender,
+    RankMessage,
+    RankStage,
+    receive_events,
+)
+from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
 from hvd_estimators.launch.service.launch_watch import LaunchWatch
 from hvd_estimators.launch.service.server import DriverService, connect_to_driver
 from hvd_estimators.launch.stage import Stage
@@ -60,9 +65,7 @@ MESSAGES = [
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "RENDEZVOUS_KEY", 0.001)
-    monkeypatch.setattr(timeouts, "EXCHANGE_ATTEMPT", 0.2)
-    monkeypatch.setattr(timeouts, "EXCHANGE_FIRST", 0.2)
-    monkeypatch.setattr(timeouts, "EXCHANGE_LATER", 0.2)
+    monkeypatch.setattr(timeouts, "EXCHANGE", 0.2)
 
 
 @pytest.mark.parametrize("effort", efforts(300))
@@ -168,25 +171,30 @@ def gather(service: DriverService, task: int) -> Any:
         raise AssertionError("the driver is reachable")
 
     context: Any = SimpleNamespace(partitionId=lambda: task, allGather=without_spark)
-    job: Any = SimpleNamespace(service=service.address, exchanges_over_driver=True)
-    return Exchange(context, job)({"of": task})
+    with contextlib.closing(EventSender(service.address)) as driver:
+        return exchange(context, driver, {"of": task})
 
 
 @pytest.mark.parametrize("effort", efforts(30))
 def test_the_exchange_ignores_messages_of_no_task(service: DriverService, effort: Effort) -> None:
     def send(message: Any, body: bytes) -> None:
         with connect_to_driver(service.address) as channel:
+            channel.send({"kind": "events"})
             channel.send(message, body)
             with pytest.raises(ConnectionError):
                 channel.receive(5)
 
-    with ExchangeServer(service, 1, "app") as server:
-        for number, task, body in ((0, 1, b"{}"), (0, -1, b"{}"), (-1, 0, b"{}"), (0, 0, b"{")):
-            send({"kind": "exchange", "number": number, "task": task}, body)
+    stages: list[RankStage] = []
+    server = ExchangeServer(1, "app", stages.append)
+    with server, receive_events(service, print, {"exchange": server.answer}):
+        for task, body in ((1, b"{}"), (-1, b"{}"), (0, b"{"), ("none", b"{}")):
+            send({"kind": "exchange", "task": task, "host": "here"}, body)
         send({"kind": "exchange"}, b"{}")
-        fuzz(lambda kind: send({"kind": kind}, b"{}"), JSON_VALUES, effort)
+        fuzz(lambda task: send({"kind": "exchange", "task": task}, b"{}"), JSON_VALUES, effort)
         assert not server._messages
+        assert not stages
         assert gather(service, 0) == [{"of": 0}]
+    assert stages == [RankStage(-1, 0, socket.gethostname(), Stage.STARTED)]
 
 
 @pytest.mark.parametrize(
@@ -204,8 +212,10 @@ def test_an_answer_that_is_none_names_the_driver(
     def reply(channel: Channel, *_: Any) -> None:
         channel.send(*answer)
 
-    service.add_handler("exchange", reply)
-    with pytest.raises(UnreachableError, match=r"The driver at 127\.0\.0\.1:\d+ sent a message"):
+    with (
+        receive_events(service, print, {"exchange": reply}),
+        pytest.raises(UnreachableError, match="The driver sent a message that this version"),
+    ):
         gather(service, 0)
 
 
@@ -216,16 +226,16 @@ def test_a_stage_of_another_version_does_not_end_the_watch() -> None:
         for stage in (99, -1, "late", None):
             with pytest.raises(ValueError, match="is not a valid Stage"):
                 handle(RankStage(0, 0, "host", stage))  # type: ignore[arg-type]
-        handle(RankStage(0, 0, "host", Stage.ENDED))
+        handle(RankStage(0, 0, "host", Stage.FUNCTION))
         handle(RankMessage(0, "text"))
     assert passed == [RankMessage(0, "text")]
 
 
 def test_json_text_of_a_large_exchange_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvd_estimators.launch.service import exchange
+    from hvd_estimators.launch.service import exchange as module
 
-    monkeypatch.setattr(exchange, "_MAX_BYTES", 2**16)
-    unpack: Callable[[bytes], Any] = exchange.unpacked
+    monkeypatch.setattr(module, "_MAX_BYTES", 2**16)
+    unpack: Callable[[bytes], Any] = module.unpacked
     assert unpack(zlib.compress(json.dumps(["a" * 1000]).encode())) == ["a" * 1000]
     with pytest.raises(ValueError, match="more than 65536 bytes"):
         unpack(zlib.compress(json.dumps(["a" * 2**20]).encode()))

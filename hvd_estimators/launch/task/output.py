@@ -1,0 +1,121 @@
+"""Output of a rank on its way from the task to the executor's log, the driver and the store."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from hvd_estimators.launch import timeouts
+from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
+from hvd_estimators.launch.rank.rank_logs import RankLog
+from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage
+from hvd_estimators.launch.task.job import Job
+
+# Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
+_LOG_CHARS = 2**26
+_LOG_CHARS_PER_SECOND = 2**20 / 60
+_LOG_AGAIN_CHARS = 2**16
+
+
+class TaskOutput:
+    """Context manager around a rank's process that forwards the lines of its output.
+
+    All lines go to the executor's log: 64 MiB per rank, and 1 MiB per minute above that. A line
+    reports how many lines were dropped. Streams that the job requests also go to the driver. Both
+    ends of the output go to the job's `RankLogs`, if it has them.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    job : Job
+        The driver's settings for every task.
+    driver : EventSender
+        Connection to the driver.
+    """
+
+    def __init__(self, rank: int, job: Job, driver: EventSender) -> None:
+        self._rank = rank
+        self._job = job
+        self._driver = driver
+        self._rank_log = RankLog(job.rank_logs, rank)
+        self._log_limiter = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
+        self._num_dropped = 0
+        self._reporting: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._rank_log.__enter__()
+        self._relay = Relay(self._send) if self._job.streams else None
+        self.on_lines = self._line_handler("stdout" if self._job.separate_streams else "")
+        """Handler of standard output lines, or of both streams' lines."""
+        self.on_error_lines = self._line_handler("stderr") if self._job.separate_streams else None
+        """Handler of standard error lines; None if one handler gets both streams."""
+        return self
+
+    def report(self, stage: RankStage) -> None:
+        """Report the rank's last stage, in another thread: the driver may read output slowly."""
+
+        def send() -> None:
+            self._driver.send(stage)
+            if self._relay is None:
+                self._driver.close()
+
+        self._reporting = threading.Thread(target=send, daemon=True)
+        self._reporting.start()
+
+    def log_error(self, outcome: RankOutcome) -> None:
+        """Write the full traceback of a rank's exception to its log, and a remote executor's."""
+        self._rank_log.add_outcome(outcome)
+        if outcome.report is not None and not self._job.one_machine:
+            self._log(outcome.report.full_traceback.splitlines(keepends=True))
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._relay is not None:
+            self._relay.close()
+        if self._reporting is not None:
+            self._reporting.join(timeouts.STAGE_CLOSE)
+        self._log_dropped_count()
+        self._rank_log.__exit__()
+
+    def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
+        is_sent = stream in self._job.streams
+
+        def handle(lines: list[str]) -> None:
+            self._rank_log.add(lines)
+            if is_sent and self._relay is not None:
+                self._relay.put(stream, lines)
+            if self._is_logged(is_sent):
+                self._log(lines)
+
+        return handle
+
+    def _is_logged(self, is_sent: bool) -> bool:
+        """Return whether lines go to the executor's log.
+
+        On one machine, this log is the driver's standard error. There, lines would be shown twice,
+        or nothing should be shown.
+        """
+        if not self._job.one_machine:
+            return True
+        is_shown = is_sent and self._driver.is_connected
+        return self._job.verbose > 0 and not is_shown
+
+    def _log(self, lines: list[str]) -> None:
+        text = "".join(f"[{self._rank}] {line}" for line in lines)
+        if self._log_limiter.left() < (_LOG_AGAIN_CHARS if self._num_dropped else 1):
+            self._num_dropped += len(lines)
+            return
+        self._log_dropped_count()
+        self._log_limiter.use(len(text))
+        sys.stderr.write(text)
+
+    def _log_dropped_count(self) -> None:
+        if self._num_dropped:
+            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._num_dropped)}")
+            self._num_dropped = 0
+
+    def _send(self, lines: Sequence[tuple[str, str]]) -> None:
+        self._driver.send_all([RankOutput(self._rank, line, stream) for stream, line in lines])
