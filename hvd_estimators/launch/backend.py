@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.service.events import Handler, receive_events
 from hvd_estimators.launch.service.server import DriverService
 
@@ -90,7 +91,7 @@ class Backend(ABC):
 
     def driver_host(self) -> str:
         """Return the address at which ranks reach the driver."""
-        return "127.0.0.1"
+        return LOOPBACK
 
     def task_slots(self) -> int | None:
         """Return the number of ranks that can run at the same time now, or None if unknown."""

@@ -31,9 +31,8 @@ from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.rank_logs import RankLog, current_rank_logs
 from hvd_estimators.launch.rank.supervisor import RankLauncher, supervise
-from hvd_estimators.launch.rendezvous.channel import new_secret
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK, new_secret
 from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
-from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.launch_watch import LaunchWatch

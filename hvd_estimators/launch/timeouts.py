@@ -27,13 +27,13 @@ class Patience:
     Attributes
     ----------
     attempt : float
-        Time to wait for the answer to a message before it is sent again.
+        Time to wait for a connection before another attempt.
     refused : float
-        Time to retry while connections are refused, because the other task no longer listens.
+        Time to retry while connections are refused, because the other task does not listen.
     silence : float
-        Time to retry without any answer, because a link is down or a process is stopped.
+        Time to wait for any answer, because a link may be down or a process stopped.
     pause : float
-        Pause between two attempts.
+        Pause between two attempts to connect.
     beat : float
         Interval between two heartbeats of a task.
     """
@@ -108,8 +108,6 @@ PREEMPTION_POLL = 2.0
 RENDEZVOUS_POLL = 0.5
 # Wait for a key of another rank, after which the request is repeated.
 RENDEZVOUS_KEY = 0.5
-# Pause between two messages on a connection, after which the server closes it.
-RENDEZVOUS_IDLE = 120.0
 # Request of a rank's Horovod on the loopback interface.
 GLOO_REQUEST = 5.0
 

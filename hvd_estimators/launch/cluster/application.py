@@ -24,6 +24,7 @@ from hvd_estimators._util.spark_session import current_session
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.cluster.resources import collect_from_tasks
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import broadcast
 
@@ -220,7 +221,7 @@ class Cluster:
 
     def driver_host(self) -> str:
         """Return the address at which executors reach the driver."""
-        return "127.0.0.1" if self.is_local else self.conf.get("spark.driver.host", "127.0.0.1")
+        return LOOPBACK if self.is_local else self.conf.get("spark.driver.host", LOOPBACK)
 
     def task_slots(self) -> int:
         """Return the number of tasks that the registered executors can run at once."""

@@ -29,6 +29,7 @@ from hvd_estimators.launch.cluster.application import (
     expected_executors,
 )
 from hvd_estimators.launch.cluster.resources import TaskResources
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.task.addresses import route_address
 from hvd_estimators.launch.task.host_checks import installed_versions
 from hvd_estimators.launch.task.job import INLINE_BYTES, AddedFile
@@ -136,7 +137,7 @@ class ConnectCluster(Cluster):
     def driver_host(self) -> str:
         """Return the address at which executors can probably reach this process."""
         if self.is_local:
-            return "127.0.0.1"
+            return LOOPBACK
         return route_address(self._server()) or socket.gethostname()
 
     @property

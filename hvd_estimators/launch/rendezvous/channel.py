@@ -246,6 +246,14 @@ class Channel:
                 raise TypeError(f"expected an object, found {message!r}")
         return message, body
 
+    def is_readable(self, seconds: float) -> bool:
+        """Return whether a message begins, or the connection ends, within some seconds."""
+        poller = select.poll()
+        with contextlib.suppress(ValueError):  # closed
+            poller.register(self._connection, select.POLLIN)
+            return bool(poller.poll(seconds * 1000))
+        return True
+
     def __enter__(self) -> Self:
         return self
 
@@ -316,6 +324,18 @@ def bound_socket(address: str, *, is_shared: bool = False) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def _loopback() -> str:
+    try:
+        bound_socket("127.0.0.1").close()
+    except OSError:
+        return "::1"
+    return "127.0.0.1"
+
+
+LOOPBACK = _loopback()
+"""Address of this machine's loopback interface, of IPv6 if it has no other one."""
 
 
 class Listener:
@@ -484,7 +504,7 @@ class Listener:
 def _own_address(host: str) -> str:
     """Return the host's address if this machine has it; otherwise an empty string."""
     if host == "localhost":
-        return "127.0.0.1"
+        return LOOPBACK
     try:
         # Only numeric addresses: ranks may resolve a name to another address.
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)

@@ -1,4 +1,4 @@
-"""Clients of the rendezvous in rank 0's task. They resend messages until an answer or a time limit.
+"""Clients of the rendezvous in rank 0's task.
 
 A rank's task has a `LocalRendezvousClient` or a `RemoteRendezvousClient`. The rank's process has a
 `RankClient`, for keys that any program may use. Its requests go to the proxy in the rank's parent
@@ -8,12 +8,9 @@ connection. Imports no framework.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
-import itertools
 import json
 import os
-import queue
 import socket
 import threading
 import time
@@ -25,7 +22,6 @@ from hvd_estimators.launch.rendezvous.channel import (
     Channel,
     MessageError,
     reading_message,
-    retry,
 )
 from hvd_estimators.launch.rendezvous.server import INVALID, Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
@@ -45,8 +41,6 @@ ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 KEYS_SCOPE = "keys"
 """First part of the path of each request of `RankClient`."""
 
-# These messages change nothing, so repetitions need no number.
-_READS = ("get", "get_all", "get_parts", "wait", "count", "alive")
 # The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
@@ -77,7 +71,7 @@ class RendezvousClient(Protocol):
         """Return the failure that ends the job, if any, without waiting."""
 
     def notify(self, kind: str, **values: Any) -> bool:
-        """Send a message and return whether it was eventually answered."""
+        """Send a message and return whether it was answered."""
 
 
 class LocalRendezvousClient:
@@ -107,9 +101,11 @@ class LocalRendezvousClient:
 
 
 class RemoteRendezvousClient:
-    """Client for the server in rank 0's task; used as a context manager.
+    """Client for the server in rank 0's task, on one connection; used as a context manager.
 
-    A separate thread sends a heartbeat once a second by default. The answers report failures.
+    Any thread may send a message. A separate thread sends a heartbeat once a second by default,
+    whose answer reports failures. A connection that breaks counts as the loss of rank 0, because a
+    relaunch covers it; TCP itself survives a network that is down for half a minute.
 
     Parameters
     ----------
@@ -138,11 +134,9 @@ class RemoteRendezvousClient:
         self._rank = rank
         self._server_host = server_host
         self._patience = patience or Patience()
-        self._numbers = itertools.count()
-        # Messages without an answer; the server keeps its answers to these and to newer ones.
-        self._pending: set[int] = set()
         self._lock = threading.Lock()
-        self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._channel: Channel | None = None
+        self._lost: PeerLostError | None = None
         self._failure: Failure | None = None
         self._ended = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -153,17 +147,16 @@ class RemoteRendezvousClient:
 
     def __exit__(self, *exc_info: object) -> None:
         self._ended.set()
+        if self._channel is not None:
+            self._channel.close()
         self._heartbeat.join(self._patience.attempt)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().close()
 
     def failure(self) -> Failure | None:
         """Return the failure that ends the job, if any, without waiting."""
         return self._failure
 
     def notify(self, kind: str, **values: Any) -> bool:
-        """Send a message and return whether it was eventually answered."""
+        """Send a message and return whether it was answered."""
         try:
             self.request(kind, **values)
         except PeerLostError:
@@ -171,90 +164,78 @@ class RemoteRendezvousClient:
         return True
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
-        """Send a message until it is answered, and return the answer.
+        """Send a message and return its answer.
 
         Raises
         ------
         PeerLostError
-            If connections were refused, or no answer arrived, for longer than the time limits.
+            If connections were refused, the connection has ended, or no answer arrived for longer
+            than the time limits.
         MessageError
             If the server's version of hvd_estimators does not know the message.
         """
         message = {"kind": kind, "rank": self._rank, **values}
-        if kind in _READS:
-            return self._send(message, body)
         with self._lock:
-            number = next(self._numbers)
-            self._pending.add(number)
-            message |= {"number": number, "oldest": min(self._pending)}
-        try:
-            return self._send(message, body)
-        finally:
-            with self._lock:
-                self._pending.discard(number)
-
-    def _send(self, message: dict[str, Any], body: bytes) -> Answer:
-        """Send a message until it is answered, and return the answer."""
-        kind = message["kind"]
-        # The server ends when all ranks are done, so a refusal of "done" counts as an answer.
-        longest_refusal = 0.0 if kind == "done" else self._patience.refused
-        refused = silent = started = 0.0
-
-        def attempt() -> Answer:
-            nonlocal started
-            started = time.monotonic()
-            return self._attempt(message, body)
-
-        def is_final(error: OSError) -> bool:
-            nonlocal refused, silent
-            seconds = self._since(started) + self._patience.pause
-            if isinstance(error, _REFUSALS):
-                refused += seconds
-            else:
-                # An unstable network link may briefly refuse connections.
-                refused, silent = 0.0, silent + refused + seconds
-            if refused > longest_refusal:
-                raise self._lost(f"has refused connections for {refused:.0f} s", error) from error
-            if refused + silent >= self._patience.silence:
-                raise self._lost(f"has not answered for {refused + silent:.0f} s", error) from error
-            if self._ended.is_set() and kind == "alive":
-                raise self._lost("has not answered the last heartbeat", error) from error
-            return False
-
-        answer, content = retry(attempt, is_final, self._patience.pause)
+            if self._lost is not None:
+                raise self._lost
+            try:
+                if self._channel is None:
+                    self._channel = self._connect()
+                self._channel.send(message, body, self._patience.silence)
+                answer, content = self._receive(self._channel)
+            except MessageError:
+                raise
+            except OSError as error:
+                self._lost = self._loss(error)
+                raise self._lost from error
         if answer.get("status") == INVALID:
             raise MessageError(f"{self._server_host} rejects a message: {answer.get('error')}")
         return answer, content
 
-    def _lost(self, why: str, error: OSError) -> PeerLostError:
+    def _receive(self, channel: Channel) -> Answer:
+        # Counts attempts instead of seconds, because this process may be paused meanwhile.
+        attempts = max(round(self._patience.silence / self._patience.attempt), 1)
+        if not any(channel.is_readable(self._patience.attempt) for _ in range(attempts)):
+            raise TimeoutError("timed out")
+        return channel.receive(self._patience.attempt, self._patience.silence)
+
+    def _connect(self) -> Channel:
+        """Connect as soon as rank 0's task listens, and the network is up."""
+        refused = silent = 0.0
+        while True:
+            started = time.monotonic()
+            try:
+                return Channel.open(self._endpoint, self._secret, self._patience.attempt)
+            except OSError as error:
+                # Limited, because this process may have been paused.
+                seconds = min(time.monotonic() - started, self._patience.attempt + 1.0)
+                if isinstance(error, _REFUSALS):
+                    refused += seconds + self._patience.pause
+                else:
+                    # An unstable network link may briefly refuse connections.
+                    refused, silent = 0.0, silent + refused + seconds + self._patience.pause
+                if refused > self._patience.refused:
+                    raise self._loss(
+                        error, f"has refused connections for {refused:.0f} s"
+                    ) from error
+                if refused + silent >= self._patience.silence:
+                    raise self._loss(
+                        error, f"has not answered for {refused + silent:.0f} s"
+                    ) from error
+            time.sleep(self._patience.pause)
+
+    def _loss(self, error: OSError, why: str = "") -> PeerLostError:
+        if isinstance(error, PeerLostError):
+            return error
+        if not why:
+            is_silent = isinstance(error, TimeoutError)
+            silence = f"has not answered for {self._patience.silence:.0f} s"
+            why = silence if is_silent else "has closed its connection"
         address, port = self._endpoint
         # str() of a system error begins with a number that does not help users.
         reason = error.strerror or str(error)
         why = f"{why} (at {address} port {port}: {reason})"
         return PeerLostError(Failure(0, self._server_host, why, lost=True))
-
-    def _since(self, started: float) -> float:
-        """Return the seconds since a moment, limited because this process may have been paused."""
-        return min(time.monotonic() - started, self._patience.attempt + 1.0)
-
-    def _attempt(self, message: dict[str, Any], body: bytes) -> Answer:
-        try:
-            channel, is_used = self._idle.get_nowait(), True
-        except queue.Empty:
-            channel = Channel.open(self._endpoint, self._secret, self._patience.attempt)
-            is_used = False
-        try:
-            channel.send(message, body, self._patience.attempt)
-            reply = channel.receive(self._patience.attempt, self._patience.attempt)
-        # Also on interrupts: an unread answer would be mistaken for the next message's answer.
-        except BaseException as error:
-            channel.close()
-            # The server may have closed the idle connection: retry with a new one.
-            if is_used and isinstance(error, ConnectionError):
-                return self._attempt(message, body)
-            raise
-        self._idle.put(channel)
-        return reply
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._patience.beat):

@@ -22,6 +22,7 @@ import psutil
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import (
+    LOOPBACK,
     Listener,
     MessageError,
     reading_message,
@@ -37,8 +38,6 @@ from hvd_estimators.launch.rendezvous.client import (
     PeerLostError,
     RendezvousClient,
 )
-
-LOOPBACK = "127.0.0.1"
 
 INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
 """Environment variable of Horovod: the network interface to use."""
@@ -130,7 +129,7 @@ class GlooProxy:
         values, _, body = content.partition(b"\n")
         with reading_message("This host's rank"):
             arguments = {**json.loads(values), "scope": KEYS_SCOPE}
-            if not arguments.keys().isdisjoint(("kind", "rank", "body", "number", "oldest")):
+            if not arguments.keys().isdisjoint(("kind", "rank", "body")):
                 raise ValueError(f"values {sorted(arguments)}")
         answer, body = self._client.request(kind, body, **arguments)
         return _OK, json.dumps(answer).encode() + b"\n" + body

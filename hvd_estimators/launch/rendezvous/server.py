@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -106,9 +106,6 @@ class JobStore:
 
     A key that was put can be put again only after it is deleted. A key that was set can change.
 
-    Each message that changes the store carries a number that identifies repetitions, because
-    answers can be lost and messages can be late.
-
     Parameters
     ----------
     silence : float
@@ -132,8 +129,6 @@ class JobStore:
         self._local: set[int] = set()
         self._done: set[int] = set()
         self._failure: Failure | None = None
-        # By rank and message number, for messages that are sent again.
-        self._answers: dict[int, dict[int, Answer]] = {}
         self._handlers: Mapping[str, Callable[..., Answer]] = {
             "put": self._put,
             "set": self._set,
@@ -171,27 +166,14 @@ class JobStore:
             If the message has other values than this version's.
         """
         with reading_message(f"rank {message.get('rank')}"):
-            return self._handle(message, body)
-
-    def _handle(self, message: Mapping[str, Any], body: bytes) -> Answer:
-        arguments = dict(message)
-        handler = self._handlers.get(arguments.pop("kind", ""))
-        number = arguments.pop("number", None)
-        oldest = arguments.pop("oldest", 0)
-        if handler is None:
-            raise ValueError(f"kind {message.get('kind')!r}")
-        rank = arguments["rank"]
-        with self._lock:
-            if rank in self._silent:
-                self._silent[rank] = 0.0
-            if number is None:
+            arguments = dict(message)
+            handler = self._handlers.get(arguments.pop("kind", ""))
+            if handler is None:
+                raise ValueError(f"kind {message.get('kind')!r}")
+            with self._lock:
+                if arguments["rank"] in self._silent:
+                    self._silent[arguments["rank"]] = 0.0
                 return handler(body=body, **arguments)
-            answers = self._answers.setdefault(rank, {})
-            for received in [other for other in answers if other < oldest]:
-                del answers[received]
-            if number not in answers:
-                answers[number] = handler(body=body, **arguments)
-            return answers[number]
 
     def failure(self) -> Failure | None:
         """Return the first failure, if any."""
@@ -380,8 +362,6 @@ class RendezvousServer:
                 self._listeners.append(Listener(address, self._serve, num_clients))
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
         self._ended = threading.Event()
-        self._changed = threading.Condition()
-        self._num_unanswered = 0
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
@@ -391,9 +371,6 @@ class RendezvousServer:
     def __exit__(self, *exc_info: object) -> None:
         self._ended.set()
         self._watcher.join()
-        # A message whose answer is still being sent may have ended the block.
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_unanswered, self._patience.attempt)
         for listener in self._listeners:
             listener.close()
 
@@ -416,9 +393,9 @@ class RendezvousServer:
         channel = Channel.accept(connection, self._secret, self._patience.attempt)
         mark_authenticated()
         while True:
-            message, body = channel.receive(timeouts.RENDEZVOUS_IDLE, self._patience.attempt)
-            with self._counting_unanswered():
-                channel.send(*self._answer(message, body), seconds=self._patience.attempt)
+            # The store itself looks for silent ranks.
+            message, body = channel.receive(timeouts.EVENT_IDLE, self._patience.silence)
+            channel.send(*self._answer(message, body), seconds=self._patience.silence)
 
     def _answer(self, message: Mapping[str, Any], body: bytes) -> Answer:
         try:
@@ -426,14 +403,3 @@ class RendezvousServer:
         except MessageError as error:
             logger.warning("A message could not be answered: %s", error)
             return {"status": INVALID, "error": str(error)}, b""
-
-    @contextlib.contextmanager
-    def _counting_unanswered(self) -> Iterator[None]:
-        with self._changed:
-            self._num_unanswered += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_unanswered -= 1
-                self._changed.notify_all()

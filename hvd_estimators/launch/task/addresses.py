@@ -21,7 +21,8 @@ import psutil
 
 from hvd_estimators._util.process_identity import boot_id, namespace_id
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK
+from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE
 
 NICS_HINT = (
     "Open all TCP ports between these hosts, or name the interfaces that lead to them: "

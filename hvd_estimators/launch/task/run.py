@@ -24,13 +24,14 @@ from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.environment import Master, assign_ranks, reserved_port
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.supervisor import RankLauncher, failure_of, supervise
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.rendezvous.client import (
     LocalRendezvousClient,
     PeerLostError,
     RemoteRendezvousClient,
     RendezvousClient,
 )
-from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE, LOOPBACK
+from hvd_estimators.launch.rendezvous.gloo_http import INTERFACE_VARIABLE
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EventSender, RankStage
 from hvd_estimators.launch.service.exchange import exchange

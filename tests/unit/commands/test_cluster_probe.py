@@ -16,7 +16,7 @@ import pytest
 
 from hvd_estimators.commands import cluster_probe
 from hvd_estimators.commands.reachability import listening
-from hvd_estimators.launch.rendezvous.gloo_http import LOOPBACK
+from hvd_estimators.launch.rendezvous.channel import LOOPBACK
 from hvd_estimators.launch.task.addresses import host_identity
 
 # Runs a pickled task in a Python with the installed packages, except for this one.

@@ -137,33 +137,6 @@ def test_a_key_cannot_be_overwritten():
     assert tell(store, "get", **place)[1] == b"first"
 
 
-def test_a_late_duplicate_message_changes_nothing():
-    store = make_store()
-    place = {"scope": "global", "key": "0"}
-    assert status(store, "put", body=b"address", number=1, **place) == 200
-    assert status(store, "delete", number=2, **place) == 200
-
-    assert status(store, "put", body=b"address", number=1, **place) == 200
-    assert status(store, "get", **place) == 404
-    # Each rank numbers its messages separately.
-    assert status(store, "put", rank=1, body=b"of rank 1", number=1, **place) == 200
-    assert tell(store, "get", **place)[1] == b"of rank 1"
-
-
-def test_answers_are_kept_until_the_rank_has_received_them():
-    store = make_store()
-    place = {"scope": "global", "key": "0"}
-    assert status(store, "put", body=b"address", number=1, oldest=1, **place) == 200
-    assert status(store, "delete", number=2, oldest=1, **place) == 200
-    # The answer to the first message was lost. The second one's has arrived.
-    assert status(store, "append", body=b"a", number=3, oldest=1, **place) == 200
-    assert status(store, "put", body=b"address", number=1, oldest=1, **place) == 200
-    assert tell(store, "get", **place)[1] == b"a"
-
-    assert status(store, "append", body=b"b", number=4, oldest=4, **place) == 200
-    assert list(store._answers[0]) == [4]
-
-
 def test_unknown_messages_are_rejected_by_name():
     with pytest.raises(MessageError, match=r"rank 0 sent a message .*'__init__'"):
         make_store().handle({"kind": "__init__", "rank": 0})

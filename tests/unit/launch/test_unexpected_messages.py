@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(120)
 SECRET = new_secret()
 PATIENCE = Patience(attempt=0.5, refused=0.5, silence=1.0, pause=0.02, beat=0.05)
 
-PLACE = {"rank": 1, "number": 3, "scope": "global_", "key": "1"}
+PLACE = {"rank": 1, "scope": "global_", "key": "1"}
 MESSAGES = [
     {"kind": "put", **PLACE},
     {"kind": "set", **PLACE},
