@@ -261,6 +261,7 @@ SEQUENCES: Mapping[str, MessageSequence] = {
             (TASK, RANK, "start it, and its guardian", "rank/process.py"),
             (RANK, TASK, "where this rank listens", "rendezvous/gloo_http.py"),
             (TASK, TASK_0, "keys for the other ranks", "rendezvous/client.py"),
+            (TASK, DRIVER, "stages, and the rank's output", "task/output.py"),
             (RANK, RANK, "train with the other ranks", "rank/worker.py"),
             (RANK, DRIVER, "epochs, progress, messages", "service/events.py"),
             (RANK, TASK, "outcome, as a file", "rank/worker.py"),

@@ -76,9 +76,9 @@ class SparkBackend(Backend):
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
     verbose : int
         2 or more shows the ranks' output on the driver's standard error, with the rank before each
-        line. The executors' logs also contain the output: 64 MiB per rank, and 1 MiB per minute
-        above that. If the driver reads lines too slowly, some are dropped, and a line reports how
-        many. With a local master, where the driver has these logs, 0 shows nothing.
+        line. If the driver reads lines too slowly, some are dropped, and a line reports how many.
+        The executors' logs also contain the first 64 MiB of each rank's output. With a local
+        master, where the driver has these logs, 0 shows nothing.
     executable : str, optional
         The Python of the ranks. Default: the Python of the executors' workers.
     stdout, stderr : file-like, optional

@@ -43,8 +43,6 @@ _BATCH_BYTES = 2**16
 # Approximate memory that Python needs for a line in addition to its text.
 _LINE_BYTES = 128
 _PATIENCE_SECONDS = 5.0
-# Share of a process's run time for which slow delivery of its output may block it.
-_PATIENCE_SHARE = 0.1
 _CLOSE_SECONDS = 10.0
 _NOTE_SECONDS = 1.0
 
@@ -97,43 +95,14 @@ def lines_left_out(count: int) -> str:
     return f"[... {count:,} lines left out ...]\n"
 
 
-class RateLimiter:
-    """Token bucket: a budget that is spent and refills with time.
-
-    Parameters
-    ----------
-    most : float
-        The initial and maximum budget.
-    per_second : float
-        The refill per second.
-    """
-
-    def __init__(self, most: float, per_second: float) -> None:
-        self._most = self._left = most
-        self._per_second = per_second
-        self._counted = time.monotonic()
-
-    def left(self) -> float:
-        """Return the remaining budget; at least 0."""
-        now = time.monotonic()
-        back = (now - self._counted) * self._per_second
-        self._left, self._counted = min(self._left + back, self._most), now
-        return max(self._left, 0.0)
-
-    def use(self, amount: float) -> None:
-        """Spend an amount, which may exceed the remaining budget."""
-        self.left()
-        self._left -= amount
-
-
 class Relay:
     """Relay of lines to a possibly slow function in a separate thread; used as a context manager.
 
     When the block ends, remaining lines are delivered for at most ten seconds.
 
-    The queue holds about 8 MiB of lines. When it is full, the caller of `put` waits for at most
-    five seconds, a budget that refills by a tenth of the elapsed time. After that, lines are
-    dropped until half of the queue has been delivered, and a line reports how many.
+    The queue holds about 8 MiB of lines. When it is full, the caller of `put` waits: for at most
+    five seconds until the queue is empty again. After that, lines are dropped until half of the
+    queue has been delivered, and a line reports how many.
 
     Parameters
     ----------
@@ -154,7 +123,7 @@ class Relay:
         self._bytes = 0
         self._dropped: collections.Counter[str] = collections.Counter()
         self._is_closed = False
-        self._patience = RateLimiter(_PATIENCE_SECONDS, _PATIENCE_SHARE)
+        self._waited = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -164,8 +133,9 @@ class Relay:
         with self._changed:
             if not self._dropped and not self._has_room(size):
                 started = time.monotonic()
-                self._changed.wait_for(lambda: self._has_room(size), self._patience.left())
-                self._patience.use(time.monotonic() - started)
+                left = max(_PATIENCE_SECONDS - self._waited, 0)
+                self._changed.wait_for(lambda: self._has_room(size), left)
+                self._waited += time.monotonic() - started
             if not self._has_room(size):
                 self._dropped[stream] += len(lines)
             elif not self._is_closed:
@@ -221,6 +191,8 @@ class Relay:
                 batch.append(self._queue.popleft())
                 size += _size(batch[-1][1])
             self._bytes -= size
+            if not self._queue:
+                self._waited = 0.0
             self._changed.notify_all()
         return batch
 

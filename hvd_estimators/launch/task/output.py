@@ -9,22 +9,20 @@ from typing import Self
 
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.outcome import RankOutcome
-from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
+from hvd_estimators.launch.rank.output import Relay, lines_left_out
 from hvd_estimators.launch.rank.rank_logs import RankLog
 from hvd_estimators.launch.service.events import EventSender, RankOutput, RankStage
 from hvd_estimators.launch.task.job import Job
 
-# Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
+# Spark does not limit an executor's log, a file on its disk.
 _LOG_CHARS = 2**26
-_LOG_CHARS_PER_SECOND = 2**20 / 60
-_LOG_AGAIN_CHARS = 2**16
 
 
 class TaskOutput:
     """Context manager around a rank's process that forwards the lines of its output.
 
-    All lines go to the executor's log: 64 MiB per rank, and 1 MiB per minute above that. A line
-    reports how many lines were dropped. Streams that the job requests also go to the driver. Both
+    The first 64 MiB go to the executor's log, whose last line reports how many lines were left out.
+    Streams that the job requests also go to the driver. Both
     ends of the output go to the job's `RankLogs`, if it has them.
 
     Parameters
@@ -42,8 +40,7 @@ class TaskOutput:
         self._job = job
         self._driver = driver
         self._rank_log = RankLog(job.rank_logs, rank)
-        self._log_limiter = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
-        self._num_dropped = 0
+        self._logged_chars = self._num_left_out = 0
         self._reporting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -70,14 +67,16 @@ class TaskOutput:
         """Write the full traceback of a rank's exception to its log, and a remote executor's."""
         self._rank_log.add_outcome(outcome)
         if outcome.report is not None and not self._job.one_machine:
-            self._log(outcome.report.full_traceback.splitlines(keepends=True))
+            lines = outcome.report.full_traceback.splitlines(keepends=True)
+            sys.stderr.write(self._marked(lines))
 
     def __exit__(self, *exc_info: object) -> None:
         if self._relay is not None:
             self._relay.close()
         if self._reporting is not None:
             self._reporting.join(timeouts.STAGE_CLOSE)
-        self._log_dropped_count()
+        if self._num_left_out:
+            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._num_left_out)}")
         self._rank_log.__exit__()
 
     def _line_handler(self, stream: str) -> Callable[[list[str]], None]:
@@ -104,18 +103,15 @@ class TaskOutput:
         return self._job.verbose > 0 and not is_shown
 
     def _log(self, lines: list[str]) -> None:
-        text = "".join(f"[{self._rank}] {line}" for line in lines)
-        if self._log_limiter.left() < (_LOG_AGAIN_CHARS if self._num_dropped else 1):
-            self._num_dropped += len(lines)
-            return
-        self._log_dropped_count()
-        self._log_limiter.use(len(text))
-        sys.stderr.write(text)
+        text = self._marked(lines)
+        self._logged_chars += len(text)
+        if self._logged_chars > _LOG_CHARS:
+            self._num_left_out += len(lines)
+        else:
+            sys.stderr.write(text)
 
-    def _log_dropped_count(self) -> None:
-        if self._num_dropped:
-            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._num_dropped)}")
-            self._num_dropped = 0
+    def _marked(self, lines: Sequence[str]) -> str:
+        return "".join(f"[{self._rank}] {line}" for line in lines)
 
     def _send(self, lines: Sequence[tuple[str, str]]) -> None:
         self._driver.send_all([RankOutput(self._rank, line, stream) for stream, line in lines])

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import cloudpickle
 import pytest
-from fake_clock import set_clock
 
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.rank import output
 from hvd_estimators.launch.rank.outcome import results_in_order
-from hvd_estimators.launch.rank.output import RateLimiter, Relay, shortened
+from hvd_estimators.launch.rank.output import Relay, shortened
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
 # A rank must not import this module, and pytest with it.
@@ -144,7 +143,6 @@ def test_unread_lines_are_counted_and_held_in_bounded_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(output, "_PATIENCE_SHARE", 0.0)
     go_on, taken = threading.Event(), []
 
     def take(lines: Lines) -> None:
@@ -224,15 +222,3 @@ def test_a_failing_reader_is_not_called_again(caplog: pytest.LogCaptureFixture) 
 
     assert len(asked) == 1
     assert caplog.text.count("cannot be delivered") == 1
-
-
-def test_a_rate_limiter_refills_with_time_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = set_clock(monkeypatch, output)
-    allowance = RateLimiter(5, 0.5)
-
-    allowance.use(7)
-    assert allowance.left() == 0
-    clock.now += 6
-    assert allowance.left() == 1  # it was overdrawn by 2
-    clock.now += 100
-    assert allowance.left() == 5
