@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
-from hvd_estimators.launch.rendezvous.channel import Channel, reading_message
+from hvd_estimators.launch.rendezvous.channel import Channel, MessageError, reading_message
 from hvd_estimators.launch.service.events import EventSender, RankStage
 from hvd_estimators.launch.stage import Stage
 
@@ -55,6 +55,8 @@ def exchange(
     Raises
     ------
     UnreachableError
+        If the driver's answer is not one of this version's.
+    ConnectionError
         If the connection to the driver is lost.
     """
     text = json.dumps(message)
@@ -65,11 +67,13 @@ def exchange(
             with reading_message("The driver"):
                 if reply["complete"]:
                     return unpacked(body)
+        except MessageError as error:
+            raise UnreachableError(str(error)) from error
         except OSError as error:
-            # The others may have received the answer.
-            raise UnreachableError(
+            # No fallback: the others may have received the answer.
+            raise ConnectionError(
                 f"{socket.gethostname()} has lost the connection to the driver, over which tasks "
-                f"exchange their addresses: {error}"
+                f"exchange their addresses ({error})"
             ) from error
     return [json.loads(each) for each in context.allGather(text)]
 

@@ -56,7 +56,7 @@ from hvd_estimators.launch.task.output import TaskOutput
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
+OUTCOME_SCHEMA = "task int, host string, chunk int, chunks int, bytes binary"
 """Columns of the rows that `run_rank` yields, as a Spark DDL string."""
 
 LESS_RESULTS = (
@@ -100,12 +100,12 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
     chunks: dict[int, dict[int, bytes]] = {}
     num_chunks: dict[int, int] = {}
     for row in rows:
-        chunks.setdefault(row["rank"], {})[row["chunk"]] = bytes(row["bytes"])
-        num_chunks[row["rank"]] = row["chunks"]
+        chunks.setdefault(row["task"], {})[row["chunk"]] = bytes(row["bytes"])
+        num_chunks[row["task"]] = row["chunks"]
     outcomes = [
         RankOutcome(**pickle.loads(b"".join(parts[chunk] for chunk in sorted(parts))))
-        for rank, parts in chunks.items()
-        if len(parts) == num_chunks[rank]
+        for task, parts in chunks.items()
+        if len(parts) == num_chunks[task]
     ]
     if len(outcomes) < num_ranks and not any(outcome.failed for outcome in outcomes):
         missing = sorted(set(range(num_ranks)) - {outcome.rank for outcome in outcomes})
@@ -122,17 +122,24 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
 def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
     context = BarrierTaskContext.get()
+    task, host = context.partitionId(), socket.gethostname()
     try:
         outcome = _run_rank(context, job)
     except (DependencyError, GpuError, UnreachableError) as error:
-        kind, task = type(error).__name__, context.partitionId()
-        outcome = _not_run(task, socket.gethostname(), kind, str(error))
+        kind = type(error).__name__
+        outcome = RankOutcome(task, host, None, kind, str(error), ended_at=time.time())
+    except ConnectionError as error:
+        lost = (task, host)
+        if isinstance(error, PeerLostError):
+            lost = error.failure.rank, error.failure.host
+        why = f"Not started because {error}."
+        outcome = RankOutcome(task, host, None, "lost", why, "", time.time(), lost)
     document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
         yield pa.RecordBatch.from_pydict(
             {
-                "rank": pa.array([outcome.rank], pa.int32()),
+                "task": pa.array([task], pa.int32()),
                 "host": [outcome.host],
                 "chunk": pa.array([chunk], pa.int32()),
                 "chunks": pa.array([len(starts)], pa.int32()),
@@ -185,10 +192,11 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
         try:
             client.request("alive")
         except PeerLostError as error:
-            hint = "" if addresses[task] == LOOPBACK else f" {NICS_HINT}"
+            if addresses[task] == LOOPBACK:
+                raise
             raise UnreachableError(
                 f"{slot.hostname} ({addresses[task]}) does not reach the task of rank 0 on "
-                f"{first.hostname}: {error}.{hint}"
+                f"{first.hostname}: {error}. {NICS_HINT}"
             ) from error
         report = functools.partial(RankStage, slot.rank, task, slot.hostname)
         driver.send(report(Stage.CONNECTED))
@@ -236,10 +244,6 @@ def _this_host(context: BarrierTaskContext, job: Job) -> HostAddresses:
     if job.nics or not variable:
         return this_host(preferred, driver, job.nics, "nics")
     return this_host(preferred, driver, [variable], INTERFACE_VARIABLE)
-
-
-def _not_run(rank: int, host: str, error_type: str, error: str) -> RankOutcome:
-    return RankOutcome(rank, host, None, error_type, error, ended_at=time.time())
 
 
 def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:

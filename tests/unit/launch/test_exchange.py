@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rendezvous.channel import new_secret
 from hvd_estimators.launch.service import exchange as module
@@ -191,7 +190,7 @@ def test_a_task_whose_message_arrived_does_not_fall_back_to_spark() -> None:
     def work(number: int, *given: Any) -> Any:
         try:
             return once(number, *given)
-        except UnreachableError as error:
+        except ConnectionError as error:
             return str(error)
 
     tasks = Tasks(3)

@@ -18,7 +18,7 @@ def rows(outcome: RankOutcome, chunks: int = 2) -> list[dict[str, Any]]:
     size = -(-len(document) // chunks)
     return [
         {
-            "rank": outcome.rank,
+            "task": outcome.rank,
             "chunk": chunk,
             "chunks": chunks,
             "bytes": document[chunk * size : (chunk + 1) * size],
