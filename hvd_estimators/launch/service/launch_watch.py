@@ -91,7 +91,8 @@ class LaunchWatch:
             for number in range(num_ranks)
         }
         self._since = dict.fromkeys(self._stages, time.monotonic())
-        self._warned: tuple[Stage, list[int]] | None = None
+        self._running: Mapping[int, str] = {}
+        self._warned: tuple[bool, list[RankStage]] | None = None
         self._pause = self._next_warning = 0.0
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -155,45 +156,50 @@ class LaunchWatch:
 
     def _watch(self) -> None:
         while not self._finished.wait(timeouts.STAGE_POLL):
+            self._ask_spark()
             limit = timeouts.STAGE_WARNING_IF_BUSY if is_busy() else timeouts.STAGE_WARNING
+            now = time.monotonic()
             with self._lock:
                 stage = Stage(min(at.stage for at in self._stages.values()))
-                since = {t: self._since[t] for t, at in self._stages.items() if at.stage == stage}
+                late = {
+                    task: now - self._since[task]
+                    for task, at in self._stages.items()
+                    if at.stage == stage and now - self._since[task] >= limit
+                }
+                ranks = [self._stages[task] for task in late]
             if stage == Stage.FUNCTION:
                 return
-            now = time.monotonic()
-            late = [task for task, moment in since.items() if now - moment >= limit]
-            if late and ((stage, late) != self._warned or now >= self._next_warning):
-                self._warn(stage, late, now, limit)
+            is_started = bool(self._running.keys() & late)
+            is_new = (is_started, ranks) != self._warned
+            if not late or not (is_new or now >= self._next_warning):
+                continue
+            self._pause = _REPEAT_FACTOR * (limit if is_new else self._pause)
+            self._warned, self._next_warning = (is_started, ranks), now + self._pause
+            logger.warning(
+                "The launch waits for %s, in stage '%s' for %.0f s: %s.",
+                *(_titles(ranks), stage.label, max(late.values())),
+                STARTED_BY_SPARK if is_started else EXPLANATIONS[stage],
+            )
 
-    def _warn(self, stage: Stage, late: list[int], now: float, limit: float) -> None:
-        explanation = EXPLANATIONS[stage]
-        hosts: Mapping[int, str] = {}
-        if stage == Stage.WAITING:
-            try:
-                running = self._running_tasks()
-            except Exception:
-                logger.debug("Spark does not answer which tasks run", exc_info=True)
-                running = {}
-            if running is None:
-                with self._lock:
-                    self._since.update(dict.fromkeys(late, now))
-                return
-            hosts = running
-            explanation = STARTED_BY_SPARK if hosts else explanation
-        is_new, self._warned = (stage, late) != self._warned, (stage, late)
-        self._pause = _REPEAT_FACTOR * (limit if is_new else self._pause)
-        self._next_warning = now + self._pause
+    def _ask_spark(self) -> None:
+        """Record the tasks that Spark has started, and that have not reported."""
         with self._lock:
-            ranks = [self._stages[task] for task in late]
-            seconds = now - min(self._since[task] for task in late)
-        logger.warning(
-            "The launch waits for %s, in stage '%s' for %.0f s: %s.",
-            _titles([replace(at, host=at.host or hosts.get(at.task, "")) for at in ranks]),
-            stage.label,
-            seconds,
-            explanation,
-        )
+            waiting = {task for task, at in self._stages.items() if at.stage == Stage.WAITING}
+        if not waiting:
+            self._running = {}
+            return
+        try:
+            running = self._running_tasks()
+        except Exception:
+            logger.debug("Spark does not answer which tasks run", exc_info=True)
+            return
+        with self._lock:
+            for task in waiting:
+                if running is None or (task in running and task not in self._running):
+                    self._since[task] = time.monotonic()
+                if running and self._stages[task].stage == Stage.WAITING:
+                    self._stages[task] = replace(self._stages[task], host=running.get(task, ""))
+        self._running = running or {}
 
 
 def is_busy() -> bool:
