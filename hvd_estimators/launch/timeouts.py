@@ -60,7 +60,7 @@ SERVICE_CONNECT = 10.0
 # Wait for the messages of all tasks, from the first message on, because Python may start late.
 EXCHANGE = 8.0
 # The same wait in a task, whose driver may be slow.
-EXCHANGE_WAIT = 15.0
+EXCHANGE_WAIT = 60.0
 # Transfer of the messages of all tasks, about 100 MB to 1,000 tasks.
 EXCHANGE_ANSWER = 20.0
 
