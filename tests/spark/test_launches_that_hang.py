@@ -67,6 +67,10 @@ class Hanging:
         return cause, self.given
 
 
+def launch_hanging(fault: Callable[[str], None], folder: str) -> list[Any]:
+    return launch(int, Hanging(fault, folder))
+
+
 def cause(fault: Callable[[str], None], folder: str) -> int:
     import socket
 
@@ -132,7 +136,7 @@ def test_a_rank_that_does_not_call_its_function_is_named(
     cluster: Cluster, tmp_path: Path, fault: Callable[[str], None]
 ) -> None:
     seen = log_size(cluster)
-    job = cluster.submit(launch, int, Hanging(fault, str(tmp_path)))
+    job = cluster.submit(launch_hanging, fault, str(tmp_path))
     hangs = tmp_path / "hangs"
     while not hangs.exists():
         time.sleep(0.05)
