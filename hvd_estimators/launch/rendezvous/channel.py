@@ -23,9 +23,8 @@ import struct
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from hvd_estimators.launch import timeouts
 
@@ -78,30 +77,6 @@ def ranks_key(secret: bytes) -> dict[str, str]:
     The value of the variable reveals nothing about the secret.
     """
     return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
-
-
-T = TypeVar("T")
-
-
-def retry(attempt: Callable[[], T], is_final: Callable[[OSError], bool], pause: float) -> T:
-    """Call a function until it succeeds, and return its result.
-
-    Parameters
-    ----------
-    attempt : callable
-        Usually connects and sends a message.
-    is_final : callable
-        Called with the error of an attempt. If it returns true, the error is raised.
-    pause : float
-        Seconds between two attempts.
-    """
-    while True:
-        try:
-            return attempt()
-        except OSError as error:
-            if is_final(error):
-                raise
-        time.sleep(pause)
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -375,7 +350,6 @@ class Listener:
         self._lock = threading.Lock()
         self._unauthenticated: dict[socket.socket, None] = {}  # in order of arrival
         self._authenticated: set[socket.socket] = set()
-        self._accepted: deque[tuple[str, int]] = deque(maxlen=self._max_unauthenticated)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -421,19 +395,15 @@ class Listener:
             Whether all connections have ended within the given seconds.
         """
         deadline = time.monotonic() + seconds
-        # Connections are accepted in order, so all earlier ones are accepted before this one.
-        with contextlib.suppress(OSError):
-            own = socket.create_connection(self._socket.getsockname()[:2], seconds)
-            own_address = own.getsockname()[:2]
-            own.close()
-            while own_address not in self._accepted and time.monotonic() < deadline:
-                time.sleep(timeouts.LISTENER_DRAIN_POLL)
-        while time.monotonic() < deadline:
+        pending = select.poll()
+        pending.register(self._socket, select.POLLIN)
+        while True:
             with self._lock:
-                if not (self._unauthenticated or self._authenticated):
+                if not (pending.poll(0) or self._unauthenticated or self._authenticated):
                     return True
+            if time.monotonic() > deadline:
+                return False
             time.sleep(timeouts.LISTENER_DRAIN_POLL)
-        return False
 
     def close(self) -> None:
         """Stop accepting connections, and end the existing ones."""
@@ -459,22 +429,21 @@ class Listener:
             if self._closed:
                 return
             try:
-                connection, client = self._socket.accept()
-                connection.setblocking(True)
+                with self._lock:
+                    connection, _ = self._socket.accept()
+                    connection.setblocking(True)
+                    if self._closed:
+                        connection.close()
+                        return
+                    self._unauthenticated[connection] = None
+                    crowd = len(self._unauthenticated) > self._max_unauthenticated
+                    oldest = next(iter(self._unauthenticated)) if crowd else None
             except BlockingIOError:
                 continue  # the client has disconnected
             except OSError:
                 # For example, too many files are open.
                 time.sleep(timeouts.LISTENER_PAUSE)
                 continue
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._unauthenticated[connection] = None
-                self._accepted.append(client[:2])
-                crowd = len(self._unauthenticated) > self._max_unauthenticated
-                oldest = next(iter(self._unauthenticated)) if crowd else None
             if oldest is not None:
                 _shut_down(oldest)
             threading.Thread(target=self._run, args=(connection,), daemon=True).start()

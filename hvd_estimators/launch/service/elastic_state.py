@@ -32,7 +32,7 @@ from hvd_estimators._util.unpickle_imports import load
 from hvd_estimators.exceptions import StoreError, UnreachableError
 from hvd_estimators.launch import timeouts
 from hvd_estimators.launch.rank.worker import NoNotifications, call_with
-from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, retry
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
 from hvd_estimators.launch.service.server import (
     SERVICE_VARIABLE,
     DriverService,
@@ -233,24 +233,20 @@ def fetch(address: str, state: int) -> Any:
 def _converse(address: str, conversation: Callable[[Channel], T]) -> T:
     """Communicate with the driver on a new connection; restart from the beginning if it breaks."""
     deadline = time.monotonic() + timeouts.COMMIT_RETRY
-
-    def attempt() -> T:
-        with connect_to_driver(address) as channel:
-            return conversation(channel)
-
-    def is_final(error: OSError) -> bool:
-        return isinstance(error, (AuthenticationError, StoreError)) or time.monotonic() > deadline
-
-    try:
-        return retry(attempt, is_final, timeouts.COMMIT_PAUSE)
-    except StoreError:
-        raise
-    except OSError as error:
-        host, port, _ = address.rsplit(":", 2)
-        raise UnreachableError(
-            f"The driver, which stores the commits of ranks, cannot be reached at {host} port "
-            f"{port}: {error}"
-        ) from error
+    while True:
+        try:
+            with connect_to_driver(address) as channel:
+                return conversation(channel)
+        except StoreError:
+            raise
+        except OSError as error:
+            if isinstance(error, AuthenticationError) or time.monotonic() > deadline:
+                host, port, _ = address.rsplit(":", 2)
+                raise UnreachableError(
+                    f"The driver, which stores the commits of ranks, cannot be reached at {host} "
+                    f"port {port}: {error}"
+                ) from error
+        time.sleep(timeouts.COMMIT_PAUSE)
 
 
 class _Parts(io.RawIOBase):

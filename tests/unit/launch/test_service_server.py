@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_estimators.launch.rendezvous.channel import AuthenticationError, new_secret, retry
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, new_secret
 from hvd_estimators.launch.service.elastic_state import CommitStore, commit, fetch
 from hvd_estimators.launch.service.events import EventSender, RankMessage, receive_events
 from hvd_estimators.launch.service.exchange import ExchangeServer, exchange
@@ -108,19 +108,3 @@ def test_connections_and_threads_end_with_the_service() -> None:
     while threading.active_count() > threads:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_a_failing_attempt_is_repeated_until_its_error_is_final() -> None:
-    errors: list[OSError] = [ConnectionRefusedError(), TimeoutError()]
-
-    def attempt() -> str:
-        if errors:
-            raise errors.pop()
-        return "answer"
-
-    assert retry(attempt, lambda error: False, 0.0) == "answer"
-
-    errors[:] = [AuthenticationError("wrong"), ConnectionRefusedError()]
-    with pytest.raises(AuthenticationError, match="wrong"):
-        retry(attempt, lambda error: isinstance(error, AuthenticationError), 0.0)
-    assert not errors
